@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then lints, checks types and runs the tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+(. scripts/setup.sh dev)
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+exec .venv/bin/python -m pytest "$@"

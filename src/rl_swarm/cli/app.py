@@ -1,0 +1,304 @@
+"""Every command of `rl-swarm`, thin: read the settings, call the package, print."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from rl_swarm import config
+from rl_swarm.config import Resolved
+from rl_swarm.errors import UserError
+
+app = typer.Typer(
+    help="Train language models together: every node learns by reinforcement and shares its rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print every setting and where it came from, then stop.")
+]
+Model = Annotated[str | None, typer.Option("--model", help="tiny, auto, a directory or a hub name.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Decides questions and sampling.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of the run.")]
+Local = Annotated[int | None, typer.Option("--local", help="Own questions per round (I).")]
+External = Annotated[int | None, typer.Option("--external", help="Groups per round from others (J).")]
+Generations = Annotated[int | None, typer.Option("--generations", help="Completions per question (G).")]
+Rate = Annotated[float | None, typer.Option("--learning-rate", help="Step size of the optimiser.")]
+Tasks = Annotated[
+    str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node's private key.")]
+Address = Annotated[
+    Path, typer.Argument(help="Experiment directory: runs/<name>, or <root>/experiments/<name>.")
+]
+OptionalAddress = Annotated[
+    Path | None,
+    typer.Argument(help="Experiment directory; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
+]
+
+
+def _settings(
+    command: str, preset: dict[str, object], config_file: Path | None, sets: list[str] | None, **flags: object
+) -> Resolved:
+    given = {name: value for name, value in flags.items() if value is not None}
+    for assignment in sets or []:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--set {assignment}: write it as --set name=value.")
+        given[name] = value
+    return config.load(preset, config_file, given, command=command)
+
+
+def _print_settings(resolved: Resolved) -> None:
+    width = max(len(name) for name in resolved.sources)
+    for name, source in resolved.sources.items():
+        value = getattr(resolved.settings, name)
+        shown = "(set)" if name == "hf_token" and value else json.dumps(msgspec.to_builtins(value))
+        print(f"{name:<{width}}  {shown:<24}  {source}")
+
+
+@app.command()
+def up(
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes to start.")] = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    local: Local = None,
+    external: External = None,
+    generations: Generations = None,
+    model: Model = None,
+    learning_rate: Rate = None,
+    tasks: Tasks = None,
+    device: Device = None,
+    identity_path: Identity_ = None,
+    config_file: ConfigFile = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
+    from rl_swarm.cli import running
+
+    preset: dict[str, object] = dict(config.UP_PRESET)
+    if resume is not None:
+        preset |= running.settings_of(resume)
+    flags = dict(
+        nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
+        learning_rate=learning_rate, tasks=tasks, device=device, identity_path=identity_path,
+    )  # fmt: skip
+    plain = config.load({}, config_file, {}, command="up").settings
+    if plain.gdrive_path and run is None and resume is None:
+        resolved = _settings("up", {}, config_file, sets, **flags)
+        address = resolved.settings.experiment_dir()
+        if dry_run:
+            return _print_settings(resolved)
+        assert address is not None
+        return running.alone(resolved.settings.role, address, resolved.settings)
+    resolved = _settings("up", preset, config_file, sets, **flags)
+    if dry_run:
+        return _print_settings(resolved)
+    return running.up(resolved.settings, run, resume)
+
+
+@app.command()
+def join(
+    address: OptionalAddress = None,
+    local: Local = None,
+    external: External = None,
+    generations: Generations = None,
+    model: Model = None,
+    learning_rate: Rate = None,
+    device: Device = None,
+    identity_path: Identity_ = None,
+    config_file: ConfigFile = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Join a swarm as a worker and train."""
+    _alone("worker", address, config_file, sets, dry_run, dict(
+        local=local, external=external, generations=generations, model=model, learning_rate=learning_rate, device=device,
+        identity_path=identity_path,
+    ))  # fmt: skip
+
+
+@app.command()
+def coordinate(
+    address: OptionalAddress = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    tasks: Tasks = None,
+    model: Model = None,
+    round_end: Annotated[
+        str | None, typer.Option("--round-end", help="interval, everyone, deadline or lockstep.")
+    ] = None,
+    round_interval: Annotated[
+        float | None, typer.Option("--round-interval", help="Seconds per round.")
+    ] = None,
+    min_peers: Annotated[
+        int | None, typer.Option("--min-peers", help="Peers to wait for before the first round.")
+    ] = None,
+    identity_path: Identity_ = None,
+    config_file: ConfigFile = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Coordinate a folder swarm: advance its rounds. Founds the swarm if there is none at the address."""
+    _alone("coordinator", address, config_file, sets, dry_run, dict(
+        rounds=rounds, seed=seed, tasks=tasks, model=model, round_end=round_end, round_interval=round_interval,
+        min_peers=min_peers, identity_path=identity_path,
+    ))  # fmt: skip
+
+
+def _alone(
+    role: str,
+    address: Path | None,
+    config_file: Path | None,
+    sets: list[str] | None,
+    dry_run: bool,
+    flags: dict[str, Any],
+) -> None:
+    from rl_swarm.cli import running
+
+    resolved = _settings("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
+    if dry_run:
+        return _print_settings(resolved)
+    where = address or resolved.settings.experiment_dir()
+    if where is None:
+        raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
+    return running.alone(role, where, resolved.settings)
+
+
+@app.command()
+def status(
+    address: Address,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show where a swarm stands."""
+    from rich.console import Console
+
+    from rl_swarm.cli.live import LiveView
+    from rl_swarm.report import RunView
+
+    view = RunView.open(address)
+    if as_json:
+        print(json.dumps(view.as_dict(), indent=2))
+        return
+    console = Console()
+    console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {address}")
+    console.print(LiveView(view, console).status())
+
+
+@app.command()
+def runs(
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", help="Delete this run (its name or path).")
+    ] = None,
+    root: Annotated[Path, typer.Option("--root", help="Where runs are kept.")] = Path("runs"),
+) -> None:
+    """List the runs on this machine, or remove some."""
+    from rl_swarm.cli import running
+
+    running.remove_runs(root, remove) if remove else running.list_runs(root)
+
+
+@app.command()
+def validate(
+    address: Address,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds there must be.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes there must be.")] = None,
+) -> None:
+    """Check that a finished run is sound: signatures, rewards, logs, and a sample scored again."""
+    from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm.report import RunView
+    from rl_swarm.validate import rescore
+    from rl_swarm.validate import validate as check
+
+    RunView.open(address)
+    verdict, opened = check(address, rounds, nodes)
+    if opened is not None:
+        environment = Reasoning(opened.manifest.tasks, opened.manifest.partial_rewards)
+        try:
+            rescore(opened, environment, verdict)
+        finally:
+            environment.close()
+    for note in verdict.notes:
+        print(f"note: {note}")
+    for error in verdict.errors[:50]:
+        print(f"error: {error}")
+    if len(verdict.errors) > 50:
+        print(f"error: and {len(verdict.errors) - 50} more")
+    print("checked: " + ", ".join(f"{number} {what}" for what, number in verdict.checked.items()))
+    print("The run is sound." if verdict.sound else f"The run is NOT sound: {len(verdict.errors)} errors.")
+    raise typer.Exit(0 if verdict.sound else 1)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="tiny, a directory (a checkpoint), or a hub name.")],
+    tasks: Tasks = None,
+    questions: Annotated[int, typer.Option("--questions", help="Held-out questions.")] = 200,
+    samples: Annotated[int, typer.Option("--samples", help="Sampled answers per question.")] = 4,
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    sets: Sets = None,
+) -> None:
+    """Score a model or checkpoint on the held-out questions."""
+    from rl_swarm.cli import models
+
+    settings = _settings("evaluate", {}, None, sets, tasks=tasks, device=device).settings
+    models.evaluate(model, settings, questions, samples, as_json)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="tiny, a directory (a checkpoint), or a hub name.")] = "tiny",
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Ask once and stop.")] = None,
+    device: Device = None,
+    sets: Sets = None,
+) -> None:
+    """Talk to a model."""
+    from rl_swarm.cli import models
+
+    models.chat(model, _settings("chat", {}, None, sets, device=device).settings, prompt)
+
+
+@app.command(name="models")
+def models_() -> None:
+    """List the models that nodes use, and which fit this machine."""
+    from rl_swarm.cli import models
+
+    models.list_models(_settings("models", {}, None, None).settings)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: what it has, what is missing, what to do."""
+    from rl_swarm.cli.doctor import examine
+
+    raise typer.Exit(examine())
+
+
+@app.command()
+def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, compressed or not.")]) -> None:
+    """Print a file of a swarm as JSON."""
+    from rl_swarm.wire import Rejected, decode
+
+    try:
+        print(json.dumps(decode(file.read_bytes()), indent=2, ensure_ascii=False))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from error
+    except Rejected as error:
+        raise UserError(f"{file} is no document of a swarm ({error}).") from error

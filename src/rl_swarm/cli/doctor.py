@@ -1,0 +1,127 @@
+"""What this machine has, what is missing, and what to do about it."""
+
+import importlib.metadata
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_swarm import config
+from rl_swarm.errors import UserError
+
+Finding = tuple[bool, str]
+
+
+def examine() -> int:
+    """Prints every finding; returns 1 if something needs doing."""
+    console = Console(highlight=False)
+    failed = False
+    for title, look in CHECKS:
+        try:
+            for good, text in look():
+                failed |= not good
+                console.print(
+                    f"[{'green' if good else 'red'}]{'ok ' if good else 'NO '}[/] {title}: {text}",
+                    markup=True,
+                )
+        except UserError as error:
+            failed = True
+            console.print(f"[red]NO [/] {title}: {error}")
+    console.print(
+        "Something needs doing: see the lines with NO." if failed else "All is well. Start with: rl-swarm up"
+    )
+    return int(failed)
+
+
+def python() -> Iterator[Finding]:
+    yield (3, 10) <= sys.version_info[:2] <= (3, 13), f"{sys.version.split()[0]} (3.10 to 3.13 are supported)"
+
+
+def packages() -> Iterator[Finding]:
+    for name in ("torch", "transformers", "reasoning-gym", "msgspec", "cryptography"):
+        try:
+            yield True, f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield False, f"{name} is not installed: pip install rl-swarm"
+
+
+def machine() -> Iterator[Finding]:
+    from rl_swarm.learning.devices import GIB, free_disk, pick_device, total_memory
+
+    settings = config.load().settings
+    device = pick_device(settings)
+    memory, disk = total_memory(device), free_disk(Path.cwd())
+    yield True, f"{os.cpu_count()} cores, device {device}"
+    yield memory >= 2 * GIB, f"{memory / GIB:.1f} GiB of memory (2 GiB are enough for the bundled model)"
+    yield disk >= GIB, f"{disk / GIB:.1f} GiB free on this disk (1 GiB is enough)"
+
+
+def model() -> Iterator[Finding]:
+    from rl_swarm.learning.policy import Policy
+
+    settings = config.load(flags={"model": "tiny", "device": "cpu"}).settings
+    policy = Policy.load(settings, "")
+    text = policy.sample(["1 + 1 ="], 1, seed=0)[0][0].text
+    yield True, f"the bundled model loads and answers {text!r}"
+
+
+def scoring() -> Iterator[Finding]:
+    from rl_swarm.environments.reasoning import Reasoning
+
+    environment = Reasoning(config.load().settings.task_list())
+    try:
+        questions = environment.questions(range(8))
+        right = environment.score([(q, f"<answer>{q.answer}</answer>") for q in questions])
+        yield sum(right) == len(right), f"{len(questions)} questions made and scored in their own process"
+    finally:
+        environment.close()
+
+
+def folder() -> Iterator[Finding]:
+    settings = config.load().settings
+    address = settings.experiment_dir()
+    root = Path(settings.gdrive_path).expanduser() if settings.gdrive_path else Path.cwd()
+    try:
+        with tempfile.NamedTemporaryFile(dir=root):
+            yield True, f"{root} can be written" + (f"; the swarm is {address}" if address else "")
+    except OSError as error:
+        yield (
+            False,
+            f"{root} cannot be written ({error.strerror}). Mount it, or set GDRIVE_PATH to one that can.",
+        )
+
+
+def identity() -> Iterator[Finding]:
+    from rl_swarm.identity import Identity
+
+    path = Path(config.load().settings.identity_path)
+    if not path.exists():
+        yield True, f"{path} will be made at the first start"
+        return
+    mine = Identity.load(path)
+    private = path.stat().st_mode & 0o077 == 0
+    yield (
+        private,
+        f"{mine.name}, {mine.peer_id}" + ("" if private else f"; others can read the key: chmod 600 {path}"),
+    )
+
+
+def tools() -> Iterator[Finding]:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    yield True, f"C compiler {compiler or 'not found (only needed to install)'}"
+
+
+CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+    ("Python", python),
+    ("packages", packages),
+    ("tools", tools),
+    ("machine", machine),
+    ("model", model),
+    ("scoring", scoring),
+    ("folder", folder),
+    ("identity", identity),
+)

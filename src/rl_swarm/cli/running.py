@@ -1,0 +1,164 @@
+"""Starting things: a whole swarm on this machine, or one process of a folder swarm."""
+
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from rl_swarm.cli.live import LiveView
+from rl_swarm.cli.summary import print_summary
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.report import RunView
+from rl_swarm.swarm import LocalSwarm, worker_settings
+from rl_swarm.telemetry.logs import start_logging
+from rl_swarm.words import ADJECTIVES, ANIMALS
+
+SETTINGS_FILE = "settings.json"
+
+
+def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
+    """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
+    console = Console(highlight=False)
+    root = resume or run or _new_run_directory()
+    if resume is None and (root / "manifest.json").exists():
+        raise UserError(f"--run {root}: there is a run already. Go on with `rl-swarm up --resume {root}`.")
+    if resume is not None:
+        view = RunView.open(resume)
+        if view.state is not None and view.state.phase == "finished":
+            raise UserError(
+                f"{resume} has finished all its {view.state.round + 1} rounds. Start a new run: rl-swarm up"
+            )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / SETTINGS_FILE).write_bytes(msgspec.json.encode(_portable(settings)))
+    except OSError as error:
+        raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
+    start_logging(settings, root / "logs", "up", terminal=False)
+
+    workers = worker_settings(settings)
+    coordinator = replace(settings, min_peers=max(settings.min_peers, settings.nodes))
+    swarm = LocalSwarm(root, coordinator, workers)
+    console.print(
+        f"{'Going on with' if resume else 'Starting'} {settings.nodes} nodes in {root}   (Ctrl-C stops them)"
+    )
+    started = time.monotonic()
+    interrupted = _catch_signals()
+    swarm.start()
+    try:
+        with LiveView(RunView(root), console) as live:
+            while swarm.tend() and not interrupted.is_set():
+                live.update(swarm.restarts)
+                interrupted.wait(0.25)
+            live.update(swarm.restarts)
+    finally:
+        if interrupted.is_set():
+            console.print("Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
+        swarm.stop()
+    view = RunView.open(root)
+    if interrupted.is_set():
+        console.print(
+            f"Stopped at round {view.state.round if view.state else 0}. Go on with: rl-swarm up --resume {root}"
+        )
+        sys.exit(130)
+    print_summary(view, time.monotonic() - started, console)
+
+
+def alone(role: str, address: Path, settings: Settings) -> None:
+    """One process of a folder swarm, with its log on the terminal."""
+    from rl_swarm import worker
+
+    if not address.parent.parent.is_dir() and role == "worker":
+        raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
+    start_logging(settings, Path("logs"), role, terminal=True)
+    stop = _catch_signals()
+    (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
+
+
+def settings_of(run: Path) -> dict[str, object]:
+    """The settings that a run was started with."""
+    try:
+        values: dict[str, object] = msgspec.json.decode((run / SETTINGS_FILE).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(
+            f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours."
+        ) from error
+    return values
+
+
+def list_runs(root: Path) -> None:
+    table = Table(box=None, padding=(0, 2))
+    for title in ("run", "phase", "round", "nodes", "held out"):
+        table.add_column(title)
+    for folder in _runs(root):
+        view = RunView(folder)
+        view.refresh()
+        start, now = view.mean_held_out("start"), view.mean_held_out("now")
+        rounds = (
+            f"{view.state.round + (view.state.phase == 'finished')}/{view.manifest.rounds}"
+            if view.state and view.manifest
+            else ""
+        )
+        held_out = f"{start:.3f} → {now:.3f}" if start is not None and now is not None else ""
+        phase: str = view.state.phase if view.state else "waiting"
+        if phase == "running" and not any(node.alive for node in view.nodes.values()):
+            phase = "stopped"
+        table.add_row(str(folder), phase, rounds, str(len(view.nodes)), held_out)
+    console = Console(highlight=False)
+    console.print(table if table.row_count else f"No runs in {root}. Start one: rl-swarm up")
+
+
+def remove_runs(root: Path, names: list[str]) -> None:
+    known = {str(folder): folder for folder in _runs(root)} | {folder.name: folder for folder in _runs(root)}
+    for name in names:
+        folder = known.get(name.rstrip("/"))
+        if folder is None:
+            raise UserError(f"--remove {name}: there is no such run in {root}. `rl-swarm runs` lists them.")
+        view = RunView(folder)
+        view.refresh()
+        if any(node.alive for node in view.nodes.values()):
+            raise UserError(f"--remove {name}: it is running. Stop it first.")
+        shutil.rmtree(folder)
+        print(f"removed {folder}")
+
+
+def _runs(root: Path) -> list[Path]:
+    return sorted(path.parent for path in root.glob("*/manifest.json"))
+
+
+def _new_run_directory() -> Path:
+    pick = random.SystemRandom()
+    while True:
+        name = f"{time.strftime('%m%d-%H%M')}-{pick.choice(ADJECTIVES)}-{pick.choice(ANIMALS)}"
+        if not (path := Path("runs") / name).exists():
+            return path
+
+
+def _portable(settings: Settings) -> dict[str, object]:
+    """The settings as they are kept with a run: without secrets, with a key that is found from anywhere."""
+    values: dict[str, object] = msgspec.to_builtins(settings)
+    values.pop("hf_token")
+    values["identity_path"] = str(Path(settings.identity_path).absolute())
+    return values
+
+
+def _catch_signals() -> threading.Event:
+    """Set by the first Ctrl-C or SIGTERM; the second one ends the process."""
+    stop = threading.Event()
+
+    def handle(signum: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+    return stop

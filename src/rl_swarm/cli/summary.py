@@ -1,0 +1,85 @@
+"""What a run achieved, for the person who started it."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rl_swarm.cli.live import clock
+from rl_swarm.evaluation import mean
+from rl_swarm.report import RunView
+
+EXAMPLES = 2
+
+
+def print_summary(run: RunView, seconds: float, console: Console) -> None:
+    views = [view for view in run.nodes.values() if view.start and view.now]
+    if not views:
+        return
+    table = Table(
+        title="Held-out score: questions that training never saw",
+        title_justify="left",
+        box=None,
+        padding=(0, 2),
+    )
+    table.add_column("node")
+    for title in ("before", "after", "times", "greedy", "well-formed", "right among those"):
+        table.add_column(title, justify="right")
+    for view in views:
+        start, now = view.start, view.now
+        if start and now:
+            table.add_row(view.name, *_columns(start, now))
+    if len(views) > 1:
+        starts = [view.start for view in views if view.start]
+        ends = [view.now for view in views if view.now]
+        table.add_section()
+        keys = ("sampled", "greedy", "well_formed", "accuracy_well_formed")
+        average = [
+            {key: mean([line[key] or 0.0 for line in lines]) for key in keys} for lines in (starts, ends)
+        ]
+        table.add_row("mean", *_columns(*average), style="bold")
+    console.print()
+    console.print(table)
+
+    best = max(views, key=lambda view: view.now["sampled"] if view.now else 0.0)
+    console.print(f"\n[bold]The same questions before and after[/] ({best.name})")
+    before, after = (best.start or {})["examples"][:EXAMPLES], (best.now or {})["examples"][:EXAMPLES]
+    for first, second in zip(before, after, strict=True):
+        console.print(f"  [dim]{escape(first['task'])}:[/] {escape(' '.join(first['prompt'].split()))}")
+        for when, example in (("before", first), ("after", second)):
+            mark = "[green]right[/]" if example["reward"] == 1 else "[red]wrong[/]"
+            console.print(f"    {when:>6}  {mark}  {escape(example['completion'].strip() or '(nothing)')}")
+
+    taken = sum(view.external_taken for view in views)
+    own = sum(line["local_with_signal"] for view in views for line in view.rounds)
+    if taken:
+        console.print(
+            f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups that had something to teach "
+            f"({taken / max(1, taken + own):.0%}) came from other nodes."
+        )
+    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    console.print(
+        "\n[bold]Next[/]\n"
+        f"  rl-swarm validate {run.root}     is this run sound?\n"
+        f"  rl-swarm chat {_checkpoint(run, best.node)}\n"
+        "  rl-swarm up --external 0          the same without sharing\n"
+        "  rl-swarm models                   larger models that fit this machine",
+        highlight=False,
+    )
+
+
+def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:
+    times = f"{now['sampled'] / start['sampled']:.1f}x" if start["sampled"] else ""
+    greedy = f"{start['greedy']:.2f} → {now['greedy']:.2f}" if now.get("greedy") is not None else ""
+    return [
+        f"{start['sampled']:.3f}",
+        f"{now['sampled']:.3f}",
+        times,
+        greedy,
+        f"{start['well_formed']:.2f} → {now['well_formed']:.2f}",
+        f"{start['accuracy_well_formed']:.2f} → {now['accuracy_well_formed']:.2f}",
+    ]
+
+
+def _checkpoint(run: RunView, node: str) -> str:
+    found = sorted((run.root / "checkpoints").glob(f"round_*/{node}"), key=lambda p: int(p.parent.name[6:]))
+    return str(found[-1]) if found else "tiny"

@@ -1,0 +1,370 @@
+"""Every setting, typed, in one place.
+
+A value comes from, later wins: the default here, the preset of a command, a YAML file, environment
+variables (a `.env` file counts as those, below the real ones), command-line flags. `TEST_MODE` is a
+preset that only flags override. `resolve` returns the settings together with where each value came from.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from rl_swarm.environments.tasks import PRESETS, Task
+from rl_swarm.errors import UserError
+
+T = TypeVar("T")
+
+
+class ConfigError(UserError):
+    """A setting that cannot be used. The message names it, its value, its source and what would work."""
+
+
+def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
+    return Meta(description=description, extra={"env": env}, **limits)
+
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # The swarm
+    gdrive_path: Annotated[
+        str | None, _setting("root of the folder swarm: any shared directory", "GDRIVE_PATH")
+    ] = None
+    experiment_name: Annotated[
+        Name | None, _setting("the swarm's name below that root", "EXPERIMENT_NAME")
+    ] = None
+    role: Annotated[
+        Literal["worker", "coordinator"], _setting("what this process does in a folder swarm", "NODE_ROLE")
+    ] = "worker"
+    node_id: Annotated[
+        Name | None, _setting("this node's name in files; made from the identity when not given", "NODE_ID")
+    ] = None
+    identity_path: Annotated[
+        str, _setting("the node's private key, made at first start", "IDENTITY_PATH")
+    ] = "swarm.pem"
+    nodes: Annotated[int, _setting("nodes that `up` starts", ge=1, le=64)] = 4
+    seed: Annotated[int, _setting("decides questions and sampling", "SEED", ge=0, le=2**62)] = 42
+    rounds: Annotated[int, _setting("rounds of a run", "MAX_ROUNDS", ge=1)] = 2000
+    test_mode: Annotated[bool, _setting("3 rounds, 4 samples, 4 generations", "TEST_MODE")] = False
+
+    # Tasks
+    environment: Annotated[
+        Literal["reasoning"], _setting("where questions come from and how they are scored")
+    ] = "reasoning"
+    tasks: Annotated[
+        str | list[Task],
+        _setting(
+            "a preset (`tiny`, `sapo`), comma-separated reasoning-gym tasks, or in YAML a list of name, weight, "
+            "config; `auto` is `tiny` for the bundled model and `sapo` for any other"
+        ),
+    ] = "auto"
+    partial_rewards: Annotated[bool, _setting("pay the task's fractional scores instead of 0 or 1")] = False
+    held_out_questions: Annotated[
+        int, _setting("questions of the held-out set, never trained on", ge=1, le=10000)
+    ] = 200
+    held_out_samples: Annotated[int, _setting("sampled answers per held-out question", ge=1, le=64)] = 2
+    held_out_every: Annotated[
+        int, _setting("rounds between held-out scores; 0: only at the start and the end", ge=0)
+    ] = 50
+
+    # The model
+    model: Annotated[
+        str,
+        _setting(
+            "`tiny` (bundled), `auto` (from the pools, for this hardware), a directory, or a hub name",
+            "MODEL_NAME",
+        ),
+    ] = "tiny"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], _setting("where the model runs")] = "auto"
+    cpu_only: Annotated[bool, _setting("never use a GPU", "CPU_ONLY")] = False
+    threads: Annotated[int, _setting("CPU threads per node; 0: share the cores among the nodes", ge=0)] = 0
+    hf_token: Annotated[
+        str | None, _setting("access token of the Hugging Face hub", "HF_TOKEN, HUGGINGFACE_ACCESS_TOKEN")
+    ] = None
+
+    # Learning
+    local: Annotated[int, _setting("I: own questions per round", "NUM_TRAIN_SAMPLES", ge=0, le=1024)] = 8
+    external: Annotated[
+        int, _setting("J: groups per round from other peers", "NUM_TRANSPLANT_TREES", ge=0, le=1024)
+    ] = 0
+    generations: Annotated[int, _setting("G: completions per question", "NUM_GENERATIONS", ge=2, le=256)] = 8
+    temperature: Annotated[float, _setting("sampling temperature", gt=0, le=10)] = 1.0
+    top_p: Annotated[float, _setting("nucleus sampling; 1 is off", gt=0, le=1)] = 1.0
+    top_k: Annotated[int, _setting("sample among the k likeliest tokens; 0 is off", ge=0)] = 0
+    max_new_tokens: Annotated[
+        int | None, _setting("longest completion; by default 256, 24 for the bundled model", ge=1, le=32768)
+    ] = None
+    learning_rate: Annotated[
+        float | None, _setting("by default 5e-6, 2e-4 for the bundled model", gt=0, le=1)
+    ] = None
+    normalize_advantages: Annotated[bool, _setting("divide advantages by the group's standard deviation")] = (
+        True
+    )
+    clip_low: Annotated[float, _setting("ratio clip: at least 1 - clip_low", ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, _setting("ratio clip: at most 1 + clip_high", ge=0, le=10)] = 0.28
+    kl_weight: Annotated[
+        float, _setting("weight of the KL penalty to the starting model; 0 keeps no reference", ge=0)
+    ] = 0.0
+    mask_truncated: Annotated[bool, _setting("leave completions that were cut off out of the loss")] = False
+    max_grad_norm: Annotated[float, _setting("gradient norm is clipped here", gt=0)] = 1.0
+    batch_tokens: Annotated[int, _setting("most tokens in one micro-batch of training", ge=64)] = 4096
+    share_logprobs: Annotated[bool, _setting("publish token ids and log-probabilities beside the text")] = (
+        False
+    )
+    external_correction: Annotated[
+        Literal["none", "capped"],
+        _setting(
+            "`capped` weighs external tokens by a ratio to the sender's log-probabilities, at most 1 + clip_high"
+        ),
+    ] = "none"
+
+    # Rounds
+    round_end: Annotated[
+        RoundEnd,
+        _setting(
+            "`interval`: after round_interval; `everyone`: when all have submitted; `deadline`: that, but at the latest "
+            "after round_interval; `lockstep`: everyone, and nodes wait for each other's rollouts (reproducible)"
+        ),
+    ] = "interval"
+    round_interval: Annotated[float, _setting("seconds per round", "COORDINATOR_ROUND_INTERVAL", gt=0)] = 60.0
+    peer_timeout: Annotated[
+        float, _setting("seconds without a sign of life after which nobody waits for a peer", gt=0)
+    ] = 120.0
+    min_peers: Annotated[int, _setting("peers that must have joined before the first round", ge=1)] = 1
+    poll_interval: Annotated[float, _setting("seconds between looks at the folder while waiting", gt=0)] = 2.0
+
+    # The exchange of rollouts
+    publish: Annotated[
+        Literal["generation", "stage", "round"],
+        _setting("how often rollouts are published", "ROLLOUT_PUBLISH_FREQUENCY"),
+    ] = "stage"
+    fetch_max_peers: Annotated[int, _setting("peers asked per round at most", ge=1)] = 10
+    max_age: Annotated[
+        int, _setting("rounds back from which external rollouts are taken (0 in lock-step)", ge=0, le=100)
+    ] = 2
+    cleanup: Annotated[bool, _setting("remove old rollouts", "ROLLOUT_CLEANUP_ENABLED")] = False
+    keep_rounds: Annotated[
+        int, _setting("rounds of rollouts that are kept", "ROLLOUT_KEEP_LAST_N_ROUNDS", ge=1)
+    ] = 10
+    archive: Annotated[
+        bool, _setting("move old rollouts to archives/ instead of deleting them", "ROLLOUT_ARCHIVE_OLD")
+    ] = False
+
+    # Checkpoints and logs
+    checkpoint_every: Annotated[int, _setting("rounds between checkpoints; 0: only when stopping", ge=0)] = 20
+    keep_checkpoints: Annotated[int, _setting("checkpoints kept per node", ge=1)] = 2
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _setting("what is logged", "LOG_LEVEL")
+    ] = "info"
+    debug: Annotated[bool, _setting("the same as LOG_LEVEL=debug", "DEBUG")] = False
+    connect_to_testnet: Annotated[
+        bool, _setting("join a chain swarm; there is no chain network in this version", "CONNECT_TO_TESTNET")
+    ] = False
+
+    def task_list(self) -> tuple[Task, ...]:
+        """The tasks that `tasks` names."""
+        if not isinstance(self.tasks, str):
+            return tuple(self.tasks)
+        if self.tasks == "auto":
+            return PRESETS["tiny" if self.model == "tiny" else "sapo"]
+        if self.tasks in PRESETS:
+            return PRESETS[self.tasks]
+        return tuple(Task(name.strip()) for name in self.tasks.split(",") if name.strip())
+
+    def completion_tokens(self) -> int:
+        return self.max_new_tokens or (24 if self.model == "tiny" else 256)
+
+    def step_size(self) -> float:
+        return self.learning_rate or (2e-4 if self.model == "tiny" else 5e-6)
+
+    def experiment_dir(self) -> Path | None:
+        """The address of the folder swarm that the settings name, if they name one."""
+        if self.gdrive_path is None:
+            return None
+        if self.experiment_name is None:
+            raise ConfigError(
+                f"GDRIVE_PATH={self.gdrive_path} names the root of a folder swarm, but EXPERIMENT_NAME is not set. "
+                "Set it to the swarm's name, for example EXPERIMENT_NAME=my-swarm."
+            )
+        return Path(self.gdrive_path).expanduser() / "experiments" / self.experiment_name
+
+
+# What `rl-swarm up` changes: a swarm for one machine that is done within minutes.
+UP_PRESET: dict[str, object] = {
+    "rounds": 150,
+    "local": 4,
+    "external": 4,
+    "round_end": "lockstep",
+    "peer_timeout": 60.0,
+    "poll_interval": 0.02,
+}
+TEST_MODE: dict[str, object] = {"rounds": 3, "local": 4, "generations": 4}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the settings table."""
+
+    name: str
+    description: str
+    env: tuple[str, ...]
+    default: object
+
+
+def all_settings() -> Iterator[Setting]:
+    hints = get_type_hints(Settings, include_extras=True)
+    for entry in msgspec.structs.fields(Settings):
+        meta = next(m for m in hints[entry.name].__metadata__ if isinstance(m, Meta) and m.extra)
+        extra = meta.extra or {}
+        names = tuple(part.strip() for part in (extra.get("env") or "").split(",") if part.strip())
+        yield Setting(entry.name, meta.description or "", names, entry.default)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one source. `origins` says, where the source alone is not enough, which key gave a value."""
+
+    source: str
+    values: Mapping[str, object]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, self.source)
+
+
+def yaml_layer(path: Path) -> Layer:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
+    return Layer(str(path), values)
+
+
+def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> Layer:
+    """What the environment variables say; an empty variable says nothing."""
+    merged = {**read_dotenv(dotenv), **environ} if dotenv else dict(environ)
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for setting in all_settings():
+        for variable in setting.env:
+            if merged.get(variable, "") != "":
+                values[setting.name] = merged[variable]
+                origins[setting.name] = variable if variable in environ else f"{variable} in {dotenv}"
+                break
+    return Layer("environment", values, origins)
+
+
+def read_dotenv(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    pairs = {}
+    for line in path.read_text().splitlines():
+        key, equals, value = line.strip().removeprefix("export ").partition("=")
+        if equals and not key.startswith("#"):
+            pairs[key.strip()] = value.strip().strip("'\"")
+    return pairs
+
+
+@dataclass(frozen=True)
+class Resolved:
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
+    """The settings that the layers give, later ones winning, and where each value came from."""
+    values: dict[str, object] = {}
+    sources = {setting.name: "default" for setting in all_settings()}
+
+    def apply(layer: Layer) -> None:
+        for name, value in layer.values.items():
+            if name not in sources:
+                raise ConfigError(
+                    f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}"
+                )
+            values[name] = _convert(name, value, layer.origin(name))
+            sources[name] = layer.origin(name)
+
+    for layer in layers:
+        apply(layer)
+    if values.get("test_mode") or (flags and flags.values.get("test_mode")):
+        apply(Layer("TEST_MODE", TEST_MODE))
+    if flags:
+        apply(flags)
+    settings = Settings(**values)  # type: ignore[arg-type]
+    _check(settings)
+    return Resolved(settings, sources)
+
+
+def load(
+    preset: Mapping[str, object] | None = None,
+    config_file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    command: str = "command",
+) -> Resolved:
+    """The settings of a command: its preset, then file, environment and flags."""
+    layers = [Layer(f"preset of `{command}`", preset or {})]
+    if config_file:
+        layers.append(yaml_layer(config_file))
+    layers.append(environment_layer(os.environ if environ is None else environ, Path(".env")))
+    return resolve(
+        layers,
+        Layer("flag", dict(flags or {}), {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}),
+    )
+
+
+def _convert(name: str, value: object, origin: str) -> object:
+    kind = get_type_hints(Settings, include_extras=True)[name]
+    try:
+        return msgspec.convert(value, kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        default = next(s.default for s in all_settings() if s.name == name)
+        raise ConfigError(
+            f"{name}={value!r} ({origin}) cannot be used: {error}. {_allowed(kind)}The default is {default!r}."
+        ) from error
+
+
+def _allowed(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return f"It can be {', '.join(map(repr, get_args(kind)))}. "
+    return "It can be true or false. " if kind is bool else ""
+
+
+def _suggest(name: str, known: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
+
+
+def _check(settings: Settings) -> None:
+    if settings.connect_to_testnet:
+        raise ConfigError(
+            "CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm."
+        )
+    if settings.local + settings.external == 0:
+        raise ConfigError(
+            "local=0 and external=0: a round would have nothing to learn from. Set one above 0."
+        )
+    if settings.cpu_only and settings.device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them."
+        )
+    if settings.external_correction == "capped" and not settings.share_logprobs:
+        raise ConfigError(
+            "external_correction='capped' needs share_logprobs=true on every node of the swarm."
+        )

@@ -1,0 +1,66 @@
+"""Reasoning tasks from reasoning-gym: short questions with answers that can be checked.
+
+The answer stands between `<answer>` tags and nothing follows them. Questions are made and answers
+scored in a process of their own (see `scoring`), because the scorers evaluate what they are given.
+"""
+
+from collections.abc import Sequence
+
+from rl_swarm.environments.base import Question
+from rl_swarm.environments.tasks import Task
+from rl_swarm.scoring.process import ScoringProcess
+
+OPEN, CLOSE = "<answer>", "</answer>"
+MAX_ANSWER = 8192
+
+
+class Reasoning:
+    stages = 1
+    system_prompt = (
+        "Think about the question, then give your final answer between <answer> and </answer>. "
+        "Write nothing after the closing tag."
+    )
+
+    def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
+        self.partial_rewards = partial_rewards
+        self.scorer = ScoringProcess(tasks)
+
+    def questions(self, seeds: Sequence[int]) -> list[Question]:
+        return self.scorer.questions(seeds)
+
+    def held_out(self, count: int) -> list[Question]:
+        return self.scorer.held_out(count)
+
+    def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
+        answers = [extract(text) for _, text in answered]
+        scores = iter(
+            self.scorer.score(
+                [
+                    (question, answer)
+                    for (question, _), answer in zip(answered, answers, strict=True)
+                    if answer is not None
+                ]
+            )
+        )
+        return [0.0 if answer is None else self._reward(next(scores)) for answer in answers]
+
+    def well_formed(self, text: str) -> bool:
+        return extract(text) is not None
+
+    def close(self) -> None:
+        self.scorer.close()
+
+    def _reward(self, score: float) -> float:
+        if self.partial_rewards:
+            return min(max(score, 0.0), 1.0)
+        return 1.0 if score >= 1.0 else 0.0
+
+
+def extract(text: str) -> str | None:
+    """The answer in a completion, or None when it is not well-formed."""
+    body = text.rstrip()
+    start = body.rfind(OPEN)
+    if start < 0 or not body.endswith(CLOSE):
+        return None
+    answer = body[start + len(OPEN) : -len(CLOSE)].strip()
+    return answer if CLOSE not in answer and 0 < len(answer) <= MAX_ANSWER else None

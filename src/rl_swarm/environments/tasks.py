@@ -1,0 +1,51 @@
+"""Which reasoning-gym tasks a swarm trains on: a task is a name, a weight and a configuration.
+
+Two presets. `tiny` holds short questions that the bundled model can read and answer; `sapo` is the
+nine tasks of the SAPO paper, for real language models. Any other reasoning-gym task can be named in
+the settings.
+"""
+
+import msgspec
+
+Value = str | int | float | bool | list[str | int | float]
+
+
+class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    weight: float = 1.0
+    config: dict[str, Value] = {}
+
+
+TINY = (
+    Task("chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    Task("gcd", config={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60}),
+    Task("base_conversion", config={"min_base": 2, "max_base": 10, "min_value": 0, "max_value": 120}),
+    Task("spell_backward", config={"min_word_len": 3, "max_word_len": 5}),
+    Task("letter_counting", config={"min_words": 2, "max_words": 3}),
+    Task(
+        "fraction_simplification",
+        config={"min_value": 1, "max_value": 20, "min_factor": 2, "max_factor": 9, "styles": ["plain"]},
+    ),
+    Task(
+        "decimal_arithmetic",
+        config={"min_num_decimal_places": 1, "max_num_decimal_places": 1, "min_terms": 2, "max_terms": 2},
+    ),
+    Task("basic_arithmetic", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+)
+
+SAPO = tuple(
+    Task(name)
+    for name in (
+        "arc_1d",
+        "basic_arithmetic",
+        "base_conversion",
+        "bf",
+        "binary_matrix",
+        "calendar_arithmetic",
+        "decimal_arithmetic",
+        "fraction_simplification",
+        "propositional_logic",
+    )
+)
+
+PRESETS: dict[str, tuple[Task, ...]] = {"tiny": TINY, "sapo": SAPO}

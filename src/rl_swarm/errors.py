@@ -1,0 +1,5 @@
+"""What can go wrong in ways a user can mend."""
+
+
+class UserError(Exception):
+    """Its message names the setting or file, the value, and what would work. Shown without a traceback."""

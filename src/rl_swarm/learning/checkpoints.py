@@ -1,0 +1,97 @@
+"""A node's model, optimiser and place in the swarm, written whole or not at all.
+
+Random numbers are drawn from seeds made of the swarm's seed, the peer and the round, so the round
+number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from rl_swarm.learning.policy import Policy
+
+PLACE = "place.json"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a checkpoint stands: the stage it had finished."""
+
+    swarm: str
+    peer_id: str
+    model: str
+    round: int
+    stage: int
+    policy_version: int
+
+
+def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Path:
+    """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`."""
+    target = root / f"round_{place.round}" / node
+    aside = target.with_name(f".{node}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        policy.save(aside)
+        save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
+        (aside / PLACE).write_bytes(msgspec.json.encode(place))
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    for number, folder in sorted(_existing(root, node), reverse=True)[keep:]:
+        if number != place.round:
+            shutil.rmtree(folder, ignore_errors=True)
+            _remove_if_empty(folder.parent)
+    return target
+
+
+def latest(root: Path, node: str, swarm: str, peer_id: str) -> tuple[Path, Place] | None:
+    """The newest checkpoint of this node in this swarm that is whole."""
+    for _, folder in sorted(_existing(root, node), reverse=True):
+        try:
+            place = msgspec.json.decode((folder / PLACE).read_bytes(), type=Place)
+        except (OSError, msgspec.DecodeError):
+            continue
+        if place.swarm == swarm and place.peer_id == peer_id:
+            return folder, place
+    return None
+
+
+def restore_optimizer(policy: "Policy", folder: Path) -> None:
+    tensors = load_file(folder / "optimizer.safetensors", device=str(policy.device))
+    optimizer = policy.trainer.optimizer
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        values = {name.split("/")[1]: t for name, t in tensors.items() if name.startswith(f"{number}/")}
+        if values:
+            optimizer.state[parameter] = values
+
+
+def _flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    parameters = optimizer.param_groups[0]["params"]
+    return {
+        f"{number}/{name}": value.detach().contiguous().cpu()
+        for number, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _existing(root: Path, node: str) -> list[tuple[int, Path]]:
+    return [
+        (int(folder.name[6:]), folder / node)
+        for folder in root.glob("round_*")
+        if folder.name[6:].isdigit() and (folder / node).is_dir()
+    ]
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return

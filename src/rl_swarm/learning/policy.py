@@ -1,0 +1,184 @@
+"""A model that answers questions and gets better: loading, prompts, sampling, learning, saving."""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.learning import grpo
+from rl_swarm.learning.devices import TINY, pick_device, pick_model
+from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.trainer import Trainer, TrainingGroup, Update
+from rl_swarm.rollouts import Completion, Group
+
+log = logging.getLogger(__name__)
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded; the message says what would work."""
+
+
+class Policy:
+    def __init__(self, model: Any, tokenizer: Any, name: str, system_prompt: str, settings: Settings) -> None:
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.system_prompt, self.settings = system_prompt, settings
+        self.version = 0  # updates done
+        self.tokenizer_hash = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+        eos = model.generation_config.eos_token_id
+        self.eos = frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+        self.eos -= {None}
+        self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.trainer = Trainer(model, self.pad, settings)
+
+    @classmethod
+    def load(cls, settings: Settings, system_prompt: str, path: Path | None = None) -> "Policy":
+        """The model that the settings name, or the one in `path` (a checkpoint)."""
+        device = pick_device(settings)
+        name = pick_model(settings, device)
+        model, tokenizer = load_model(str(path or name), settings.hf_token)
+        return cls(model.to(device), tokenizer, name, system_prompt, settings)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        messages = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": prompt}]
+        if self.tokenizer.chat_template is None:
+            text = f"{self.system_prompt}\n\n{prompt}\n"
+            return list(self.tokenizer(text)["input_ids"])
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception:  # noqa: BLE001 some templates refuse a system message, each with an error of its own
+            merged = [{"role": "user", "content": f"{self.system_prompt}\n\n{prompt}"}]
+            text = self.tokenizer.apply_chat_template(merged, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def sample(
+        self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False, batch: int = 512
+    ) -> list[list[Completion]]:
+        """`count` completions of every prompt, `batch` at a time."""
+        settings = self.settings
+        decoding = Decoding(
+            settings.completion_tokens(),
+            self.eos,
+            self.pad,
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
+            greedy,
+        )
+        self.model.eval()
+        done: list[list[Completion]] = []
+        step = max(1, batch // count)
+        for start in range(0, len(prompts), step):
+            ids = [self.prompt_ids(prompt) for prompt in prompts[start : start + step]]
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                samples = sample(self.model, ids, count, decoding, seed + start)
+            done += [
+                [
+                    Completion(
+                        self.tokenizer.decode(s.tokens, skip_special_tokens=True),
+                        s.ended,
+                        s.tokens,
+                        s.logprobs,
+                    )
+                    for s in group
+                ]
+                for group in samples
+            ]
+        return done
+
+    def learn(self, groups: Sequence[Group]) -> Update:
+        """One update on the groups that carry signal; the others cost nothing."""
+        training = [self._tokens(group) for group in groups if group.has_signal]
+        if not training:
+            return Update()
+        update = self.trainer.update(training)
+        self.version += 1
+        return update
+
+    def _tokens(self, group: Group) -> TrainingGroup:
+        """The group in this model's tokens. Text of others is encoded anew: their tokens may mean something else."""
+        settings = self.settings
+        encoded, logprobs, known = [], [], True
+        for completion in group.completions:
+            ids = self._own_tokens(completion) if group.external else completion.tokens
+            if ids is None or completion.logprobs is None or len(ids) != len(completion.logprobs):
+                ids, known = self.encode(completion), False
+            encoded.append(ids)
+            logprobs.append(completion.logprobs or ())
+        use_claims = settings.external_correction == "capped"
+        return TrainingGroup(
+            prompt=self.prompt_ids(group.question.prompt),
+            completions=encoded,
+            advantages=grpo.advantages(group.rewards, settings.normalize_advantages),
+            logprobs=logprobs if known and (use_claims or not group.external) else None,
+            claimed=group.external and known and use_claims,
+            trained=[c.ended for c in group.completions] if settings.mask_truncated else (),
+        )
+
+    def _own_tokens(self, completion: Completion) -> tuple[int, ...] | None:
+        """The tokens that a peer sent, if they say in this model's vocabulary what its text says."""
+        if completion.tokens is None or max(completion.tokens, default=-1) >= len(self.tokenizer):
+            return None
+        if min(completion.tokens, default=-1) < 0:
+            return None
+        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return completion.tokens if text == completion.text else None
+
+    def encode(self, completion: Completion) -> tuple[int, ...]:
+        """A text as tokens. Control tokens spelt out in it stay text; the end is added if it ended by itself."""
+        ids = self.tokenizer(completion.text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        if completion.ended or not ids:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return tuple(ids)
+
+    def save(self, path: Path) -> None:
+        self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
+
+def is_tiny(model: str) -> bool:
+    """Whether this is the bundled model or a checkpoint of it, by its tokenizer."""
+    ours, theirs = TINY / "tokenizer.json", Path(model).expanduser() / "tokenizer.json"
+    return model == "tiny" or (theirs.is_file() and theirs.read_bytes() == ours.read_bytes())
+
+
+def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
+    """A model and its tokenizer from a directory, the bundle or the hub, in float32."""
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    source = str(TINY) if name == "tiny" else os.path.expanduser(name)
+    is_path = os.path.isdir(source)
+    if not is_path and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
+    started = time.monotonic()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, token=token)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, token=token)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = (
+            "The directory must hold a Hugging Face model: config.json, model.safetensors, tokenizer.json."
+            if is_path
+            else "If the hub cannot be reached from here, give a directory, or use the bundled model: MODEL_NAME=tiny."
+        )
+        raise ModelError(f"MODEL_NAME={name} cannot be loaded: {reason} {remedy}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise ModelError(f"MODEL_NAME={name}: its tokenizer has no fast version or no end-of-sequence token.")
+    log.debug("loaded %s in %.1f s", name, time.monotonic() - started)
+    return model, tokenizer

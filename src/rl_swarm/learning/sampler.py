@@ -1,0 +1,109 @@
+"""Many completions, fast: all questions times all completions in one batch, each prompt computed once.
+
+A sequence that has ended leaves the batch, so cost follows the tokens produced and not the longest
+answer. The log-probability of every sampled token comes along. Results depend on the seed alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_swarm.learning.sequences import Model, Prefix, run_prompts
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: tuple[int, ...]  # the end-of-sequence token included
+    logprobs: tuple[float, ...]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Decoding:
+    max_new_tokens: int
+    eos: frozenset[int]
+    pad: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = False
+
+
+@torch.no_grad()
+def sample(
+    model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, seed: int
+) -> list[list[Sample]]:
+    """`count` completions of every prompt."""
+    device = model.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    total = len(prompts) * count
+    prefix = run_prompts(model, prompts, decoding.pad)
+    prefix = prefix.select(torch.arange(len(prompts), device=device).repeat_interleave(count))
+
+    tokens_BT = torch.full((total, decoding.max_new_tokens), decoding.pad, device=device)
+    logprobs_BT = torch.zeros(total, decoding.max_new_tokens, device=device)
+    eos = torch.tensor(sorted(decoding.eos), device=device)
+    ended_B = torch.zeros(total, dtype=torch.bool, device=device)
+    length_B = torch.full((total,), decoding.max_new_tokens, device=device)
+    rows = torch.arange(total, device=device)  # the sequences still in the batch
+
+    for step in range(decoding.max_new_tokens):
+        token_B, logprob_B = draw(prefix.logits_BV, decoding, generator)
+        tokens_BT[rows, step], logprobs_BT[rows, step] = token_B, logprob_B
+        done_B = torch.isin(token_B, eos)
+        if done_B.any():
+            ended_B[rows[done_B]] = True
+            length_B[rows[done_B]] = step + 1
+            staying = (~done_B).nonzero().squeeze(1)
+            if len(staying) == 0:
+                break
+            rows, token_B = rows[staying], token_B[staying]
+            prefix = prefix.select(staying)
+        if step + 1 < decoding.max_new_tokens:
+            prefix = extend(model, prefix, token_B)
+
+    samples = [
+        Sample(tuple(tokens[:length]), tuple(logprobs[:length]), ended)
+        for tokens, logprobs, length, ended in zip(
+            tokens_BT.tolist(), logprobs_BT.tolist(), length_B.tolist(), ended_B.tolist(), strict=True
+        )
+    ]
+    return [samples[start : start + count] for start in range(0, total, count)]
+
+
+def extend(model: Model, prefix: Prefix, token_B: Tensor) -> Prefix:
+    """The prefix with one more token each."""
+    mask_BL = torch.cat([prefix.mask_BL, prefix.mask_BL.new_ones(len(token_B), 1)], 1)
+    output = model(
+        input_ids=token_B[:, None],
+        attention_mask=mask_BL,
+        position_ids=prefix.next_position_B[:, None],
+        past_key_values=prefix.cache,
+        use_cache=True,
+    )
+    return Prefix(output.past_key_values, mask_BL, prefix.next_position_B + 1, output.logits[:, -1])
+
+
+def draw(logits_BV: Tensor, decoding: Decoding, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The next token of every sequence and its log-probability (before top-k and top-p cut anything away)."""
+    logprobs_BV = (logits_BV.float() / decoding.temperature).log_softmax(-1)
+    if decoding.greedy:
+        token_B = logprobs_BV.argmax(-1)
+    else:
+        weights_BV = truncated(logprobs_BV, decoding.top_k, decoding.top_p).exp()
+        token_B = torch.multinomial(weights_BV, 1, generator=generator).squeeze(1)
+    return token_B, logprobs_BV.gather(1, token_B[:, None]).squeeze(1)
+
+
+def truncated(logprobs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Without the tokens that top-k and top-p exclude; the likeliest token always stays."""
+    if top_k and top_k < logprobs_BV.shape[1]:
+        lowest_B1 = logprobs_BV.topk(top_k, -1).values[:, -1:]
+        logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < lowest_B1, -torch.inf)
+    if top_p < 1.0:
+        ordered_BV, order_BV = logprobs_BV.softmax(-1).sort(-1, descending=True)
+        outside_BV = ordered_BV.cumsum(-1) - ordered_BV >= top_p
+        logprobs_BV = logprobs_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), -torch.inf)
+    return logprobs_BV

@@ -1,0 +1,77 @@
+"""Running a model over prompts and their completions, each prompt once.
+
+The completions of a group share their prompt. It is computed once, its keys and values are handed to
+every completion, and gradients flow back through them: the same numbers as full sequences, without
+the repetition. Prompts are padded on the left and completions on the right, so nothing stands between
+a prompt and its completion. Shapes: P prompts, B completions, L prompt length, T completion length, V words.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Model = Any  # a transformers causal language model: the library is not typed
+
+
+@dataclass
+class Prefix:
+    """Prompts that have been run: what their completions need to know about them."""
+
+    cache: Any
+    mask_BL: Tensor
+    next_position_B: Tensor
+    logits_BV: Tensor  # of the first token of each completion
+
+    def select(self, rows: Tensor) -> "Prefix":
+        """The prefix for a batch whose i-th row continues row `rows[i]` of this one. Takes over the cache."""
+        self.cache.batch_select_indices(rows)
+        return Prefix(self.cache, self.mask_BL[rows], self.next_position_B[rows], self.logits_BV[rows])
+
+
+def run_prompts(model: Model, prompts: Sequence[Sequence[int]], pad: int) -> Prefix:
+    device = model.device
+    length = max(map(len, prompts))
+    ids_PL = torch.tensor([[pad] * (length - len(p)) + list(p) for p in prompts], device=device)
+    mask_PL = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=device)
+    positions_PL = (mask_PL.cumsum(1) - 1).clamp(min=0)
+    output = model(
+        input_ids=ids_PL, attention_mask=mask_PL, position_ids=positions_PL, use_cache=True, logits_to_keep=1
+    )
+    return Prefix(output.past_key_values, mask_PL, positions_PL[:, -1] + 1, output.logits[:, -1])
+
+
+def completion_logits(model: Model, prefix: Prefix, ids_BT: Tensor) -> Tensor:
+    """The logits of every completion token given its prompt and the tokens before it: [B, T, V]."""
+    first_B1V = prefix.logits_BV[:, None]
+    if ids_BT.shape[1] == 1:
+        return first_B1V
+    rest = ids_BT.shape[1] - 1
+    mask = torch.cat([prefix.mask_BL, prefix.mask_BL.new_ones(len(ids_BT), rest)], 1)
+    positions = prefix.next_position_B[:, None] + torch.arange(rest, device=ids_BT.device)
+    output = model(
+        input_ids=ids_BT[:, :-1],
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=prefix.cache,
+        use_cache=True,
+    )
+    return torch.cat([first_B1V, output.logits], 1)
+
+
+def pad_right(
+    rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    length = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=dtype, device=device)
+
+
+def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The log-probability of each token, and the entropy of the distribution it was drawn from (no gradient)."""
+    scaled_BTV = logits_BTV.float() / temperature
+    all_BTV = scaled_BTV.log_softmax(-1)
+    with torch.no_grad():
+        entropy_BT = -(all_BTV.exp() * all_BTV).sum(-1)
+    return all_BTV.gather(-1, ids_BT[..., None]).squeeze(-1), entropy_BT

@@ -1,0 +1,83 @@
+"""What a swarm is, signed by who started it, and the seeds of its questions.
+
+Nobody chooses questions. The k-th question of a peer in a round has a seed that anybody can compute
+from the manifest, so every peer can make every question and its answer key again.
+"""
+
+import hashlib
+import importlib.metadata
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from rl_swarm.config import Name, RoundEnd, Settings
+from rl_swarm.environments.tasks import Task
+from rl_swarm.wire import canonical, digest
+
+# reasoning-gym adds the seed to an index and some tasks feed the sum to numpy, which takes 32 bits.
+SEED_BITS = 31
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a receiver accepts at most."""
+
+    file_bytes: int = 4 << 20
+    questions: int = 64  # per peer, round and stage
+    completions: int = 64  # per question
+    characters: int = 32_768  # per text
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    peer_id: str = ""  # the owner's; set when the manifest is sealed
+    format: Annotated[int, Meta(ge=1, le=1)] = 1
+    name: Name
+    created: float
+    seed: int
+    environment: str
+    tasks: Annotated[list[Task], Meta(min_length=1, max_length=256)]
+    partial_rewards: bool
+    versions: dict[str, str]
+    rounds: int
+    stages: int
+    round_end: RoundEnd
+    round_interval: float
+    peer_timeout: float
+    limits: Limits = Limits()
+    admission: str = "open"
+
+    def swarm(self) -> str:
+        """The id that every message of this swarm carries, so that none can be replayed in another."""
+        return digest(canonical(self))[:32]
+
+    def questions_root(self) -> bytes:
+        """What decides the questions and nothing else, so that two runs with one seed ask the same."""
+        return canonical([self.seed, self.environment, self.tasks, self.versions])
+
+
+def new_manifest(settings: Settings, name: str, owner: str, created: float, stages: int) -> Manifest:
+    return Manifest(
+        peer_id=owner,
+        name=name,
+        created=created,
+        seed=settings.seed,
+        environment=settings.environment,
+        tasks=list(settings.task_list()),
+        partial_rewards=settings.partial_rewards,
+        versions={"reasoning-gym": importlib.metadata.version("reasoning-gym")},
+        rounds=settings.rounds,
+        stages=stages,
+        round_end=settings.round_end,
+        round_interval=settings.round_interval,
+        peer_timeout=settings.peer_timeout,
+    )
+
+
+def derive(*parts: str | int | bytes) -> int:
+    """A seed from its parts: H(part, part, ...), uniform and independent for different parts."""
+    encoded = canonical([part.hex() if isinstance(part, bytes) else part for part in parts])
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") >> (64 - SEED_BITS)
+
+
+def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> int:
+    return derive(manifest.questions_root(), round, peer_id, number)

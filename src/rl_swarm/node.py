@@ -1,0 +1,267 @@
+"""The life of a node: one round, top to bottom."""
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rl_swarm import selection
+from rl_swarm.config import Settings
+from rl_swarm.environments.base import Environment, Question
+from rl_swarm.evaluation import evaluate, mean
+from rl_swarm.identity import Identity
+from rl_swarm.learning import checkpoints
+from rl_swarm.learning.devices import peak_memory
+from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.trainer import Update
+from rl_swarm.manifest import Manifest, derive, question_seed
+from rl_swarm.network.base import Coordinator, Exchange
+from rl_swarm.rollouts import Group, Publication, Sampling, answers
+from rl_swarm.rounds import Report, State
+from rl_swarm.selection import Selection
+from rl_swarm.telemetry.journal import Journal, Stopwatch
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """The node was told to stop in the middle of a round."""
+
+
+@dataclass
+class Node:
+    name: str  # in files
+    identity: Identity
+    settings: Settings
+    manifest: Manifest
+    environment: Environment
+    policy: Policy
+    exchange: Exchange
+    coordinator: Coordinator
+    journal: Journal
+    checkpoints: Path
+    stop: threading.Event
+    done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
+    used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
+    rejected: Counter[str] = field(default_factory=Counter)  # in this round, by reason
+
+    def run(self) -> None:
+        """Plays rounds until the swarm has finished or the node is told to stop."""
+        held_out = self.environment.held_out(self.settings.held_out_questions)
+        if self.done == (-1, -1):
+            self.measure(held_out, "start")
+        while (state := self.coordinator.wait_for(self.done)) is not None and state.phase == "running":
+            self.note_skipped(state)
+            try:
+                self.play(state)
+            except Stopped:
+                break
+            every = self.settings.held_out_every
+            if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
+                self.measure(held_out, "now")
+            every = self.settings.checkpoint_every
+            if every and state.round % every == every - 1:
+                self.save()
+        if state is not None and state.phase == "finished":
+            self.measure(held_out, "end")
+            self.journal.event("finished", round=self.done[0])
+        if self.done != (-1, -1):
+            self.save()
+
+    def play(self, state: State) -> None:
+        """One stage of a round: answer, publish, collect, learn, report."""
+        watch, settings = Stopwatch(), self.settings
+        self.rejected.clear()
+
+        with watch("questions"):
+            numbers = range(settings.local)
+            seeds = [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
+            questions = self.environment.questions(seeds)
+
+        local: list[Group] = []
+        at_once = 1 if settings.publish == "generation" else max(len(questions), 1)
+        for start in range(0, len(questions), at_once):
+            local += self.answer(questions[start : start + at_once], state, start, watch)
+            if settings.publish != "round":
+                with watch("publish"):
+                    self.publish(local, state)
+
+        with watch("collect"):
+            external = self.collect(state)
+        self.used = {key for key in self.used if key[1] >= state.round - settings.max_age} | set(
+            external.keys
+        )
+
+        with watch("train"):
+            training = [*local, *external.chosen]
+            update = self.policy.learn(training)
+
+        if settings.publish == "round":
+            with watch("publish"):
+                self.publish(local, state)
+        with watch("report"):
+            vote = selection.best_peer(external.scored)
+            self.coordinator.submit(self.report(local, training, vote, state))
+        self.done = (state.round, state.stage)
+        self.write_metrics(state, local, external, update, watch)
+
+    def answer(self, questions: list[Question], state: State, start: int, watch: Stopwatch) -> list[Group]:
+        """The node's own completions of the questions, scored."""
+        self.check_stop()
+        with watch("generate"):
+            seed = derive(
+                self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start
+            )
+            completions = self.policy.sample([q.prompt for q in questions], self.settings.generations, seed)
+        with watch("score"):
+            peer = self.identity.peer_id
+            answered = [(peer, q, c) for q, c in zip(questions, completions, strict=True)]
+            return selection.score(answered, self.environment, external=False)
+
+    def publish(self, groups: list[Group], state: State) -> None:
+        settings = self.settings
+        self.exchange.publish(
+            Publication(
+                peer_id=self.identity.peer_id,
+                kind="rollouts",
+                swarm=state.swarm,
+                node=self.name,
+                round=state.round,
+                stage=state.stage,
+                timestamp=time.time(),
+                model=self.policy.name,
+                policy_version=self.policy.version,
+                sampling=Sampling(
+                    settings.temperature, settings.top_p, settings.top_k, settings.completion_tokens()
+                ),
+                tokenizer=self.policy.tokenizer_hash if settings.share_logprobs else "",
+                rollouts={str(k): answers(group, settings.share_logprobs) for k, group in enumerate(groups)},
+            )
+        )
+
+    def collect(self, state: State) -> Selection:
+        """Rollouts of others, checked and scored here."""
+        self.check_stop()
+        rng = random.Random(
+            derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage)
+        )
+        return selection.select(
+            self.publications(state, rng),
+            self.settings.external,
+            self.manifest,
+            self.environment,
+            self.used,
+            rng,
+            self.reject,
+        )
+
+    def publications(self, state: State, rng: random.Random) -> Iterator[Publication]:
+        """What the other members published: this round first, then, out of lock-step, the rounds before."""
+        members = {
+            peer_id: m.node
+            for peer_id, m in sorted(state.members.items())
+            if peer_id != self.identity.peer_id
+        }
+        nodes = list(members.values())
+        rng.shuffle(nodes)
+        lockstep = self.manifest.round_end == "lockstep"
+        patience = self.manifest.peer_timeout if lockstep else 0.0
+        oldest = state.round if lockstep else max(0, state.round - self.settings.max_age)
+        for number in range(state.round, oldest - 1, -1):
+            now = number == state.round
+            found = self.exchange.collect(
+                number, state.stage, nodes, patience if now else 0.0, in_order=lockstep
+            )
+            for publication in found:
+                if members.get(publication.peer_id) == publication.node:
+                    yield publication
+                else:
+                    self.reject(
+                        publication.node, "peer", f"{publication.peer_id} is not the member of that name"
+                    )
+
+    def report(self, local: list[Group], training: list[Group], vote: str, state: State) -> Report:
+        return Report(
+            peer_id=self.identity.peer_id,
+            swarm=state.swarm,
+            node=self.name,
+            round=state.round,
+            stage=state.stage,
+            timestamp=time.time(),
+            reward=mean([g.mean_reward for g in local]),
+            training_reward=mean([g.mean_reward for g in training]),
+            rollouts=len(local),
+            vote=vote,
+        )
+
+    def write_metrics(
+        self, state: State, local: list[Group], external: Selection, update: Update, watch: Stopwatch
+    ) -> None:
+        completions = [c for g in local for c in g.completions]
+        lengths = [float(len(c.tokens or ())) for c in completions]
+        self.journal.metrics(
+            "round",
+            round=state.round,
+            stage=state.stage,
+            policy_version=self.policy.version,
+            reward_local=mean([g.mean_reward for g in local]),
+            reward_training=mean([g.mean_reward for g in [*local, *external.chosen]]),
+            local_groups=len(local),
+            local_with_signal=sum(g.has_signal for g in local),
+            no_signal_share=mean([float(not g.has_signal) for g in local]),
+            completion_length=mean(lengths),
+            truncated_share=mean([float(not c.ended) for c in completions]),
+            entropy=update.entropy,
+            clip_share=update.clip_share,
+            mismatch=update.mismatch,
+            loss=update.loss,
+            kl=update.kl,
+            grad_norm=update.grad_norm,
+            trained_tokens=update.tokens,
+            tokens_per_second=round(sum(lengths) / max(watch.seconds["generate"], 1e-9), 1),
+            seconds=watch.rounded(),
+            external_taken=len(external.chosen),
+            external_scored=len(external.scored),
+            external_from=dict(Counter(g.peer_id for g in external.chosen)),
+            external_rejected=dict(self.rejected),
+            peak_memory=peak_memory(self.policy.device),
+        )
+
+    def measure(self, held_out: list[Question], when: str) -> None:
+        """The held-out score; greedy answers too at the start and the end."""
+        result = evaluate(
+            self.policy, self.environment, held_out, self.settings.held_out_samples, when != "now"
+        )
+        self.journal.metrics("held_out", when=when, round=self.done[0], **msgspec.to_builtins(result))
+        log.info("held-out score %.3f (%s)", result.sampled, when)
+
+    def save(self) -> None:
+        place = checkpoints.Place(
+            self.manifest.swarm(), self.identity.peer_id, self.policy.name, *self.done, self.policy.version
+        )
+        checkpoints.save(self.policy, place, self.checkpoints, self.name, self.settings.keep_checkpoints)
+        self.journal.event("checkpoint", round=self.done[0])
+
+    def note_skipped(self, state: State) -> None:
+        skipped = state.round - self.done[0] - 1
+        if self.done == (-1, -1) and state.round > 0:
+            self.journal.event("joined_late", round=state.round)
+        elif skipped > 0:
+            self.journal.event("skipped", first=self.done[0] + 1, last=state.round - 1)
+            log.warning("skipped %d rounds, now at round %d", skipped, state.round)
+
+    def reject(self, node: str, reason: str, detail: str) -> None:
+        """A failure of a peer is data: counted, logged, and the round goes on."""
+        self.rejected[reason] += 1
+        self.journal.event("rejected", node=node, reason=reason, detail=detail[:500])
+        log.warning("rollouts of %s rejected: %s", node, detail[:200])
+
+    def check_stop(self) -> None:
+        if self.stop.is_set():
+            raise Stopped

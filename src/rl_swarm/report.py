@@ -1,0 +1,169 @@
+"""What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
+
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_swarm.errors import UserError
+from rl_swarm.evaluation import mean
+from rl_swarm.identity import animal_name
+from rl_swarm.manifest import Manifest
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import documents, read_manifest, read_state
+from rl_swarm.rounds import PeerInfo, State
+from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, unseal
+
+TREND_ROUNDS = 20
+
+
+@dataclass
+class NodeView:
+    """One node as its files show it."""
+
+    node: str
+    peer: PeerInfo | None = None
+    alive: bool = False
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    @property
+    def name(self) -> str:
+        return animal_name(self.peer.peer_id) if self.peer else self.node
+
+    @property
+    def start(self) -> dict[str, Any] | None:
+        return next((line for line in self.held_out if line["when"] == "start"), None)
+
+    @property
+    def now(self) -> dict[str, Any] | None:
+        return self.held_out[-1] if self.held_out else None
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.rounds[-1] if self.rounds else {}
+
+    def reward(self, rounds: int = TREND_ROUNDS, before: int = 0) -> float:
+        """Mean reward of fresh local rollouts over some rounds, the last `before` left out."""
+        end = len(self.rounds) - before
+        return mean([line["reward_local"] for line in self.rounds[max(0, end - rounds) : max(0, end)]])
+
+    @property
+    def external_taken(self) -> int:
+        return sum(line["external_taken"] for line in self.rounds)
+
+    def refresh(self, root: Path) -> None:
+        records, self._read = read_lines(root / "logs" / self.node / "metrics.jsonl", self._read)
+        for record in records:
+            (self.rounds if record.get("kind") == "round" else self.held_out).append(record)
+
+
+class RunView:
+    """A run, kept up to date by `refresh`, which reads only what is new."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.files = root, LocalFiles(root)
+        self.manifest: Manifest | None = None
+        self.state: State | None = None
+        self.nodes: dict[str, NodeView] = {}
+
+    @classmethod
+    def open(cls, root: Path) -> "RunView":
+        """The run in a folder that exists; a clear error if it is none."""
+        view = cls(root)
+        view.refresh()
+        if view.manifest is None:
+            raise UserError(
+                f"{root} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
+                "such as runs/<name> or <GDRIVE_PATH>/experiments/<EXPERIMENT_NAME>; `rl-swarm runs` lists yours."
+            )
+        return view
+
+    def refresh(self) -> None:
+        try:
+            self.manifest = self.manifest or read_manifest(self.files)
+            self.state = read_state(self.files, self.manifest)
+        except (OSError, Rejected):
+            pass  # not written yet, or just being replaced: what was read before stands
+        for node in documents(self.files, "peers"):
+            view = self.nodes.setdefault(node, NodeView(node))
+            try:
+                view.peer = unseal(self.files.read(f"peers/{node}.json", MAX_BYTES), PeerInfo)
+            except (OSError, Incomplete, Rejected):
+                continue
+        for view in self.nodes.values():
+            view.refresh(self.root)
+            view.alive = self._alive(view)
+
+    def _alive(self, view: NodeView) -> bool:
+        """On this machine by its process, elsewhere by its last sign of life."""
+        if view.peer is None or self.manifest is None:
+            return False
+        if view.peer.host == platform.node():
+            return _runs(view.peer.pid)
+        finished = self.state is not None and self.state.phase == "finished"
+        return not finished and time.time() - view.peer.timestamp < self.manifest.peer_timeout
+
+    def mean_held_out(self, when: str) -> float | None:
+        lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
+        scores = [line["sampled"] for line in lines if line]
+        return mean(scores) if scores else None
+
+    def as_dict(self) -> dict[str, object]:
+        """What `status --json` prints."""
+        state, manifest = self.state, self.manifest
+        members = state.members if state else {}
+        return {
+            "address": str(self.root),
+            "name": manifest.name if manifest else None,
+            "swarm": manifest.swarm() if manifest else None,
+            "phase": state.phase if state else "waiting",
+            "round": state.round if state else 0,
+            "stage": state.stage if state else 0,
+            "rounds": manifest.rounds if manifest else None,
+            "mean_held_out_start": self.mean_held_out("start"),
+            "mean_held_out_now": self.mean_held_out("now"),
+            "nodes": [
+                {
+                    "name": view.name,
+                    "node": view.node,
+                    "peer_id": view.peer.peer_id if view.peer else None,
+                    "model": view.peer.model if view.peer else None,
+                    "alive": view.alive,
+                    "round": view.last.get("round"),
+                    "held_out_start": view.start["sampled"] if view.start else None,
+                    "held_out_now": view.now["sampled"] if view.now else None,
+                    "reward": view.reward() if view.rounds else None,
+                    "tokens_per_second": view.last.get("tokens_per_second"),
+                    "external_taken": view.external_taken,
+                    "participation": members[view.peer.peer_id].participation
+                    if view.peer and view.peer.peer_id in members
+                    else 0,
+                    "wins": members[view.peer.peer_id].wins
+                    if view.peer and view.peer.peer_id in members
+                    else 0,
+                }
+                for view in self.nodes.values()
+            ],
+        }
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False

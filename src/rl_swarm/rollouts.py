@@ -1,0 +1,161 @@
+"""What nodes share: questions with the texts a model answered with.
+
+`Publication` is what travels, one sealed document per peer, round and stage, in the layout of the
+folder swarm. `Rollout` is one question of it inside a node, before anything about it is believed;
+`Group` is a rollout that this node has made again, scored itself and can learn from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rl_swarm.config import Name
+from rl_swarm.environments.base import Question
+from rl_swarm.manifest import Limits
+from rl_swarm.wire import Rejected, canonical, digest
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One completion. `prompt` and `reward` are for people to read: receivers make both again."""
+
+    prompt: str
+    response: str
+    reward: float
+    ended: bool = True
+    tokens: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that a peer shares in one stage of a round."""
+
+    peer_id: str
+    kind: Literal["rollouts"]
+    swarm: str
+    node: Name
+    round: Annotated[int, Meta(ge=0)]
+    stage: Annotated[int, Meta(ge=0)]
+    timestamp: float
+    model: Annotated[str, Meta(max_length=256)]
+    policy_version: Annotated[int, Meta(ge=0)]
+    sampling: Sampling
+    tokenizer: Annotated[str, Meta(max_length=64)] = ""
+    rollouts: dict[str, list[Answer]]
+    parents: dict[str, list[str]] = {}
+
+    def digest(self, number: str) -> str:
+        """The name by which a later stage refers to one of these rollouts."""
+        return digest(
+            canonical([self.swarm, self.peer_id, self.round, self.stage, number, self.rollouts[number]])
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    ended: bool
+    tokens: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One question and what a peer's model answered. Nothing here has been checked but its shape."""
+
+    peer_id: str
+    round: int
+    stage: int
+    number: int
+    prompt: str
+    completions: tuple[Completion, ...]
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A rollout whose question this node made itself and whose completions it scored itself."""
+
+    peer_id: str
+    question: Question
+    completions: tuple[Completion, ...]
+    rewards: tuple[float, ...]
+    external: bool
+
+    @property
+    def has_signal(self) -> bool:
+        """Equal rewards mean equal advantages of zero: nothing to learn."""
+        return max(self.rewards) > min(self.rewards)
+
+    @property
+    def mean_reward(self) -> float:
+        return sum(self.rewards) / len(self.rewards)
+
+
+def answers(group: Group, share_logprobs: bool) -> list[Answer]:
+    return [
+        Answer(
+            prompt=group.question.prompt,
+            response=completion.text,
+            reward=reward,
+            ended=completion.ended,
+            tokens=list(completion.tokens) if share_logprobs and completion.tokens else None,
+            logprobs=[round(x, 4) for x in completion.logprobs]
+            if share_logprobs and completion.logprobs
+            else None,
+        )
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+    ]
+
+
+def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
+    """The rollouts in a publication, in the order of their numbers; raises `Rejected` beyond the limits."""
+    if len(publication.rollouts) > limits.questions:
+        raise Rejected("limits", f"{len(publication.rollouts)} questions, at most {limits.questions}")
+    numbers = []
+    for key in publication.rollouts:
+        if not (key.isascii() and key.isdigit() and len(key) <= 6 and str(int(key)) == key):
+            raise Rejected("schema", "a question number is not a number")
+        numbers.append(int(key))
+    for number in sorted(numbers):
+        yield _rollout(publication, number, publication.rollouts[str(number)], limits)
+
+
+def _rollout(publication: Publication, number: int, given: Sequence[Answer], limits: Limits) -> Rollout:
+    if not 2 <= len(given) <= limits.completions:
+        raise Rejected("limits", f"{len(given)} completions, between 2 and {limits.completions} are accepted")
+    for answer in given:
+        if max(len(answer.prompt), len(answer.response)) > limits.characters:
+            raise Rejected("limits", f"a text of more than {limits.characters} characters")
+        if (answer.tokens is None) != (answer.logprobs is None) or len(answer.tokens or ()) != len(
+            answer.logprobs or ()
+        ):
+            raise Rejected("schema", "tokens and log-probabilities do not fit each other")
+    if len({answer.prompt for answer in given}) != 1:
+        raise Rejected("schema", "several prompts in one rollout")
+    return Rollout(
+        peer_id=publication.peer_id,
+        round=publication.round,
+        stage=publication.stage,
+        number=number,
+        prompt=given[0].prompt,
+        completions=tuple(
+            Completion(
+                answer.response,
+                answer.ended,
+                tuple(answer.tokens) if answer.tokens is not None else None,
+                tuple(answer.logprobs) if answer.logprobs is not None else None,
+            )
+            for answer in given
+        ),
+        tokenizer=publication.tokenizer,
+    )

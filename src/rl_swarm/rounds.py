@@ -1,0 +1,177 @@
+"""The life of a swarm in rounds, as a pure state machine: `(state, event) -> state`, the clock an argument.
+
+Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
+comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from rl_swarm.config import Name, RoundEnd
+from rl_swarm.manifest import Manifest
+
+Round = Annotated[int, Meta(ge=0)]
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer introduces itself; writing this again is its sign of life."""
+
+    peer_id: str = ""
+    kind: Literal["peer"] = "peer"
+    swarm: str
+    node: Name
+    model: Annotated[str, Meta(max_length=256)]
+    tokenizer: Annotated[str, Meta(max_length=64)] = ""
+    device: Annotated[str, Meta(max_length=64)] = ""
+    host: Annotated[str, Meta(max_length=256)] = ""
+    pid: int = 0
+    joined: float
+    timestamp: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer says about its round: its own reward, and the peer whose rollouts it found best."""
+
+    peer_id: str = ""
+    kind: Literal["report"] = "report"
+    swarm: str
+    node: Name
+    round: Round
+    stage: Round
+    timestamp: float
+    reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    training_reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    rollouts: Round
+    vote: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Member(msgspec.Struct, frozen=True):
+    node: str
+    joined_round: int
+    last_seen: float
+    participation: int = 0  # rounds reported
+    reward: float = 0.0  # sum over rounds
+    wins: int = 0  # votes received
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    peer_id: str = ""
+    kind: Literal["state"] = "state"
+    swarm: str
+    phase: Literal["waiting", "running", "finished"] = "waiting"
+    round: Round = 0
+    stage: Round = 0
+    started: float = 0.0  # when this stage began, by the coordinator's clock
+    timestamp: float = 0.0
+    members: dict[str, Member] = {}
+    reports: dict[str, Report] = {}  # of this stage so far
+
+    def leaderboard(self) -> list[tuple[str, Member]]:
+        """Members, best first: by votes received, then by reward."""
+        return sorted(self.members.items(), key=lambda item: (-item[1].wins, -item[1].reward, item[0]))
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written into the history when a stage ends."""
+
+    peer_id: str = ""
+    kind: Literal["ended"] = "ended"
+    swarm: str
+    round: Round
+    stage: Round
+    started: float
+    ended: float
+    why: str
+    members: list[str]
+    reports: dict[str, str]  # peer id -> digest of its report
+
+
+@dataclass(frozen=True)
+class Rules:
+    rounds: int
+    stages: int
+    end: RoundEnd
+    interval: float
+    peer_timeout: float
+    min_peers: int = 1
+
+    @classmethod
+    def of(cls, manifest: Manifest, min_peers: int = 1) -> "Rules":
+        return cls(
+            manifest.rounds,
+            manifest.stages,
+            manifest.round_end,
+            manifest.round_interval,
+            manifest.peer_timeout,
+            min_peers,
+        )
+
+
+def seen(state: State, peer_id: str, node: str, now: float) -> State:
+    """A peer has joined or given a sign of life."""
+    member = state.members.get(peer_id)
+    if member is None:
+        joined = state.round if state.phase == "running" else 0
+        member = Member(node, joined_round=joined, last_seen=now)
+    return replace(state, members={**state.members, peer_id: replace(member, last_seen=now)})
+
+
+def submitted(state: State, report: Report, now: float) -> State:
+    """A peer has reported. Only the first report of a member for the current stage counts."""
+    current = state.phase == "running" and (report.round, report.stage) == (state.round, state.stage)
+    if not current or report.peer_id in state.reports:
+        return state
+    state = seen(state, report.peer_id, report.node, now)
+    return replace(state, reports={**state.reports, report.peer_id: report})
+
+
+def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
+    """The state after the clock has moved, and why the stage ended if it did."""
+    if state.phase == "waiting":
+        if len(state.members) < rules.min_peers:
+            return state, None
+        return replace(state, phase="running", started=now, timestamp=now), None
+    why = reason_to_end(state, rules, now) if state.phase == "running" else None
+    if why is None:
+        return state, None
+    counted = replace(state, members=counted_members(state, rules), reports={}, started=now, timestamp=now)
+    if state.stage + 1 < rules.stages:
+        return replace(counted, stage=state.stage + 1), why
+    if state.round + 1 < rules.rounds:
+        return replace(counted, round=state.round + 1, stage=0), why
+    return replace(counted, phase="finished"), why
+
+
+def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
+    elapsed = now - state.started
+    if rules.end == "interval":
+        return "interval" if elapsed >= rules.interval else None
+    awaited = {
+        peer_id
+        for peer_id, member in state.members.items()
+        if now - max(member.last_seen, state.started) <= rules.peer_timeout
+    }
+    if state.reports and awaited <= state.reports.keys():
+        return "everyone"
+    if rules.end == "deadline" and elapsed >= rules.interval:
+        return "deadline"
+    return None
+
+
+def counted_members(state: State, rules: Rules) -> dict[str, Member]:
+    """Members with this stage's reports counted; votes only at the end of a round."""
+    members = dict(state.members)
+    last = state.stage + 1 == rules.stages
+    for peer_id, report in state.reports.items():
+        member = members[peer_id]
+        members[peer_id] = replace(
+            member, participation=member.participation + last, reward=member.reward + report.reward
+        )
+    for peer_id, report in state.reports.items() if last else ():
+        if report.vote in members and report.vote != peer_id:
+            members[report.vote] = replace(members[report.vote], wins=members[report.vote].wins + 1)
+    return members

@@ -1,0 +1,175 @@
+"""Many nodes on one machine: start them, restart the ones that die, stop them all.
+
+On a CPU the children are forked from a server process that has imported torch once; with a GPU each
+starts afresh. Every child holds one end of a pipe whose other end only this process has. When this
+process ends, however it ends, the pipe closes and the child ends too: nothing survives.
+"""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.identity import Identity
+from rl_swarm.telemetry.logs import start_logging
+from rl_swarm.worker import coordinate, join
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 20.0  # to finish a step and save, after being told to stop
+QUICK_DEATHS, QUICK_SECONDS = 6, 60.0  # so many deaths within so many seconds are no accident
+FATAL = 78  # exit code of a child that cannot work as configured: not restarted
+
+Role = Literal["coordinator", "worker"]
+
+
+class SwarmError(UserError):
+    """A child that cannot work; the message is the child's own."""
+
+
+@dataclass
+class Child:
+    name: str
+    role: Role
+    settings: Settings
+    process: multiprocessing.process.BaseProcess | None = None
+    pipe: Connection | None = None
+    deaths: list[float] = field(default_factory=list)
+    done: bool = False
+
+
+class LocalSwarm:
+    """A coordinator and its nodes, each its own process."""
+
+    def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
+        self.address = address
+        self.children = [Child("coordinator", "coordinator", coordinator)]
+        self.children += [Child(name, "worker", settings) for name, settings in workers.items()]
+        self.restarts = 0
+        self.context: SpawnContext | ForkServerContext
+        if uses_gpu(coordinator):
+            self.context = multiprocessing.get_context("spawn")
+        else:
+            self.context = multiprocessing.get_context("forkserver")
+            self.context.set_forkserver_preload(["rl_swarm.learning.preload"])
+
+    def start(self) -> None:
+        for child in self.children:
+            self._start(child)
+
+    def tend(self) -> bool:
+        """Looks after the children; False once all of them are done."""
+        for child in self.children:
+            if child.done or child.process is None or child.process.exitcode is None:
+                continue
+            code = child.process.exitcode
+            child.process.join()
+            if code == 0:
+                child.done = True
+            elif code == FATAL:
+                raise SwarmError(_message(child) or f"{child.name} cannot work; logs/swarm.log says why.")
+            else:
+                self._restart(child, code)
+        return not all(child.done for child in self.children)
+
+    def stop(self) -> None:
+        """Tells the children to stop, gives them time to save, and ends those that do not."""
+        running = [c.process for c in self.children if c.process is not None and c.process.is_alive()]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _start(self, child: Child) -> None:
+        child.pipe, theirs = self.context.Pipe()
+        child.process = self.context.Process(
+            target=_child_main,
+            args=(child.role, child.name, self.address, child.settings, theirs),
+            name=child.name,
+        )
+        child.process.start()
+        theirs.close()
+
+    def _restart(self, child: Child, code: int) -> None:
+        now = time.monotonic()
+        child.deaths = [moment for moment in child.deaths if now - moment < QUICK_SECONDS] + [now]
+        if len(child.deaths) >= QUICK_DEATHS:
+            raise SwarmError(
+                f"{child.name} ended {QUICK_DEATHS} times within a minute (last exit code {code}). "
+                f"{self.address / 'logs' / 'swarm.log'} says why."
+            )
+        self.restarts += 1
+        log.warning("%s ended with exit code %d and is started again", child.name, code)
+        self._start(child)
+
+
+def uses_gpu(settings: Settings) -> bool:
+    """Whether nodes may use a GPU, found out without importing torch."""
+    if settings.cpu_only or settings.device == "cpu":
+        return False
+    return (
+        sys.platform == "darwin" or shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+    )
+
+
+def _child_main(role: Role, name: str, address: Path, settings: Settings, pipe: Connection) -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    start_logging(settings, address / "logs", name, terminal=False)
+    act: Callable[[Path, Settings, threading.Event], None] = coordinate if role == "coordinator" else join
+    try:
+        act(address, settings, stop)
+    except UserError as error:
+        log.error("%s", error)
+        pipe.send_bytes(str(error).encode())
+        os._exit(FATAL)
+    except Exception:
+        log.exception("%s failed", name)
+        os._exit(1)
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _message(child: Child) -> str:
+    if child.pipe is not None and child.pipe.poll():
+        return child.pipe.recv_bytes(1 << 16).decode(errors="replace")
+    return ""
+
+
+def worker_settings(settings: Settings) -> dict[str, Settings]:
+    """One set of settings per node: its own key, its share of the cores."""
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
+    base = Path(settings.identity_path).absolute()
+    workers = {}
+    for number in range(1, settings.nodes + 1):
+        key = base if number == 1 else base.with_name(f"{base.stem}-{number}{base.suffix}")
+        node = Identity.load_or_create(key).node
+        workers[node] = msgspec.structs.replace(
+            settings, node_id=node, identity_path=str(key), threads=threads
+        )
+    return workers

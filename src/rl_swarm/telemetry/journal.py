@@ -1,0 +1,74 @@
+"""What a node writes about itself: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Journal:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.metrics_path = folder / "metrics.jsonl"
+        self.events_path = folder / "training_events.jsonl"
+
+    def metrics(self, kind: str, **values: object) -> None:
+        self._append(self.metrics_path, {"kind": kind, "timestamp": time.time(), **values})
+
+    def event(self, event: str, **values: object) -> None:
+        self._append(self.events_path, {"event": event, "timestamp": time.time(), **values})
+
+    def _append(self, path: Path, record: dict[str, object]) -> None:
+        with path.open("ab") as file:
+            if file.tell() and _last_byte(path) != b"\n":  # the line before was cut off by a crash
+                file.write(b"\n")
+            file.write(msgspec.json.encode(record) + b"\n")
+
+
+class Stopwatch:
+    """Seconds per phase of a round."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+    def rounded(self) -> dict[str, float]:
+        return {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}
+
+
+def read_lines(path: Path, after: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The records past byte `after`, and where the next read goes on. A half-written last line waits; others
+    that cannot be read are left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(after)
+            data = file.read()
+    except FileNotFoundError:
+        return [], after
+    whole, newline, _ = data.rpartition(b"\n")
+    records = []
+    for line in whole.splitlines():
+        try:
+            record = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records, after + len(whole) + len(newline)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1)

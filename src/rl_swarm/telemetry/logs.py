@@ -1,0 +1,24 @@
+"""Log lines: to the terminal when there is one to write to, and always to `logs/swarm.log`."""
+
+import logging
+import sys
+from pathlib import Path
+
+from rl_swarm.config import Settings
+
+
+def start_logging(settings: Settings, folder: Path, who: str, terminal: bool) -> None:
+    """Sets up the package's loggers for this process. Several processes append to one file, line by line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
+    root = logging.getLogger("rl_swarm")
+    root.setLevel(level)
+    root.propagate = False
+    root.handlers.clear()
+    file = logging.FileHandler(folder / "swarm.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {who}: %(message)s"))
+    root.addHandler(file)
+    if terminal:
+        screen = logging.StreamHandler(sys.stderr)
+        screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        root.addHandler(screen)

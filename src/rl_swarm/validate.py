@@ -1,0 +1,250 @@
+"""Whether a finished run is sound: signatures, rewards and logs of every round, and a sample scored again.
+
+What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
+altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when
+the node's events explain them.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_swarm.environments.base import Environment
+from rl_swarm.identity import animal_name
+from rl_swarm.manifest import Manifest
+from rl_swarm.network.conductor import read_history
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
+from rl_swarm.rollouts import Publication, unpack
+from rl_swarm.rounds import Ended, Report, State
+from rl_swarm.selection import check
+from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.wire import MAX_BYTES, Rejected, unseal, unseal_named
+
+RESCORED = 24  # publications
+
+
+@dataclass
+class Verdict:
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        return not self.errors
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.checked[what] = self.checked.get(what, 0) + number
+
+
+@dataclass
+class Run:
+    files: LocalFiles
+    manifest: Manifest
+    state: State
+    history: list[Ended]
+
+    def node(self, peer_id: str) -> str:
+        return self.state.members[peer_id].node
+
+
+def validate(root: Path, rounds: int | None = None, nodes: int | None = None) -> tuple[Verdict, Run | None]:
+    """Everything that can be checked without scoring; `rescore` does the rest."""
+    verdict = Verdict()
+    run = _open(LocalFiles(root), verdict)
+    if run is None:
+        return verdict, None
+    if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
+        verdict.errors.append(f"{expected} rounds were finished, {rounds} were expected")
+    if nodes is not None and len(run.state.members) != nodes:
+        verdict.errors.append(f"{len(run.state.members)} nodes took part, {nodes} were expected")
+    if run.state.phase != "finished":
+        verdict.errors.append(
+            f"the run is not finished: it is at round {run.state.round} of {run.manifest.rounds}"
+        )
+    _check_history(run, verdict)
+    reports = _check_reports(run, verdict)
+    _check_gaps(run, verdict)
+    _check_logs(run, reports, verdict)
+    _check_rollouts(run, verdict)
+    return verdict, run
+
+
+def _open(files: LocalFiles, verdict: Verdict) -> Run | None:
+    try:
+        manifest = read_manifest(files)
+        state = read_state(files, manifest)
+        history, unreadable = read_history(files)
+    except OSError as error:
+        verdict.errors.append(f"{error.filename}: {error.strerror}")
+        return None
+    except Rejected as error:
+        verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
+        return None
+    if unreadable:
+        verdict.notes.append(f"{unreadable} lines of the history cannot be read (a crash leaves one half)")
+    return Run(files, manifest, state, history)
+
+
+def _check_history(run: Run, verdict: Verdict) -> None:
+    places = set()
+    for ended in run.history:
+        where = f"history of round {ended.round} stage {ended.stage}"
+        if ended.peer_id != run.manifest.peer_id or ended.swarm != run.manifest.swarm():
+            verdict.errors.append(f"{where}: not signed by the swarm's owner")
+        if (ended.round, ended.stage) in places:
+            verdict.errors.append(f"{where}: stands there twice")
+        places.add((ended.round, ended.stage))
+    finished = run.state.round + (run.state.phase == "finished")
+    for number in range(finished):
+        for stage in range(run.manifest.stages):
+            if (number, stage) not in places:
+                verdict.errors.append(f"round {number} stage {stage}: missing from the history")
+    verdict.count("rounds", finished)
+
+
+def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
+    """Every report that the coordinator counted is still there, unaltered."""
+    found = {}
+    for ended in run.history:
+        if not ended.reports:
+            verdict.notes.append(f"round {ended.round}: nobody reported ({ended.why})")
+        for peer_id, digest in ended.reports.items():
+            if peer_id not in run.state.members:
+                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, who is no member")
+                continue
+            path = report_path(ended.round, ended.stage, run.node(peer_id))
+            try:
+                report, name = unseal_named(run.files.read(path, MAX_BYTES), Report)
+            except OSError:
+                verdict.errors.append(f"{path}: missing")
+                continue
+            except Rejected as error:
+                verdict.errors.append(f"{path}: altered or forged ({error})")
+                continue
+            if name != digest or report.peer_id != peer_id:
+                verdict.errors.append(f"{path}: not the report that the coordinator counted")
+                continue
+            found[peer_id, ended.round, ended.stage] = report
+            verdict.count("reports")
+    return found
+
+
+def _check_gaps(run: Run, verdict: Verdict) -> None:
+    """Every round that a member missed has a reason: it came late, skipped it, reported late, or left."""
+    for peer_id, member in run.state.members.items():
+        reported = {ended.round for ended in run.history if peer_id in ended.reports}
+        missing = {ended.round for ended in run.history} - reported
+        events, _ = read_lines(run.files.root / "logs" / member.node / "training_events.jsonl")
+        reasons: dict[int, str] = {}
+        for event in events:
+            if event.get("event") == "skipped":
+                reasons |= dict.fromkeys(range(event["first"], event["last"] + 1), "skipped")
+            elif event.get("event") == "joined_late":
+                reasons |= dict.fromkeys(range(event["round"]), "before it joined")
+        last = max(reported, default=-1)
+        for number in sorted(missing):
+            if number in reasons or number < member.joined_round:
+                continue
+            if number > last:
+                reasons[number] = "after its last sign"
+            elif (run.files.root / report_path(number, run.manifest.stages - 1, member.node)).exists():
+                reasons[number] = "reported late"
+            else:
+                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for that")
+        explained = missing & (reasons.keys() | set(range(member.joined_round)))
+        if explained:
+            kinds = sorted({reasons.get(number, "before it joined") for number in explained})
+            verdict.notes.append(
+                f"{animal_name(peer_id)}: {len(explained)} rounds without a report ({', '.join(kinds)})"
+            )
+
+
+def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
+    """Every node's log tells the rewards that it reported."""
+    for peer_id, member in run.state.members.items():
+        lines, _ = read_lines(run.files.root / "logs" / member.node / "metrics.jsonl")
+        logged: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for line in lines:
+            if line.get("kind") == "round":
+                pair = (line["reward_local"], line["reward_training"])
+                logged.setdefault((line["round"], line["stage"]), []).append(pair)
+        for (owner, number, stage), report in reports.items():
+            if owner != peer_id:
+                continue
+            said = logged.get((number, stage), [])
+            if not said and not _killed_before_logging(run, member.node, number):
+                verdict.errors.append(f"logs/{member.node}/metrics.jsonl: round {number} is missing")
+            if said and (report.reward, report.training_reward) not in said:
+                verdict.errors.append(
+                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
+                )
+            verdict.count("log lines", len(said))
+
+
+def _killed_before_logging(run: Run, node: str, number: int) -> bool:
+    """A node that dies between its report and its log line comes back and skips that round."""
+    events, _ = read_lines(run.files.root / "logs" / node / "training_events.jsonl")
+    return any(e.get("event") == "skipped" and e["first"] <= number <= e["last"] for e in events) or any(
+        e.get("event") in ("resumed", "joined") and e["round"] < number for e in events[1:]
+    )
+
+
+def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
+    limit = run.manifest.limits.file_bytes
+    for top in ("rollouts", "archives"):
+        for round_name in run.files.names(top):
+            for stage_name in run.files.names(f"{top}/{round_name}"):
+                for node in documents(run.files, f"{top}/{round_name}/{stage_name}"):
+                    path = f"{top}/{round_name}/{stage_name}/{node}.json"
+                    try:
+                        publication = unseal(run.files.read(path, limit), Publication, limit)
+                    except (OSError, Rejected) as error:
+                        verdict.errors.append(f"{path}: truncated, altered or forged ({error})")
+                        continue
+                    yield path, publication
+
+
+def _check_rollouts(run: Run, verdict: Verdict) -> None:
+    """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
+    nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
+    present: dict[int, set[str]] = {}
+    for path, publication in _publications(run, verdict):
+        place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
+        if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
+            verdict.errors.append(f"{path}: belongs somewhere else")
+        elif nodes.get(publication.peer_id) != publication.node:
+            verdict.errors.append(f"{path}: not written by the member of that name")
+        else:
+            present.setdefault(publication.round, set()).add(publication.peer_id)
+            verdict.count("publications")
+    kept_from = min(present, default=0)
+    if kept_from:
+        verdict.notes.append(f"rollouts before round {kept_from} have been removed")
+    for ended in run.history:
+        if ended.round < kept_from:
+            continue
+        for peer_id in ended.reports:
+            if peer_id in nodes and peer_id not in present.get(ended.round, set()):
+                verdict.errors.append(f"round {ended.round}: the rollouts of {nodes[peer_id]} are missing")
+
+
+def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
+    """Makes the questions of some publications again and compares what their answers earn."""
+    published = [item for item in _publications(run, Verdict()) if item[1].swarm == run.manifest.swarm()]
+    for path, publication in random.Random(0).sample(published, min(count, len(published))):
+        try:
+            rollouts = list(unpack(publication, run.manifest.limits))
+            groups = check(rollouts, run.manifest, environment)
+        except Rejected as error:
+            verdict.errors.append(f"{path}: {error}")
+            continue
+        for rollout, group in zip(rollouts, groups, strict=True):
+            claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
+            if list(group.rewards) != claimed:
+                verdict.errors.append(
+                    f"{path}: question {rollout.number} claims other rewards than its answers earn"
+                )
+            verdict.count("answers scored again", len(claimed))

@@ -1,0 +1,173 @@
+"""A process of a folder swarm, from its address to its last round: `join` trains, `coordinate` conducts."""
+
+import errno
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.identity import Identity
+from rl_swarm.manifest import Manifest, new_manifest
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.conductor import Conductor
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
+from rl_swarm.rounds import PeerInfo
+from rl_swarm.telemetry.journal import Journal
+from rl_swarm.wire import Incomplete, Rejected, seal
+
+log = logging.getLogger(__name__)
+
+
+def join(address: Path, settings: Settings, stop: threading.Event) -> None:
+    """Joins the swarm at the address and trains until it has finished or `stop` is set."""
+    with explained(address):
+        _join(address, settings, stop)
+
+
+def coordinate(address: Path, settings: Settings, stop: threading.Event) -> None:
+    """Coordinates the swarm at the address, founding it if there is none."""
+    with explained(address):
+        identity = Identity.load_or_create(Path(settings.identity_path))
+        files = LocalFiles(address)
+        manifest = found(files, settings, address.name, identity)
+        log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
+        state = Conductor(files, manifest, identity, settings, stop).run()
+        log.info("%s at round %d", state.phase, state.round)
+
+
+def found(files: LocalFiles, settings: Settings, name: str, identity: Identity) -> Manifest:
+    """The swarm's manifest, written now if this is a new swarm."""
+    try:
+        return read_manifest(files)
+    except FileNotFoundError:
+        manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages=1)
+        files.write(MANIFEST, seal(manifest, identity))
+        return manifest
+    except (Incomplete, Rejected) as error:
+        raise NetworkError(
+            f"{files.root / MANIFEST} cannot be used ({error}). Start in another folder."
+        ) from error
+
+
+def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
+    identity = Identity.load_or_create(Path(settings.identity_path))
+    name = settings.node_id or identity.node
+    files = LocalFiles(address)
+    manifest = await_manifest(files, stop, settings.poll_interval)
+    if manifest is None:
+        return
+
+    import torch
+
+    from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm.learning import checkpoints
+    from rl_swarm.learning.policy import Policy
+    from rl_swarm.node import Node
+
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    journal = Journal(address / "logs" / name)
+    restored = checkpoints.latest(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
+    policy = Policy.load(settings, Reasoning.system_prompt, restored[0] if restored else None)
+    environment = Reasoning(manifest.tasks, manifest.partial_rewards)
+    coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
+    node = Node(
+        name=name,
+        identity=identity,
+        settings=settings,
+        manifest=manifest,
+        environment=environment,
+        policy=policy,
+        exchange=FolderExchange(
+            files,
+            manifest,
+            identity,
+            name,
+            stop,
+            lambda *why: node.reject(*why),
+            settings.poll_interval,
+            settings.fetch_max_peers,
+        ),
+        coordinator=coordinator,
+        journal=journal,
+        checkpoints=address / "checkpoints",
+        stop=stop,
+    )
+    if restored:
+        folder, place = restored
+        checkpoints.restore_optimizer(policy, folder)
+        policy.version, node.done = place.policy_version, (place.round, place.stage)
+    journal.event("resumed" if restored else "joined", round=node.done[0], model=policy.name, pid=os.getpid())
+    log.info(
+        "%s (%s) %s with %s on %s",
+        identity.name,
+        identity.peer_id,
+        "resumes" if restored else "joins",
+        policy.name,
+        policy.device,
+    )
+
+    peer = PeerInfo(
+        peer_id=identity.peer_id,
+        swarm=manifest.swarm(),
+        node=name,
+        model=policy.name,
+        tokenizer=policy.tokenizer_hash,
+        device=str(policy.device),
+        host=platform.node(),
+        pid=os.getpid(),
+        joined=time.time(),
+        timestamp=time.time(),
+    )
+    coordinator.register(peer)
+    try:
+        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4):
+            node.run()
+    finally:
+        environment.close()
+    journal.event("left", round=node.done[0])
+
+
+@contextmanager
+def signs_of_life(coordinator: FolderCoordinator, peer: PeerInfo, every: float) -> Iterator[None]:
+    """Registers again and again in the background, however long a round takes."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(every):
+            try:
+                coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
+            except OSError as error:
+                log.warning("no sign of life could be written: %s", error)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@contextmanager
+def explained(address: Path) -> Iterator[None]:
+    """Turns what a disk can do to a node into one message for its user."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"The disk of {address} is full. Free some space, then go on with the same command."
+            ) from error
+        if not address.parent.is_dir():
+            raise UserError(
+                f"The folder {address} has disappeared. Mount it again, then go on with the same command."
+            ) from error
+        raise UserError(f"{error.filename or address}: {error.strerror or error}") from error
