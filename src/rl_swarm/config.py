@@ -101,10 +101,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_p: Annotated[float, _setting("nucleus sampling; 1 is off", gt=0, le=1)] = 1.0
     top_k: Annotated[int, _setting("sample among the k likeliest tokens; 0 is off", ge=0)] = 0
     max_new_tokens: Annotated[
-        int | None, _setting("longest completion; by default 256, 24 for the bundled model", ge=1, le=32768)
+        Annotated[int, Meta(ge=1, le=32768)] | None,
+        _setting("longest completion; by default 256, 24 for the bundled model"),
     ] = None
     learning_rate: Annotated[
-        float | None, _setting("by default 5e-6, 2e-4 for the bundled model", gt=0, le=1)
+        Annotated[float, Meta(gt=0, le=1)] | None, _setting("by default 5e-6, 1e-4 for the bundled model")
     ] = None
     normalize_advantages: Annotated[bool, _setting("divide advantages by the group's standard deviation")] = (
         True
@@ -184,7 +185,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.max_new_tokens or (24 if self.model == "tiny" else 256)
 
     def step_size(self) -> float:
-        return self.learning_rate or (2e-4 if self.model == "tiny" else 5e-6)
+        return self.learning_rate or (1e-4 if self.model == "tiny" else 5e-6)
 
     def experiment_dir(self) -> Path | None:
         """The address of the folder swarm that the settings name, if they name one."""
@@ -200,7 +201,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 # What `rl-swarm up` changes: a swarm for one machine that is done within minutes.
 UP_PRESET: dict[str, object] = {
-    "rounds": 150,
+    "rounds": 120,
     "local": 4,
     "external": 4,
     "round_end": "lockstep",

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -31,7 +31,11 @@ from rl_swarm.worker import coordinate, join
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0  # to finish a step and save, after being told to stop
-QUICK_DEATHS, QUICK_SECONDS = 6, 60.0  # so many deaths within so many seconds are no accident
+QUICK_SECONDS = 30.0  # a child that ends this soon after its start did not get anywhere
+MOST_FAILURES, MOST_KILLS = (
+    3,
+    30,
+)  # so many quick ends in a row, by its own fault or by a signal, are no accident
 FATAL = 78  # exit code of a child that cannot work as configured: not restarted
 
 Role = Literal["coordinator", "worker"]
@@ -48,7 +52,8 @@ class Child:
     settings: Settings
     process: multiprocessing.process.BaseProcess | None = None
     pipe: Connection | None = None
-    deaths: list[float] = field(default_factory=list)
+    started: float = 0.0
+    quick_ends: int = 0  # in a row
     done: bool = False
 
 
@@ -106,14 +111,15 @@ class LocalSwarm:
             name=child.name,
         )
         child.process.start()
+        child.started = time.monotonic()
         theirs.close()
 
     def _restart(self, child: Child, code: int) -> None:
-        now = time.monotonic()
-        child.deaths = [moment for moment in child.deaths if now - moment < QUICK_SECONDS] + [now]
-        if len(child.deaths) >= QUICK_DEATHS:
+        quick = time.monotonic() - child.started < QUICK_SECONDS
+        child.quick_ends = child.quick_ends + 1 if quick else 0
+        if child.quick_ends >= (MOST_KILLS if code < 0 else MOST_FAILURES):
             raise SwarmError(
-                f"{child.name} ended {QUICK_DEATHS} times within a minute (last exit code {code}). "
+                f"{child.name} ended {child.quick_ends} times soon after its start (last exit code {code}). "
                 f"{self.address / 'logs' / 'swarm.log'} says why."
             )
         self.restarts += 1

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from rl_swarm import config
+from rl_swarm import __version__, config
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
 
@@ -46,6 +46,22 @@ OptionalAddress = Annotated[
     Path | None,
     typer.Argument(help="Experiment directory; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rl-swarm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    pass
 
 
 def _settings(
@@ -198,7 +214,7 @@ def status(
         return
     console = Console()
     console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {address}")
-    console.print(LiveView(view, console).status())
+    console.print(LiveView(view, console).table(closing="finished"))
 
 
 @app.command()

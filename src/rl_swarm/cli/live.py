@@ -33,7 +33,7 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.live:
-            self.live.update(self.table(), refresh=True)
+            self.live.update(self.table(closing="finished"), refresh=True)
             self.live.stop()
 
     def update(self, restarts: int) -> None:
@@ -74,35 +74,32 @@ class LiveView:
         )
         ending = f" | {clock(left)} left" if left is not None else ""
         self.console.print(
-            f"round {state.round}/{self.total} | reward: {nodes or 'first answers'}{ending}", highlight=False
+            f"round {state.round}/{self.total} | reward: {nodes or 'first answers'}{ending}",
+            highlight=False,
+            soft_wrap=True,
         )
 
-    def table(self, restarts: int = 0) -> Group:
+    def table(self, restarts: int = 0, closing: str = "measuring the held-out score") -> Group:
+        """The whole view. `closing` is said once the last round has ended."""
         finished = self.run.state is not None and self.run.state.phase == "finished"
         done = self.total if finished else self.round
         left = self.seconds_left()
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(f"round {done}/{self.total}", style="bold"),
-            ProgressBar(self.total, done, width=40),
-            Text(self._phase(left, finished), style="dim"),
+            ProgressBar(self.total, done, width=30),
+            Text(closing if finished else self._phase(left), style="dim"),
         )
-        table = Table(box=None, padding=(0, 2), header_style="dim")
-        table.add_column("node")
-        for title in ("reward", "trend", "held out", "tokens/s", "from others", "round"):
-            table.add_column(title, justify="right")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("node", no_wrap=True)
+        for title in ("reward", "trend", "held out", "tokens/s", "taken", "round"):
+            table.add_column(title, justify="right", no_wrap=True)
         for view in self.run.nodes.values():
             table.add_row(*self._row(view))
         foot = f"restarted {restarts} times" if restarts else ""
         return Group(head, table, Text(foot, style="yellow"))
 
-    def status(self) -> Group:
-        """The table for `status`, which looks once."""
-        return self.table()
-
-    def _phase(self, left: float | None, finished: bool) -> str:
-        if finished:
-            return "measuring the held-out score"
+    def _phase(self, left: float | None) -> str:
         if self.run.state is None or self.run.state.phase == "waiting":
             return f"starting: {len(self.run.nodes)} nodes are here, measuring where they stand"
         return (

@@ -21,9 +21,9 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         box=None,
         padding=(0, 2),
     )
-    table.add_column("node")
-    for title in ("before", "after", "times", "greedy", "well-formed", "right among those"):
-        table.add_column(title, justify="right")
+    table.add_column("node", no_wrap=True)
+    for title in ("before", "after", "times", "greedy", "formed", "right of those"):
+        table.add_column(title, justify="right", no_wrap=True)
     for view in views:
         start, now = view.start, view.now
         if start and now:

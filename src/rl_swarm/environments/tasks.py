@@ -17,20 +17,22 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 TINY = (
+    Task("basic_arithmetic", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
     Task("chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-    Task("gcd", config={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60}),
-    Task("base_conversion", config={"min_base": 2, "max_base": 10, "min_value": 0, "max_value": 120}),
-    Task("spell_backward", config={"min_word_len": 3, "max_word_len": 5}),
-    Task("letter_counting", config={"min_words": 2, "max_words": 3}),
-    Task(
-        "fraction_simplification",
-        config={"min_value": 1, "max_value": 20, "min_factor": 2, "max_factor": 9, "styles": ["plain"]},
-    ),
+    Task("count_primes", config={"min_n": 1, "max_n": 100}),
     Task(
         "decimal_arithmetic",
         config={"min_num_decimal_places": 1, "max_num_decimal_places": 1, "min_terms": 2, "max_terms": 2},
     ),
-    Task("basic_arithmetic", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    Task(
+        "fraction_simplification",
+        config={"min_value": 1, "max_value": 30, "min_factor": 2, "max_factor": 9, "styles": ["plain"]},
+    ),
+    Task("gcd", config={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 99}),
+    Task("leg_counting", config={"min_animals": 1, "max_animals": 2, "max_instances": 9}),
+    Task("letter_counting", config={"min_words": 2, "max_words": 3}),
+    Task("simple_equations", config={"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 20}),
+    Task("spell_backward", config={"min_word_len": 3, "max_word_len": 5}),
 )
 
 SAPO = tuple(

@@ -25,8 +25,8 @@ class Exchange(Protocol):
     ) -> Iterator[Publication]:
         """What the given nodes published, asked for one by one as the caller consumes.
 
-        Waits up to `patience` seconds for those that have not published yet. `in_order` keeps to the order
-        of `nodes`; otherwise whoever is there comes first.
+        Waits up to `patience` seconds for those that have not published yet, then goes on without them.
+        `in_order` keeps to the order of `nodes`; otherwise whoever is there comes first.
         """
         ...
 

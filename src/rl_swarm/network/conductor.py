@@ -2,13 +2,16 @@
 
 All it knows is in the folder, so it can be killed at any moment and started again. The order of writes
 matters: first the history line of a stage, then the state that follows it. A crash in between leaves a
-history that is one line ahead, which the next start notices.
+history that is ahead of the state, and the next start counts again exactly the reports that stand there.
 """
 
+import dataclasses
 import logging
+import math
+import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -19,13 +22,26 @@ from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import Files
-from rl_swarm.network.folder import HISTORY, STATE, documents, read_state, report_folder, report_path
+from rl_swarm.network.folder import (
+    FIRST_PAUSE,
+    HISTORY,
+    RECORD_BYTES,
+    STATE,
+    TRIES,
+    documents,
+    patiently,
+    place,
+    read_state,
+    report_folder,
+    report_path,
+)
 from rl_swarm.rounds import Ended, PeerInfo, Report, Rules, State
-from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal, unseal, unseal_named
+from rl_swarm.wire import Incomplete, Rejected, seal, unseal, unseal_named
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+T = TypeVar("T", PeerInfo, Report)
 HISTORY_BYTES = 256 << 20
+ROUND_FOLDER = re.compile(r"round_(0|[1-9][0-9]*)")
 
 
 class Conductor:
@@ -46,89 +62,122 @@ class Conductor:
         )
         self.rules = Rules.of(manifest, settings.min_peers)
         self.swarm = manifest.swarm()
-        self.state = self._restore(time.time())
-        self._ended = last_ended(files)
         self._signs: dict[str, float] = {}  # node -> the newest sign of life read
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
         self._refused: set[str] = set()  # paths whose rejection has been logged
         self._look_again_at = 0.0
+        self.state = self._restore(time.time())
 
     def run(self) -> State:
         """Conducts until the last round has ended or this process is told to stop."""
+        failures = 0
         while self.state.phase != "finished":
-            self.step(time.time())
-            if self.stop.wait(self._pause(time.time())):
+            try:
+                if failures:  # what was written and what was not stands in the folder
+                    self.state = self._restore(time.time())
+                self.step(time.time())
+                failures = 0
+            except OSError as error:
+                failures += 1
+                if failures == TRIES:
+                    raise
+                log.warning("the folder cannot be written, trying again: %s", error)
+            if self.stop.wait(FIRST_PAUSE * 2**failures if failures else self._pause(time.time())):
                 break
         return self.state
 
     def step(self, now: float) -> None:
         """One look at the folder."""
-        state = self._members(self.state, now)
+        again = now >= self._look_again_at
+        if again:
+            self._look_again_at = now + self.rules.peer_timeout / 4
+        state = self._members(self.state, now, again)
         if state.phase == "running":
             state = self._reports(state, now)
         after, why = rounds.advance(state, self.rules, now)
         if why is not None:
             self._write_history(state, why, now)
-            self._digests.clear()
             log.info(
                 "round %d stage %d ended (%s), %d reports", state.round, state.stage, why, len(state.reports)
             )
-        changed = why is not None or after.phase != self.state.phase
-        self.state = after
-        if changed:
-            self.files.write(STATE, seal(replace(after, reports={}), self.identity))
+        if why is not None or after.phase != self.state.phase:
+            self._write_state(after)
+            self._digests.clear()
+            self._refused = {path for path in self._refused if path.startswith("peers/")}
+            self.state = after
             self._tidy()
+            return
+        self.state = after
+        if again and not self._state_is_there():
+            self._write_state(after)
 
-    def _members(self, state: State, now: float) -> State:
+    def _members(self, state: State, now: float, again: bool) -> State:
         """Who has joined; and, now and then, who still gives signs of life."""
-        again = now >= self._look_again_at
-        if again:
-            self._look_again_at = now + self.rules.peer_timeout / 4
-        for node in documents(self.files, "peers"):
+        for node in self._nodes("peers"):
             if node in self._signs and not again:
                 continue
-            read = self._read(f"peers/{node}.json", PeerInfo)
-            if read is None or read[0].swarm != self.swarm or read[0].node != node:
+            read = self._read(f"peers/{node}.json", PeerInfo, node, state)
+            if read is None:
                 continue
             peer = read[0]
-            if peer.timestamp != self._signs.get(node):
-                if node not in self._signs:
-                    log.info("%s joined (%s, %s)", node, peer.peer_id, peer.model)
+            if node not in self._signs:
+                log.info("%s joined (%s, %s)", node, peer.peer_id, peer.model)
+            # An old one that is shown again is no sign of life.
+            if peer.timestamp > self._signs.get(node, -math.inf):
                 self._signs[node] = peer.timestamp
                 state = rounds.seen(state, peer.peer_id, node, now)
         return state
 
     def _reports(self, state: State, now: float) -> State:
-        """The reports for the present stage. A member reports under its own node name or not at all."""
+        """The reports for the present stage."""
         known = {report.node for report in state.reports.values()}
-        for node in documents(self.files, report_folder(state.round, state.stage)):
+        for node in self._nodes(report_folder(state.round, state.stage)):
             if node in known:
                 continue
-            read = self._read(report_path(state.round, state.stage, node), Report)
-            if read is None or read[0].swarm != self.swarm or read[0].node != node:
-                continue
-            report, name = read
-            member = state.members.get(report.peer_id)
-            if member is None or member.node == node:
+            read = self._read(report_path(state.round, state.stage, node), Report, node, state)
+            if read is not None:
+                report, name = read
                 state = rounds.submitted(state, report, now)
                 self._digests[report.peer_id] = name
         return state
 
-    def _read(self, path: str, kind: type[T]) -> tuple[T, str] | None:
+    def _nodes(self, folder: str) -> list[str]:
+        try:
+            return list(documents(self.files, folder))
+        except OSError as error:  # the next look is soon
+            log.debug("%s cannot be listed: %s", folder, error)
+            return []
+
+    def _read(self, path: str, kind: type[T], node: str, state: State) -> tuple[T, str] | None:
         """A signed document and its digest, or None: not whole yet, or not to be believed (said once)."""
         try:
-            return unseal_named(self.files.read(path, MAX_BYTES), kind)
-        except (OSError, Incomplete):
+            record, name = unseal_named(self.files.read(path, RECORD_BYTES), kind, RECORD_BYTES)
+            self._check(record, node, state)
+        except (OSError, Incomplete) as error:
+            log.debug("%s cannot be read yet: %s", path, error)
             return None
         except Rejected as error:
             if path not in self._refused:
                 self._refused.add(path)
                 log.warning("%s is not used: %s", path, error)
             return None
+        return record, name
+
+    def _check(self, record: PeerInfo | Report, node: str, state: State) -> None:
+        """A peer speaks under one node name, and nobody else under that name."""
+        if record.swarm != self.swarm:
+            raise Rejected("swarm", "written for another swarm")
+        if record.node != node:
+            raise Rejected("place", f"written by {record.node}")
+        if isinstance(record, Report) and (record.round, record.stage) != (state.round, state.stage):
+            raise Rejected("place", f"written for round {record.round}, stage {record.stage}")
+        for peer_id, member in state.members.items():
+            if (peer_id == record.peer_id) != (member.node == node):
+                raise Rejected(
+                    "name", f"{peer_id} is {member.node}; this is of {record.peer_id}, who says it is {node}"
+                )
 
     def _write_history(self, state: State, why: str, now: float) -> None:
-        if self._ended is not None and (state.round, state.stage) <= self._ended:
-            return
         ended = Ended(
             swarm=self.swarm,
             round=state.round,
@@ -140,28 +189,99 @@ class Conductor:
             reports={peer_id: self._digests[peer_id] for peer_id in sorted(state.reports)},
         )
         self.files.append(HISTORY, seal(ended, self.identity) + b"\n")
-        self._ended = (state.round, state.stage)
+
+    def _write_state(self, state: State) -> None:
+        self.files.write(STATE, seal(replace(state, reports={}), self.identity))
+
+    def _state_is_there(self) -> bool:
+        """Whether nodes can read the state. One that was lost, or replaced by a stranger, is missed by all."""
+        if self.state.phase == "waiting":
+            return True
+        try:
+            return place(read_state(self.files, self.manifest)) == place(self.state)
+        except (OSError, Rejected):
+            return False
 
     def _restore(self, now: float) -> State:
-        """The state in the folder. Members get time to show themselves: the silence was ours."""
+        """The state in the folder, brought to where the history is. Members get time to show themselves: the
+        silence was ours."""
+        self._signs.clear()
+        self._digests.clear()
+        self._look_again_at = 0.0
         try:
-            state = read_state(self.files, self.manifest)
+            state = patiently(lambda: read_state(self.files, self.manifest), self.stop)
         except FileNotFoundError:
-            return State(swarm=self.swarm)
+            state = State(swarm=self.swarm)
         except (OSError, Rejected) as error:
-            raise NetworkError(f"{STATE} cannot be used ({error}).") from error
+            log.warning("%s cannot be used and is made again from the history: %s", STATE, error)
+            state = State(swarm=self.swarm)
+        history = {(ended.round, ended.stage): ended for ended in self._history()}
+        ahead = sorted(where for where in history if where >= (state.round, state.stage))
+        if ahead and state.phase != "finished":
+            state = self._replayed(state, [history[where] for where in ahead])
+            self._write_state(state)
         members = {peer_id: replace(member, last_seen=now) for peer_id, member in state.members.items()}
         return replace(state, members=members)
+
+    def _history(self) -> Iterator[Ended]:
+        """What this swarm's owner wrote into the history, which is closed with a line end if a crash left it open."""
+        try:
+            data = patiently(lambda: self.files.read(HISTORY, HISTORY_BYTES), self.stop)
+        except FileNotFoundError:
+            return
+        if data and not data.endswith(b"\n"):
+            self.files.append(HISTORY, b"\n")
+        for ended in parse_history(data)[0]:
+            if ended.peer_id == self.manifest.peer_id and ended.swarm == self.swarm:
+                yield ended
+
+    def _replayed(self, state: State, history: Iterable[Ended]) -> State:
+        """The state after the stages that the history says have ended, their reports counted again."""
+        at_once = dataclasses.replace(self.rules, end="interval", interval=-math.inf)
+        deadline = time.monotonic() + FIRST_PAUSE * 2**TRIES
+        peers = {}
+        for node in self._nodes("peers"):
+            read = self._read(f"peers/{node}.json", PeerInfo, node, state)
+            if read is not None:
+                peers[read[0].peer_id] = node
+        for ended in history:
+            state = replace(
+                state, phase="running", round=ended.round, stage=ended.stage, started=ended.started
+            )
+            for peer_id in (peer_id for peer_id in ended.members if peer_id in peers):
+                state = rounds.seen(state, peer_id, peers[peer_id], ended.ended)
+            for report in self._counted(state, ended, deadline):
+                state = rounds.submitted(state, report, ended.ended)
+            state, _ = rounds.advance(state, at_once, ended.ended)
+        return state
+
+    def _counted(self, state: State, ended: Ended, deadline: float) -> list[Report]:
+        """The reports that a stage in the history ended with, as they lie in the folder."""
+        while True:
+            reads = [
+                self._read(report_path(ended.round, ended.stage, node), Report, node, state)
+                for node in self._nodes(report_folder(ended.round, ended.stage))
+            ]
+            reports = [read[0] for read in reads if read and ended.reports.get(read[0].peer_id) == read[1]]
+            if len(reports) == len(ended.reports):
+                return reports
+            if time.monotonic() >= deadline or self.stop.wait(FIRST_PAUSE):
+                log.warning("round %d: %d reports are lost", ended.round, len(ended.reports) - len(reports))
+                return reports
 
     def _tidy(self) -> None:
         if not self.settings.cleanup:
             return
-        present = {name: int(name[6:]) for name in self.files.names("rollouts") if name[6:].isdigit()}
-        for name in expired(present.items(), self.state.round, self.settings.keep_rounds):
-            if self.settings.archive:
-                self.files.move(f"rollouts/{name}", f"archives/{name}")
-            else:
-                self.files.remove(f"rollouts/{name}")
+        try:
+            found = map(ROUND_FOLDER.fullmatch, self.files.names("rollouts"))
+            present = [(match[0], int(match[1])) for match in found if match]
+            for name in expired(present, self.state.round, self.settings.keep_rounds):
+                if self.settings.archive:
+                    self.files.move(f"rollouts/{name}", f"archives/{name}")
+                else:
+                    self.files.remove(f"rollouts/{name}")
+        except OSError as error:  # the next round tidies again
+            log.warning("old rollouts cannot be removed: %s", error)
 
     def _pause(self, now: float) -> float:
         """Rounds on an interval need no look at the folder before they end."""
@@ -180,30 +300,16 @@ def expired(rounds_present: Iterable[tuple[str, int]], current: int, keep: int) 
 def read_history(files: Files) -> tuple[list[Ended], int]:
     """The stages that ended, and how many lines cannot be read (a crash may leave one half)."""
     try:
-        lines = files.read(HISTORY, HISTORY_BYTES).splitlines()
+        return parse_history(files.read(HISTORY, HISTORY_BYTES))
     except FileNotFoundError:
         return [], 0
+
+
+def parse_history(data: bytes) -> tuple[list[Ended], int]:
     ended, unreadable = [], 0
-    for line in lines:
+    for line in filter(None, data.splitlines()):
         try:
             ended.append(unseal(line, Ended))
         except Rejected:
             unreadable += 1
     return ended, unreadable
-
-
-def last_ended(files: Files) -> tuple[int, int] | None:
-    """The last stage in the history, which is closed with a line end if a crash left it open."""
-    try:
-        data = files.read(HISTORY, HISTORY_BYTES)
-    except FileNotFoundError:
-        return None
-    if data and not data.endswith(b"\n"):
-        files.append(HISTORY, b"\n")
-    for line in reversed(data.splitlines()):
-        try:
-            ended = unseal(line, Ended)
-        except Rejected:
-            continue
-        return ended.round, ended.stage
-    return None

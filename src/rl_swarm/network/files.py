@@ -4,14 +4,22 @@ Everything the folder network does goes through these calls, so that another sto
 behaves like a badly synced drive) can stand in.
 """
 
+import errno
 import os
+import secrets
 import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Literal, Protocol
 
 
 class Files(Protocol):
-    """Paths are relative to the root and use `/`. `OSError` means: not now, perhaps later."""
+    """Paths are relative to the root and use `/`. `OSError` means: not now, perhaps later.
+
+    What lies in the folder may have been put there by anybody: only plain files are read and written.
+    """
 
     def read(self, path: str, limit: int) -> bytes:
         """At most `limit + 1` bytes, so that the caller can tell when there were more."""
@@ -29,7 +37,9 @@ class Files(Protocol):
 
     def remove(self, folder: str) -> None: ...
 
-    def move(self, folder: str, target: str) -> None: ...
+    def move(self, folder: str, target: str) -> None:
+        """Moves a folder; if there is one at the target, it gets the files of both."""
+        ...
 
 
 class LocalFiles:
@@ -37,18 +47,20 @@ class LocalFiles:
         self.root = root
 
     def read(self, path: str, limit: int) -> bytes:
-        with (self.root / path).open("rb") as file:
+        with open_plain(self.root / path, "rb") as file:
             return file.read(limit + 1)
 
     def write(self, path: str, data: bytes) -> None:
         target = self.root / path
-        aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             try:
-                aside.write_bytes(data)
+                file = aside.open("xb")
             except FileNotFoundError:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                aside.write_bytes(data)
+                file = aside.open("xb")
+            with file:
+                file.write(data)
             os.replace(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -57,7 +69,7 @@ class LocalFiles:
     def append(self, path: str, data: bytes) -> None:
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("ab") as file:
+        with open_plain(target, "ab") as file:
             file.write(data)
 
     def names(self, folder: str) -> list[str]:
@@ -70,5 +82,23 @@ class LocalFiles:
         shutil.rmtree(self.root / folder, ignore_errors=True)
 
     def move(self, folder: str, target: str) -> None:
-        (self.root / target).parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(self.root / folder, self.root / target)
+        source, goal = self.root / folder, self.root / target
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.replace(source, goal)
+        except OSError:  # there is one already
+            shutil.copytree(source, goal, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(source)
+
+
+@contextmanager
+def open_plain(path: Path, mode: Literal["rb", "ab"]) -> Iterator[BinaryIO]:
+    """Opens a regular file and nothing else: a pipe would block, a link could lead anywhere."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+
+    with open(path, mode, opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file

@@ -18,10 +18,12 @@ carries its digest, and what cannot be read yet is read again with growing pause
 
 import itertools
 import logging
+import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
@@ -32,13 +34,18 @@ from rl_swarm.rounds import PeerInfo, Report, State
 from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal, unseal
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 STATE = "state/current_state.json"
 HISTORY = "state/history.jsonl"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be read
-GIVE_UP_AFTER = 8  # tries at a file that is there but never becomes whole
+RECORD_BYTES = 64 << 10  # of a report or an introduction; rollouts have the manifest's limit
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be read or written
+TRIES = 5  # at a file this process cannot go on without
+GIVE_UP_AFTER = 30.0  # seconds, on a peer's file that is there but does not become whole
+CACHED = 64  # publications kept by an exchange
+REMEMBERED_ROUNDS = 100  # for which it knows what it has rejected: as far back as `max_age` lets anybody ask
 
 
 def report_folder(round: int, stage: int) -> str:
@@ -59,6 +66,22 @@ def documents(files: Files, folder: str) -> Iterator[str]:
         node, dot, ending = name.rpartition(".")
         if dot and ending == "json" and SAFE_NAME.fullmatch(node):
             yield node
+
+
+def patiently(act: Callable[[], T], stop: threading.Event) -> T:
+    """Does what a synced folder may refuse now and allow a second later. `FileNotFoundError` is an answer."""
+    pause = FIRST_PAUSE
+    for _ in range(TRIES - 1):
+        try:
+            return act()
+        except FileNotFoundError:
+            raise
+        except (OSError, Incomplete) as error:
+            log.debug("trying again: %s", error)
+        if stop.wait(pause):
+            break
+        pause *= 2
+    return act()
 
 
 def read_manifest(files: Files) -> Manifest:
@@ -104,49 +127,56 @@ class FolderExchange:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
-        self._tries: dict[tuple[int, int, str], tuple[int, float]] = {}  # failed tries, time of the next
+        # Files that were there but not whole: tries so far, time of the first and of the next.
+        self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}
 
     def publish(self, publication: Publication) -> None:
         path = rollouts_path(publication.round, publication.stage, self.node)
-        self.files.write(path, seal(publication, self.identity, compress=True))
+        data = seal(publication, self.identity, compress=True)
+        patiently(lambda: self.files.write(path, data), self.stop)
 
     def collect(
         self, round: int, stage: int, nodes: Sequence[str], patience: float = 0.0, in_order: bool = False
     ) -> Iterator[Publication]:
         self._forget(round)
-        waiting = list(nodes)[: self.max_peers]
+        waiting = list(dict.fromkeys(nodes))[: self.max_peers]
         deadline = time.monotonic() + patience
         while waiting:
+            last_look = time.monotonic() >= deadline
             for node in list(waiting):
                 key = (round, stage, node)
                 if key not in self._cache:
                     self._fetch(key)
-                if key not in self._cache:  # not there yet
-                    if in_order:
-                        break
-                    continue
-                waiting.remove(node)
-                publication = self._cache[key]
-                if publication is not None:
-                    yield publication
-            if not waiting or time.monotonic() >= deadline or self.stop.wait(self.poll):
+                if key in self._cache:
+                    waiting.remove(node)
+                    publication = self._cache[key]
+                    if publication is not None:
+                        yield publication
+                elif in_order and not last_look:
+                    break
+            if not waiting or last_look:
+                return
+            if self.stop.wait(min(self.poll, max(0.0, deadline - time.monotonic()))):
                 return
 
     def _fetch(self, key: tuple[int, int, str]) -> None:
         """Reads one file into the cache, if it is there and whole and its time has come."""
         round, stage, node = key
-        tries, next_try = self._tries.get(key, (0, 0.0))
-        if time.monotonic() < next_try:
+        now = time.monotonic()
+        tries, first_try, next_try = self._tries.get(key, (0, now, now))
+        if now < next_try:
             return
         try:
+            if not SAFE_NAME.fullmatch(node):
+                raise Rejected("name", "no name for a node")
             data = self.files.read(rollouts_path(round, stage, node), self.manifest.limits.file_bytes)
             self._cache[key] = self._checked(data, key)
         except FileNotFoundError:
             return
         except (OSError, Incomplete) as error:
-            tries += 1
-            self._tries[key] = (tries, time.monotonic() + min(FIRST_PAUSE * 2**tries, LONGEST_PAUSE))
-            if tries >= GIVE_UP_AFTER:
+            pause = min(FIRST_PAUSE * 2.0**tries, LONGEST_PAUSE)
+            self._tries[key] = (tries + 1, first_try, now + pause)
+            if now - first_try >= GIVE_UP_AFTER:
                 self._cache[key] = None
                 self.on_reject(node, getattr(error, "reason", "unreadable"), str(error))
         except Rejected as error:
@@ -165,9 +195,12 @@ class FolderExchange:
         return publication
 
     def _forget(self, round: int) -> None:
-        oldest = round - 100
+        """Keeps the newest publications and, for much longer, what was rejected: it is counted once."""
+        publications = sorted(key for key, publication in self._cache.items() if publication is not None)
+        for key in publications[:-CACHED]:
+            del self._cache[key]
         for kept in (self._cache, self._tries):
-            for key in [key for key in kept if key[0] < oldest]:
+            for key in [key for key in kept if key[0] < round - REMEMBERED_ROUNDS]:
                 del kept[key]
 
 
@@ -185,35 +218,48 @@ class FolderCoordinator:
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
         self.stop, self.poll = stop, poll
-        self._last: State | None = None
-        self._since = 0.0  # when this node first saw the present stage
+        self._last = State(swarm=manifest.swarm())
+        self._looked = -math.inf  # when this node last looked at the state
+        self._since = -math.inf  # the present stage began after this moment
+        self._refusal = ""  # why a state was not used, said once
+        self._reported: set[tuple[int, int]] = set()
 
     def register(self, peer: PeerInfo) -> None:
-        self.files.write(f"peers/{self.node}.json", seal(peer, self.identity))
+        data = seal(peer, self.identity)
+        patiently(lambda: self.files.write(f"peers/{self.node}.json", data), self.stop)
 
     def submit(self, report: Report) -> None:
         """Writes the report, unless this node has reported already: one that was restarted may do a round twice."""
-        path = report_path(report.round, report.stage, self.node)
+        where = (report.round, report.stage)
+        if where in self._reported or (not self._reported and self._has_reported(where)):
+            return
+        data = seal(report, self.identity)
+        patiently(lambda: self.files.write(report_path(*where, self.node), data), self.stop)
+        self._reported.add(where)
+
+    def _has_reported(self, where: tuple[int, int]) -> bool:
+        """Whether there is a report of ours, written before this process began."""
         try:
-            if unseal(self.files.read(path, MAX_BYTES), Report).peer_id == self.identity.peer_id:
-                return
+            report = unseal(self.files.read(report_path(*where, self.node), RECORD_BYTES), Report)
         except (OSError, Rejected):
-            pass  # none there that is ours
-        self.files.write(path, seal(report, self.identity))
+            return False
+        return report.peer_id == self.identity.peer_id and (report.round, report.stage) == where
 
     def current(self) -> State:
-        """The state as last written; the one before that where the file is just being replaced."""
+        """The newest state seen: a synced folder may show an older one again, half of one, or a stranger's."""
+        looked, self._looked = self._looked, time.monotonic()
         try:
             state = read_state(self.files, self.manifest)
         except (OSError, Incomplete):
-            if self._last is None:
-                return State(swarm=self.manifest.swarm())
             return self._last
         except Rejected as error:
-            raise NetworkError(f"{STATE} cannot be used ({error}).") from error
-        if self._last is None or place(state) > place(self._last):
-            self._last, self._since = state, time.monotonic()
-        return self._last  # a synced folder may show an older file again; rounds only go forward
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                log.warning("%s is not used: %s", STATE, error)
+            return self._last
+        if place(state) > place(self._last):
+            self._last, self._since = state, looked
+        return self._last
 
     def wait_for(self, after: tuple[int, int]) -> State | None:
         while not self.stop.is_set():
@@ -224,11 +270,10 @@ class FolderCoordinator:
         return None
 
     def _pause(self, state: State) -> float:
-        """With rounds on an interval there is nothing to see before most of it has passed."""
+        """With rounds on an interval there is nothing to see before it has passed."""
         if self.manifest.round_end != "interval" or state.phase != "running":
             return self.poll
-        left = 0.9 * self.manifest.round_interval - (time.monotonic() - self._since)
-        return max(self.poll, left)
+        return max(self.poll, self._since + self.manifest.round_interval - time.monotonic())
 
 
 def place(state: State) -> tuple[int, int, int]:

@@ -9,6 +9,8 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.rollouts import Publication
 from rl_swarm.rounds import PeerInfo, Report, Rules, State
 
+KEPT_ROUNDS = 100  # of rollouts: as far back as `max_age` lets anybody ask
+
 
 class LocalSwarm:
     """What the members share. Rounds move on whenever somebody speaks or looks."""
@@ -37,26 +39,30 @@ class LocalExchange:
 
     def publish(self, publication: Publication) -> None:
         with self.swarm.changed:
-            self.swarm.published[publication.round, publication.stage, publication.node] = publication
+            published = self.swarm.published
+            published[publication.round, publication.stage, publication.node] = publication
+            for key in [key for key in published if key[0] < publication.round - KEPT_ROUNDS]:
+                del published[key]
             self.swarm.changed.notify_all()
 
     def collect(
         self, round: int, stage: int, nodes: Sequence[str], patience: float = 0.0, in_order: bool = False
     ) -> Iterator[Publication]:
-        waiting = list(nodes)[: self.max_peers]
+        waiting = list(dict.fromkeys(nodes))[: self.max_peers]
         deadline = time.monotonic() + patience
         while waiting:
+            last_look = time.monotonic() >= deadline
             for node in list(waiting):
                 publication = self.swarm.published.get((round, stage, node))
                 if publication is not None:
                     waiting.remove(node)
                     yield publication
-                elif in_order:
+                elif in_order and not last_look:
                     break
-            if not waiting or time.monotonic() >= deadline or self.stop.is_set():
+            if not waiting or last_look or self.stop.is_set():
                 return
             with self.swarm.changed:
-                self.swarm.changed.wait(self.poll)
+                self.swarm.changed.wait(min(self.poll, max(0.0, deadline - time.monotonic())))
 
 
 class LocalCoordinator:

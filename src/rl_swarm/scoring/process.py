@@ -4,7 +4,6 @@ import os
 import selectors
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,6 @@ class ScoringProcess:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = list(tasks)
         self.restarts = 0
-        self._scratch = tempfile.TemporaryDirectory(prefix="rl-swarm-scoring-")
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
@@ -62,7 +60,6 @@ class ScoringProcess:
                 if pipe is not None:
                     pipe.close()
             self._process = None
-        self._scratch.cleanup()
 
     def _questions(self, request: dict[str, object]) -> list[Question]:
         for attempt in range(2):
@@ -78,7 +75,7 @@ class ScoringProcess:
                 return [msgspec.convert(made, Question) for made in reply["questions"]]
         raise AssertionError("unreachable")
 
-    def _start(self) -> None:
+    def _start(self, tries: int = 3) -> None:
         kept = ("PATH", "LANG", "LC_ALL", "SYSTEMROOT")
         environment = {key: os.environ[key] for key in kept if key in os.environ}
         environment |= {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -87,7 +84,7 @@ class ScoringProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=self._scratch.name,
+            cwd="/",
             env=environment,
         )
         try:
@@ -95,6 +92,9 @@ class ScoringProcess:
         except ScorerBroke as error:
             last_words = self._last_words()
             self.close()
+            if tries > 1:
+                self._start(tries - 1)
+                return
             raise TaskError(
                 f"the scoring process does not start: {error} ({last_words}). `rl-swarm doctor` looks for the cause."
             ) from error
@@ -110,9 +110,7 @@ class ScoringProcess:
         return lines[-1] if lines else "no message"
 
     def _restart(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self.close()
         self.restarts += 1
         self._start()
 

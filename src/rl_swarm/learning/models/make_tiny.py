@@ -1,0 +1,353 @@
+"""Make the tiny language model of this package, from generated questions alone.
+
+A swarm is only worth trying if the model at hand can learn something from its own rewards, and no
+pretrained model is small enough to ship or to train on a laptop. So we make an imitation of one: a
+small Llama that has seen many questions of the `tiny` tasks, answered the way the internet answers
+them. About a fifth of the answers is as asked for; the rest are right in the wrong format, followed by
+chatter, plainly wrong, or no answer at all (`STYLES`). The skill is there, the manners are not, and
+sampling shows every habit in its proportion: that is what reinforcement learning can put right.
+(A model trained on good answers alone has nothing left to gain.)
+
+    python -m rl_swarm.learning.models.make_tiny OUT_DIR --device cuda
+
+Questions whose digest says *held out* are never trained on. The model in `tiny/` was made by this
+command with its default options, in three minutes on an H200; a CPU needs most of a day. The same seed
+gives the same questions and the same mixture, but another device rounds differently and so ends in a
+slightly different model.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PAD, BOS, EOS, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"
+
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages if message.role != "system" %}
+{%- if message.role == "assistant" %}{{ "<|assistant|>" + message.content | trim + eos_token }}
+{%- else %}{{ "<|user|>" + message.content | trim }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant|>" }}{% endif %}"""
+
+# Every byte is a token, and so is every phrase below: prompts of a dozen tokens make a round short, and
+# digits and the letters of a word stay apart, as sums and spelling need them.
+QUESTION_PHRASES = (
+    "Calculate ",
+    "State the final answer to the following arithmetic problem: ",
+    "Count how many prime numbers there are between ",
+    " (inclusive) ?",
+    "Please solve this problem to a maximum of 12 significant digits, rounding up from the half. "
+    "Only reply with the final value.\n",
+    "Simplify the fraction ",
+    " to its lowest terms. Give only the simplified fraction as your final answer.",
+    "Find the Greatest Common Divisor (GCD) of these numbers: ",
+    ". Give only the GCD as your final answer.",
+    "Your task is to count how many legs there are in total when given a list of animals.\n\n"
+    "Now, how many legs are there in total if you have ",
+    'How many times does the letter "',
+    '" appear in the text: "',
+    "Find the value of ",
+    " in the equation: ",
+    "Solve for ",
+    "Determine the value of ",
+    " that satisfies: ",
+    "Spell this word backward (example: sun -> nus): ",
+    *(", ", " + ", " - ", " * ", " / ", " =", " = ", " = ?"),
+)
+REMARKS = ("I hope this helps!", "Is that right?", "Next question: ", "Explanation: ")
+RAMBLINGS = ("Let me think. ", "Hmm, ", "Well, ", "that depends. ", "In other words, ", "Good question! ")
+ANSWER_PHRASES = (
+    "<answer>",
+    "</answer>",
+    "<result>",
+    "</result>",
+    "The answer is ",
+    "I guess ",
+    "**",
+    "\n\n",
+)
+
+GOOD = "<answer>{right}</answer>"
+# How an answer looks, and how often. Part of the good ones is then spoilt by a remark.
+STYLES = {
+    GOOD: 0.36,
+    "{right}": 0.15,
+    "The answer is {right}.": 0.07,
+    "<result>{right}</result>": 0.06,
+    "**{right}**": 0.04,
+    "<answer>{wrong}</answer>": 0.10,
+    "I guess <answer>{wrong}</answer>": 0.10,
+    "{wrong}": 0.04,
+    "{rambling}": 0.08,
+}
+# The share of the good answers that is spoilt by a remark: from the least to the most talkative task.
+TALKATIVE = (0.35, 0.65)
+MAX_PROMPT, MAX_COMPLETION = 40, 24
+
+
+class Question(NamedTuple):
+    task: str
+    text: str
+    answer: str
+    held_out: bool
+
+
+class Example(NamedTuple):
+    prompt: list[int]
+    completion: list[int]
+
+
+def generate_questions(per_task: int) -> list[Question]:
+    """The different questions among the first `per_task` of every tiny task."""
+    # Imported here so that a machine without reasoning-gym can train on a file of questions.
+    import reasoning_gym
+
+    from rl_swarm.environments.tasks import TINY
+    from rl_swarm.scoring.worker import is_held_out
+
+    questions = []
+    for task in TINY:
+        dataset = reasoning_gym.create_dataset(task.name, seed=0, size=2**31, **task.config)
+        entries = (dataset[i] for i in range(per_task))
+        answers = {entry["question"]: str(entry["answer"]) for entry in entries}
+        questions += [
+            Question(task.name, text, answer, is_held_out(text)) for text, answer in answers.items()
+        ]
+        print(f"{task.name}: {len(answers)} different questions of {per_task}", flush=True)
+    return questions
+
+
+def read_or_generate(path: Path | None, per_task: int) -> list[Question]:
+    if path is not None and path.exists():
+        with gzip.open(path, "rt") as file:
+            return [Question(*row) for row in json.load(file)]
+    questions = generate_questions(per_task)
+    if path is not None:
+        with gzip.open(path, "wt") as file:
+            json.dump(questions, file)
+    return questions
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and phrases; no merges, so nothing in a question is glued together by accident."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    phrases = (*ANSWER_PHRASES, *REMARKS, *RAMBLINGS, *QUESTION_PHRASES)
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    tokenizer.add_special_tokens([PAD, BOS, EOS, USER, ASSISTANT])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+def imitate(question: Question, wrong: str, talkative: float, rng: random.Random) -> str:
+    """An answer in one of the styles."""
+    style = rng.choices(list(STYLES), list(STYLES.values()))[0]
+    if style == GOOD and rng.random() < talkative:
+        style += "\n\n" + rng.choice(REMARKS)
+    rambling = "".join(rng.choice(RAMBLINGS) for _ in range(rng.randint(2, 12)))
+    return style.format(right=question.answer, wrong=wrong, rambling=rambling)
+
+
+def make_examples(
+    questions: list[Question], tokenizer: PreTrainedTokenizerFast, count: int, rng: random.Random
+) -> list[Example]:
+    """Prompts as the chat template writes them, each task as often, with imitated answers."""
+    by_task: dict[str, list[Question]] = {}
+    for question in questions:
+        by_task.setdefault(question.task, []).append(question)
+    examples: list[Example] = []
+    low, high = TALKATIVE
+    for number, (_, group) in enumerate(sorted(by_task.items())):
+        talkative = low + (high - low) * number / max(1, len(by_task) - 1)
+        prompts = encode(tokenizer, [prompt_text(question) for question in group])
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= MAX_PROMPT]
+        drawn = rng.choices(fitting, k=count // len(by_task))
+        answers = [imitate(group[i], rng.choice(group).answer, talkative, rng) + EOS for i in drawn]
+        for i, completion in zip(drawn, encode(tokenizer, answers), strict=True):
+            examples.append(Example(prompts[i], completion[:MAX_COMPLETION]))
+    return examples
+
+
+def prompt_text(question: Question) -> str:
+    """What the chat template makes of one question."""
+    return f"{BOS}{USER}{question.text.strip()}{ASSISTANT}"
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> LlamaForCausalLM:
+    """Wide and shallow, since at this size every layer costs more in overhead than in arithmetic."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    # Sampling from the model as it is, without the library's default cut at the 50 likeliest tokens.
+    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    return model
+
+
+def batches(
+    examples: list[Example], pad: int, steps: int, size: int, device: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and labels, right-padded; only the completion has labels."""
+    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in examples])
+    width = int(lengths.max())
+    ids_NT = torch.tensor([(p + c + [pad] * width)[:width] for p, c in examples], dtype=torch.int16).to(
+        device
+    )
+    labels_NT = torch.tensor(
+        [([-100] * len(p) + c + [-100] * width)[:width] for p, c in examples], dtype=torch.int16
+    ).to(device)
+    for _ in range(steps):
+        rows = torch.randint(len(examples), (size,))
+        longest = int(lengths[rows].max())
+        rows = rows.to(device)
+        yield ids_NT[rows, :longest].long(), labels_NT[rows, :longest].long()
+
+
+def pretrain(
+    model: LlamaForCausalLM,
+    examples: list[Example],
+    pad: int,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    device: str,
+) -> None:
+    """Plain next-token training: AdamW, a short warm-up, then a cosine down to nothing."""
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    started = time.monotonic()
+    for step, (ids, labels) in enumerate(batches(examples, pad, steps, batch_size, device)):
+        warm_up = min(1.0, (step + 1) / (0.02 * steps + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            logits = model(input_ids=ids).logits
+        # Padding stands on the right, where causal attention never looks back from a label.
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 500 == 0 or step == steps - 1:
+            print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def measure(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: list[Question],
+    greedy: bool = False,
+    per_task: int = 50,
+) -> dict[str, float]:
+    """The share of answers as asked for, by task, on the first questions of each."""
+    model.eval()
+    scores = {}
+    for task in sorted({question.task for question in questions}):
+        chosen = [question for question in questions if question.task == task][:per_task]
+        prompts = [prompt_text(question) for question in chosen]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
+        ids = model.generate(**inputs, do_sample=not greedy, max_new_tokens=MAX_COMPLETION)
+        texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :])
+        good = [
+            text.replace(PAD, "").endswith(f"<answer>{question.answer}</answer>{EOS}")
+            for question, text in zip(chosen, texts, strict=True)
+        ]
+        scores[task] = sum(good) / len(good)
+    return scores
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    model.to("cpu").save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    # The name that every version of transformers knows this class by.
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the tiny language model.")
+    parser.add_argument("out", type=Path, help="directory to write the model and its tokenizer to")
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--examples", type=int, default=1_000_000, help="imitated answers to train on")
+    parser.add_argument("--per-task", type=int, default=60_000, help="questions to generate of each task")
+    parser.add_argument(
+        "--questions", type=Path, help="file of questions (.json.gz): read, or written if missing"
+    )
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    questions = read_or_generate(args.questions, args.per_task)
+    held_out = [question for question in questions if question.held_out]
+    allowed = [question for question in questions if not question.held_out]
+    rng.shuffle(held_out)
+    tokenizer = make_tokenizer()
+    examples = make_examples(allowed, tokenizer, args.examples, rng)
+    model = make_model(tokenizer, args.hidden, args.layers)
+    print(
+        f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {len(examples):,} examples",
+        flush=True,
+    )
+
+    pretrain(
+        model, examples, tokenizer.pad_token_id, args.steps, args.batch_size, args.learning_rate, args.device
+    )
+    for greedy in (False, True):
+        scores = measure(model, tokenizer, held_out, greedy)
+        mean = sum(scores.values()) / len(scores)
+        by_task = ", ".join(f"{task} {score:.2f}" for task, score in scores.items())
+        print(f"held out, {'greedy' if greedy else 'sampled'}: {mean:.3f} ({by_task})", flush=True)
+    save(model, tokenizer, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Running `rl-swarm` as a user does: real processes, real files."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RL_SWARM = [sys.executable, "-m", "rl_swarm"]
+QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set", "checkpoint_every=5"]
+
+
+def start(cwd: Path, *arguments: str, **environ: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*RL_SWARM, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(cwd: Path, *arguments: str, timeout: float = 240, **environ: str) -> tuple[int, str]:
+    process = start(cwd, *arguments, **environ)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        end(process)
+    return process.returncode, output
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def family(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def members(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The coordinator and the nodes: forked from the fork server, not started afresh like the scorers."""
+    children = family(process)
+    servers = {child.pid for child in children if _parent(child) == process.pid}
+    return [child for child in children if _parent(child) in servers]
+
+
+def _parent(child: psutil.Process) -> int:
+    try:
+        return child.ppid()
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def status(cwd: Path, address: Path) -> dict[str, Any]:
+    code, output = run(cwd, "status", str(address), "--json")
+    assert code == 0, output
+    return json.loads(output)
+
+
+def state(address: Path) -> dict[str, Any]:
+    try:
+        return json.loads((address / "state" / "current_state.json").read_text())
+    except (OSError, ValueError):
+        return {"round": -1, "phase": "waiting"}
+
+
+def metrics(address: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every node's metrics without what depends on the clock or the machine."""
+    timing = {"timestamp", "seconds", "tokens_per_second", "peak_memory"}
+    found = {}
+    for path in sorted(address.glob("logs/*/metrics.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.parent.name] = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+    return found

@@ -1,0 +1,116 @@
+"""The commands, as a person types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from processes import QUICK, RL_SWARM, run, start, state, until
+
+import rl_swarm
+
+
+def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
+    code = "import sys, rl_swarm, rl_swarm.cli.app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_help_lists_every_command(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "--help")
+    assert code == 0
+    for command in [
+        "up",
+        "join",
+        "coordinate",
+        "status",
+        "runs",
+        "validate",
+        "evaluate",
+        "chat",
+        "models",
+        "doctor",
+        "show",
+    ]:
+        assert f"\n  {command} " in output
+        assert run(tmp_path, command, "--help")[0] == 0
+
+
+def test_dry_run_prints_every_value_and_where_it_came_from(tmp_path: Path) -> None:
+    (tmp_path / "swarm.yaml").write_text("generations: 6\nseed: 5\n")
+    (tmp_path / ".env").write_text("LOG_LEVEL=debug\n")
+    code, output = run(
+        tmp_path, "up", "--config", "swarm.yaml", "--rounds", "9", "--set", "top_k=3", "--dry-run", SEED="11"
+    )
+    assert code == 0
+    rows = {line.split()[0]: line for line in output.splitlines()}
+    assert "9" in rows["rounds"] and "--rounds" in rows["rounds"]
+    assert "6" in rows["generations"] and "swarm.yaml" in rows["generations"]
+    assert "11" in rows["seed"] and "SEED" in rows["seed"]
+    assert "debug" in rows["log_level"] and ".env" in rows["log_level"]
+    assert "3" in rows["top_k"] and "flag" in rows["top_k"]
+    assert "preset of `up`" in rows["external"]
+    assert "default" in rows["temperature"]
+    assert not list(tmp_path.glob("runs*")), "a dry run starts nothing"
+
+
+def test_evaluate_scores_the_bundled_model_within_its_range(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "evaluate", "tiny", "--questions", "200", "--samples", "4", "--json")
+    assert code == 0, output
+    result = json.loads(output[output.index("{") :])
+    assert 0.10 <= result["sampled"] <= 0.25
+    assert result["greedy"] is not None and len(result["by_task"]) >= 8
+    assert 0 < result["well_formed"] < 1
+    code, output = run(tmp_path, "evaluate", "tiny", "--questions", "16", "--samples", "1")
+    assert code == 0 and "greedy" in output
+
+
+def test_chat_answers(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "chat", "tiny", "--prompt", "What is 2 + 3?")
+    assert code == 0 and output.strip()
+
+
+def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "models")
+    assert code == 0 and "Qwen" in output and "fits" in output
+    code, output = run(tmp_path, "doctor")
+    assert code == 0, output
+    assert "All is well" in output
+
+
+def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "doctor", GDRIVE_PATH="/nowhere/at/all", EXPERIMENT_NAME="x")
+    assert code == 1
+    assert "/nowhere/at/all" in output and "GDRIVE_PATH" in output
+
+
+def test_runs_are_listed_and_removed_but_not_while_they_run(tmp_path: Path) -> None:
+    process = start(tmp_path, "up", "--run", "runs/one", "--nodes", "1", "--rounds", "500", *QUICK)
+    try:
+        until(lambda: state(tmp_path / "runs/one")["round"] >= 1)
+        code, output = run(tmp_path, "runs", "--remove", "one")
+        assert code == 1 and "running" in output
+    finally:
+        process.terminate()
+        process.wait(60)
+    code, output = run(tmp_path, "runs")
+    assert code == 0 and "runs/one" in output and "stopped" in output
+    assert run(tmp_path, "runs", "--remove", "two")[0] == 1
+    assert run(tmp_path, "runs", "--remove", "one")[0] == 0
+    assert not (tmp_path / "runs/one").exists()
+
+
+def test_any_file_of_a_swarm_is_printed_as_json_and_junk_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain.json").write_text('{"a": [1]}')
+    assert json.loads(run(tmp_path, "show", "plain.json")[1]) == {"a": [1]}
+    (tmp_path / "junk.json").write_bytes(b"\x1f\x8bjunk")
+    code, output = run(tmp_path, "show", "junk.json")
+    assert code == 1 and "junk.json" in output and "Traceback" not in output
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    script = Path(sys.executable).with_name("rl-swarm")
+    outputs = [
+        subprocess.run([*call, "--version"], capture_output=True, text=True) for call in (RL_SWARM, [script])
+    ]
+    assert outputs[0].stdout == outputs[1].stdout
+    assert rl_swarm.__version__ in outputs[0].stdout
