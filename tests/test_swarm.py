@@ -162,6 +162,55 @@ def test_two_shells_with_only_environment_variables_make_a_swarm(tmp_path: Path)
     assert (folders["worker"] / "swarm.pem").exists() and (folders["worker"] / "logs" / "swarm.log").exists()
 
 
+def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
+    """Rounds on an interval: a late worker joins the current round, one that was suspended skips some."""
+    address = tmp_path / "experiments" / "open"
+    options = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.1"]
+    processes = [
+        start(
+            tmp_path,
+            "coordinate",
+            str(address),
+            "--rounds",
+            "14",
+            "--round-interval",
+            "1.5",
+            "--set",
+            "poll_interval=0.1",
+        )
+    ]
+    worker = ["join", str(address), "--local", "2", "--external", "2", "--generations", "4", *options]
+    try:
+        processes.append(start(tmp_path, *worker, NODE_ID="early", IDENTITY_PATH="early.pem"))
+        until(lambda: state(address)["round"] >= 2)
+        processes.append(start(tmp_path, *worker, NODE_ID="late", IDENTITY_PATH="late.pem"))
+        until(lambda: len(metrics(address).get("late", [])) >= 3)
+        processes[1].send_signal(signal.SIGSTOP)
+        stopped_at = state(address)["round"]
+        until(lambda: state(address)["round"] >= stopped_at + 3)
+        processes[1].send_signal(signal.SIGCONT)
+        outputs = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            end(process)
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    played = {
+        node: [line["round"] for line in lines if line["kind"] == "round"]
+        for node, lines in metrics(address).items()
+    }
+    assert played["late"][0] >= 2 and played["late"][-1] == 13
+    assert played["early"][0] == 0 and len(played["early"]) < 14
+    events = (address / "logs" / "early" / "training_events.jsonl").read_text()
+    assert '"skipped"' in events
+    late = [line for line in metrics(address)["late"] if line["kind"] == "round"]
+    assert sum(line["external_taken"] for line in late), (
+        "it learned from the other although rounds are not in step"
+    )
+    code, output = run(tmp_path, "validate", str(address), "--rounds", "14", "--nodes", "2")
+    assert code == 0, output
+    assert "skipped" in output and "before it joined" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -30,7 +31,7 @@ def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
     return Meta(description=description, extra={"env": env}, **limits)
 
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 
 
@@ -136,12 +137,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "after round_interval; `lockstep`: everyone, and nodes wait for each other's rollouts (reproducible)"
         ),
     ] = "interval"
-    round_interval: Annotated[float, _setting("seconds per round", "COORDINATOR_ROUND_INTERVAL", gt=0)] = 60.0
+    round_interval: Annotated[
+        float, _setting("seconds per round", "COORDINATOR_ROUND_INTERVAL", gt=0, le=1_000_000)
+    ] = 60.0
     peer_timeout: Annotated[
-        float, _setting("seconds without a sign of life after which nobody waits for a peer", gt=0)
+        float,
+        _setting("seconds without a sign of life after which nobody waits for a peer", gt=0, le=1_000_000),
     ] = 120.0
     min_peers: Annotated[int, _setting("peers that must have joined before the first round", ge=1)] = 1
-    poll_interval: Annotated[float, _setting("seconds between looks at the folder while waiting", gt=0)] = 2.0
+    poll_interval: Annotated[
+        float, _setting("seconds between looks at the folder while waiting", gt=0, le=1_000_000)
+    ] = 2.0
 
     # The exchange of rollouts
     publish: Annotated[
@@ -216,6 +222,7 @@ class Setting:
     """One row of the settings table."""
 
     name: str
+    kind: Any
     description: str
     env: tuple[str, ...]
     default: object
@@ -227,7 +234,46 @@ def all_settings() -> Iterator[Setting]:
         meta = next(m for m in hints[entry.name].__metadata__ if isinstance(m, Meta) and m.extra)
         extra = meta.extra or {}
         names = tuple(part.strip() for part in (extra.get("env") or "").split(",") if part.strip())
-        yield Setting(entry.name, meta.description or "", names, entry.default)
+        yield Setting(entry.name, hints[entry.name], meta.description or "", names, entry.default)
+
+
+def settings_table() -> str:
+    """All settings as the Markdown table of docs/settings.md."""
+    rows = [
+        ("setting", "environment variable", "default", "in `up`", "values", "what it is"),
+        ("---",) * 6,
+    ]
+    for setting in all_settings():
+        variables = ", ".join(f"`{name}`" for name in setting.env)
+        default, preset = (
+            "" if value is None else f"`{msgspec.json.encode(value).decode()}`"
+            for value in (setting.default, UP_PRESET.get(setting.name))
+        )
+        rows.append(
+            (f"`{setting.name}`", variables, default, preset, values_of(setting.kind), setting.description)
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def values_of(kind: Any) -> str:
+    """What a setting can be, in words."""
+    metas: list[Meta] = []
+    while get_origin(kind) in (Annotated, Union, UnionType):
+        if get_origin(kind) is Annotated:
+            metas += [meta for meta in get_args(kind)[1:] if isinstance(meta, Meta)]
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if kind is bool:
+        return "true or false"
+    if any(meta.pattern for meta in metas):
+        return "letters, digits, `.`, `_`, `-`"
+    words = [{int: "whole number", float: "number", str: "text"}[kind]]
+    for meta in metas:
+        words += [f"above {meta.gt}"] if meta.gt is not None else []
+        words += [f"at least {meta.ge}"] if meta.ge is not None else []
+        words += [f"at most {meta.le}"] if meta.le is not None else []
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -247,7 +293,7 @@ def yaml_layer(path: Path) -> Layer:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"The settings file {path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
@@ -256,7 +302,8 @@ def yaml_layer(path: Path) -> Layer:
 
 def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> Layer:
     """What the environment variables say; an empty variable says nothing."""
-    merged = {**read_dotenv(dotenv), **environ} if dotenv else dict(environ)
+    environ = {key: value for key, value in environ.items() if value != ""}
+    merged = {**read_dotenv(dotenv), **environ} if dotenv else environ
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for setting in all_settings():
@@ -272,10 +319,16 @@ def read_dotenv(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     pairs = {}
-    for line in path.read_text().splitlines():
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
+    for line in lines:
         key, equals, value = line.strip().removeprefix("export ").partition("=")
         if equals and not key.startswith("#"):
-            pairs[key.strip()] = value.strip().strip("'\"")
+            value = value.strip()
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            pairs[key.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
     return pairs
 
 
@@ -299,11 +352,11 @@ def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
             values[name] = _convert(name, value, layer.origin(name))
             sources[name] = layer.origin(name)
 
-    for layer in layers:
+    flags = flags or Layer("flag", {})
+    for layer in [*layers, flags]:
         apply(layer)
-    if values.get("test_mode") or (flags and flags.values.get("test_mode")):
+    if values.get("test_mode"):
         apply(Layer("TEST_MODE", TEST_MODE))
-    if flags:
         apply(flags)
     settings = Settings(**values)  # type: ignore[arg-type]
     _check(settings)
@@ -329,30 +382,28 @@ def load(
 
 
 def _convert(name: str, value: object, origin: str) -> object:
-    kind = get_type_hints(Settings, include_extras=True)[name]
+    setting = next(s for s in all_settings() if s.name == name)
+    if setting.default is None and value in ("None", "none", "null"):
+        return None
+    if isinstance(value, str) and get_origin(get_args(setting.kind)[0]) is Literal:
+        value = value.lower()  # LOG_LEVEL=INFO
     try:
-        return msgspec.convert(value, kind, strict=not isinstance(value, str))
+        return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        default = next(s.default for s in all_settings() if s.name == name)
         raise ConfigError(
-            f"{name}={value!r} ({origin}) cannot be used: {error}. {_allowed(kind)}The default is {default!r}."
+            f"{name}={value!r} ({origin}) cannot be used: {error}. "
+            f"What can: {values_of(setting.kind)}. The default is {setting.default!r}."
         ) from error
 
 
-def _allowed(kind: Any) -> str:
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        return f"It can be {', '.join(map(repr, get_args(kind)))}. "
-    return "It can be true or false. " if kind is bool else ""
-
-
 def _suggest(name: str, known: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
 
 
 def _check(settings: Settings) -> None:
+    if not settings.task_list():
+        raise ConfigError(f"tasks={settings.tasks!r} names no task. Use a preset: {', '.join(PRESETS)}.")
     if settings.connect_to_testnet:
         raise ConfigError(
             "CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm."
@@ -369,3 +420,7 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             "external_correction='capped' needs share_logprobs=true on every node of the swarm."
         )
+
+
+if __name__ == "__main__":
+    print(settings_table(), end="")

@@ -6,10 +6,11 @@ whoever reads a peer id can check that peer's signatures without asking anybody.
 
 import hashlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -55,7 +56,7 @@ class Identity:
     def load(cls, path: Path) -> "Identity":
         try:
             key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-        except (ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise IdentityError(
                 f"IDENTITY_PATH={path} is not a private key this node can use ({error}). "
                 "Move it away to get a new identity, or restore it from your backup."
@@ -78,18 +79,21 @@ class Identity:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and linked into place: two processes that start together agree on one key,
         # and a crash leaves either no file or a whole one.
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(pem)
+        descriptor, aside = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 0600
         try:
-            os.link(aside, path)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+            try:
+                os.link(aside, path)
+            except FileExistsError:
+                raise
+            except OSError:  # no hard links on this file system (a mounted Drive)
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(pem)
         except FileExistsError:
             return cls.load(path)
-        except OSError:  # no hard links on this file system (a mounted Drive)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(pem)
         finally:
-            aside.unlink(missing_ok=True)
+            os.unlink(aside)
         return identity
 
 

@@ -233,6 +233,15 @@ class Node:
             peak_memory=peak_memory(self.policy.device),
         )
 
+        log.info(
+            "round %d: reward %.2f, learned from %d own and %d external groups, %.1f s",
+            state.round,
+            mean([g.mean_reward for g in local]),
+            sum(g.has_signal for g in local),
+            len(external.chosen),
+            sum(watch.seconds.values()),
+        )
+
     def measure(self, held_out: list[Question], when: str) -> None:
         """The held-out score; greedy answers too at the start and the end."""
         result = evaluate(

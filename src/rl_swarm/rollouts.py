@@ -126,7 +126,9 @@ def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
         if not (key.isascii() and key.isdigit() and len(key) <= 6 and str(int(key)) == key):
             raise Rejected("schema", "a question number is not a number")
         numbers.append(int(key))
-    for number in sorted(numbers):
+    if sorted(numbers) != list(range(len(numbers))):
+        raise Rejected("question", "questions were left out: nobody chooses which to answer")
+    for number in range(len(numbers)):
         yield _rollout(publication, number, publication.rollouts[str(number)], limits)
 
 

@@ -138,7 +138,9 @@ def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
     why = reason_to_end(state, rules, now) if state.phase == "running" else None
     if why is None:
         return state, None
-    counted = replace(state, members=counted_members(state, rules), reports={}, started=now, timestamp=now)
+    counted = replace(
+        state, members=counted_members(state, rules, now), reports={}, started=now, timestamp=now
+    )
     if state.stage + 1 < rules.stages:
         return replace(counted, stage=state.stage + 1), why
     if state.round + 1 < rules.rounds:
@@ -151,9 +153,7 @@ def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
     if rules.end == "interval":
         return "interval" if elapsed >= rules.interval else None
     awaited = {
-        peer_id
-        for peer_id, member in state.members.items()
-        if now - max(member.last_seen, state.started) <= rules.peer_timeout
+        peer_id for peer_id, member in state.members.items() if now - member.last_seen <= rules.peer_timeout
     }
     if state.reports and awaited <= state.reports.keys():
         return "everyone"
@@ -162,14 +162,20 @@ def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
     return None
 
 
-def counted_members(state: State, rules: Rules) -> dict[str, Member]:
-    """Members with this stage's reports counted; votes only at the end of a round."""
+def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]:
+    """Members with this stage's reports counted; votes only at the end of a round.
+
+    Whoever reported has the whole `peer_timeout` for the next stage, however long ago its report came.
+    """
     members = dict(state.members)
     last = state.stage + 1 == rules.stages
     for peer_id, report in state.reports.items():
         member = members[peer_id]
         members[peer_id] = replace(
-            member, participation=member.participation + last, reward=member.reward + report.reward
+            member,
+            last_seen=now,
+            participation=member.participation + last,
+            reward=member.reward + report.reward,
         )
     for peer_id, report in state.reports.items() if last else ():
         if report.vote in members and report.vote != peer_id:

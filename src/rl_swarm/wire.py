@@ -121,7 +121,10 @@ def decompress(data: bytes, limit: int) -> bytes:
 
 def check_shape(text: bytes) -> None:
     """Bounds depth and number of values before anything is built. Counts brackets and commas outside of strings."""
-    outside = b"".join(text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 4 * MAX_ITEMS:  # two for every key and every value
+        raise Rejected("items", f"more than {MAX_ITEMS} values")
+    outside = b"".join(plain.split(b'"')[::2])
     if outside.count(b",") + outside.count(b"[") + outside.count(b"{") > MAX_ITEMS:
         raise Rejected("items", f"more than {MAX_ITEMS} values")
     if outside.count(b"[") + outside.count(b"{") <= MAX_DEPTH:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_swarm.config import Settings
+from rl_swarm.config import ConfigError, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
@@ -23,6 +24,10 @@ from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange,
 from rl_swarm.rounds import PeerInfo
 from rl_swarm.telemetry.journal import Journal
 from rl_swarm.wire import Incomplete, Rejected, seal
+
+if TYPE_CHECKING:
+    from rl_swarm.learning.checkpoints import Place
+    from rl_swarm.learning.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,7 @@ def coordinate(address: Path, settings: Settings, stop: threading.Event) -> None
     """Coordinates the swarm at the address, founding it if there is none."""
     with explained(address):
         identity = Identity.load_or_create(Path(settings.identity_path))
+        address.mkdir(parents=True, exist_ok=True)
         files = LocalFiles(address)
         manifest = found(files, settings, address.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
@@ -66,17 +72,22 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
     if manifest is None:
         return
 
+    if settings.publish == "round" and manifest.round_end == "lockstep":
+        raise ConfigError(
+            "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
+            "rollouts before they learn. Use `stage` or `generation`."
+        )
+
     import torch
 
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning import checkpoints
-    from rl_swarm.learning.policy import Policy
     from rl_swarm.node import Node
 
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     journal = Journal(address / "logs" / name)
-    restored = checkpoints.latest(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
-    policy = Policy.load(settings, Reasoning.system_prompt, restored[0] if restored else None)
+    written = checkpoints.written(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
+    policy, place = _restored(written, settings)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)
     coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
     node = Node(
@@ -101,16 +112,14 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
         checkpoints=address / "checkpoints",
         stop=stop,
     )
-    if restored:
-        folder, place = restored
-        checkpoints.restore_optimizer(policy, folder)
-        policy.version, node.done = place.policy_version, (place.round, place.stage)
-    journal.event("resumed" if restored else "joined", round=node.done[0], model=policy.name, pid=os.getpid())
+    if place:
+        node.done = (place.round, place.stage)
+    journal.event("resumed" if place else "joined", round=node.done[0], model=policy.name, pid=os.getpid())
     log.info(
         "%s (%s) %s with %s on %s",
         identity.name,
         identity.peer_id,
-        "resumes" if restored else "joins",
+        "resumes" if place else "joins",
         policy.name,
         policy.device,
     )
@@ -134,6 +143,24 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
     finally:
         environment.close()
     journal.event("left", round=node.done[0])
+
+
+def _restored(written: "Iterator[tuple[Path, Place]]", settings: Settings) -> "tuple[Policy, Place | None]":
+    """The policy of the newest checkpoint that can be used, or a new one."""
+    from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm.learning import checkpoints
+    from rl_swarm.learning.policy import ModelError, Policy
+
+    for folder, place in written:
+        try:
+            policy = Policy.load(settings, Reasoning.system_prompt, folder)
+            checkpoints.restore_optimizer(policy, folder)
+        except (ModelError, checkpoints.CheckpointError) as error:
+            log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
+            continue
+        policy.version = place.policy_version
+        return policy, place
+    return Policy.load(settings, Reasoning.system_prompt), None
 
 
 @contextmanager
@@ -166,7 +193,7 @@ def explained(address: Path) -> Iterator[None]:
             raise UserError(
                 f"The disk of {address} is full. Free some space, then go on with the same command."
             ) from error
-        if not address.parent.is_dir():
+        if not address.is_dir():
             raise UserError(
                 f"The folder {address} has disappeared. Mount it again, then go on with the same command."
             ) from error

@@ -13,3 +13,5 @@ def main() -> None:
     except UserError as error:
         print(f"rl-swarm: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -92,7 +92,7 @@ class LiveView:
         )
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("node", no_wrap=True)
-        for title in ("reward", "trend", "held out", "tokens/s", "taken", "round"):
+        for title in ("reward", "trend", "held out", "tokens/s", "from others"):
             table.add_column(title, justify="right", no_wrap=True)
         for view in self.run.nodes.values():
             table.add_row(*self._row(view))
@@ -117,14 +117,17 @@ class LiveView:
         if start and not held_out:
             held_out = f"{start['sampled']:.2f}"
         return (
-            Text(view.name, style="" if view.alive else "dim"),
+            Text(view.name + self._lag(view), style="" if view.alive else "dim"),
             f"{view.reward():.2f}" if view.rounds else "",
             arrow if view.rounds else "",
             held_out,
             f"{view.last['tokens_per_second']:,.0f}" if view.rounds else "",
             str(view.external_taken),
-            str(view.last.get("round", "")),
         )
+
+    def _lag(self, view: NodeView) -> str:
+        behind = self.round - view.last.get("round", self.round)
+        return f" ({behind} rounds behind)" if behind > 1 else ""
 
 
 def clock(seconds: float | None) -> str:

@@ -19,10 +19,10 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         title="Held-out score: questions that training never saw",
         title_justify="left",
         box=None,
-        padding=(0, 2),
+        padding=(0, 2, 0, 0),
     )
     table.add_column("node", no_wrap=True)
-    for title in ("before", "after", "times", "greedy", "formed", "right of those"):
+    for title in ("before", "after", "times", "greedy", "formed", "right then"):
         table.add_column(title, justify="right", no_wrap=True)
     for view in views:
         start, now = view.start, view.now
@@ -44,10 +44,10 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     console.print(f"\n[bold]The same questions before and after[/] ({best.name})")
     before, after = (best.start or {})["examples"][:EXAMPLES], (best.now or {})["examples"][:EXAMPLES]
     for first, second in zip(before, after, strict=True):
-        console.print(f"  [dim]{escape(first['task'])}:[/] {escape(' '.join(first['prompt'].split()))}")
+        console.print(f"  [dim]{escape(first['task'])}:[/] {escape(_short(first['prompt']))}")
         for when, example in (("before", first), ("after", second)):
             mark = "[green]right[/]" if example["reward"] == 1 else "[red]wrong[/]"
-            console.print(f"    {when:>6}  {mark}  {escape(example['completion'].strip() or '(nothing)')}")
+            console.print(f"    {when:>6}  {mark}  {escape(_short(example['completion']) or '(nothing)')}")
 
     taken = sum(view.external_taken for view in views)
     own = sum(line["local_with_signal"] for view in views for line in view.rounds)
@@ -65,6 +65,11 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         "  rl-swarm models                   larger models that fit this machine",
         highlight=False,
     )
+
+
+def _short(text: str, most: int = 160) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:

@@ -4,19 +4,28 @@ Random numbers are drawn from seeds made of the swarm's seed, the peer and the r
 number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON.
 """
 
+import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
 
 PLACE = "place.json"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -42,8 +51,11 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Pa
         (aside / PLACE).write_bytes(msgspec.json.encode(place))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
-    except BaseException:
+    except BaseException as error:
+        full = shutil.disk_usage(root).free < sum(p.nbytes for p in policy.model.parameters())
         shutil.rmtree(aside, ignore_errors=True)
+        if full:  # safetensors tells a full disk in its own way
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
         raise
     for number, folder in sorted(_existing(root, node), reverse=True)[keep:]:
         if number != place.round:
@@ -52,20 +64,22 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Pa
     return target
 
 
-def latest(root: Path, node: str, swarm: str, peer_id: str) -> tuple[Path, Place] | None:
-    """The newest checkpoint of this node in this swarm that is whole."""
+def written(root: Path, node: str, swarm: str, peer_id: str) -> Iterator[tuple[Path, Place]]:
+    """The checkpoints of this node in this swarm, newest first."""
     for _, folder in sorted(_existing(root, node), reverse=True):
         try:
             place = msgspec.json.decode((folder / PLACE).read_bytes(), type=Place)
         except (OSError, msgspec.DecodeError):
             continue
         if place.swarm == swarm and place.peer_id == peer_id:
-            return folder, place
-    return None
+            yield folder, place
 
 
 def restore_optimizer(policy: "Policy", folder: Path) -> None:
-    tensors = load_file(folder / "optimizer.safetensors", device=str(policy.device))
+    try:
+        tensors = load_file(folder / "optimizer.safetensors", device=str(policy.device))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}") from error
     optimizer = policy.trainer.optimizer
     for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
         values = {name.split("/")[1]: t for name, t in tensors.items() if name.startswith(f"{number}/")}

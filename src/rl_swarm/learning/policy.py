@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
@@ -170,7 +171,7 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, token=token)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, token=token)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = (
             "The directory must hold a Hugging Face model: config.json, model.safetensors, tokenizer.json."

@@ -24,6 +24,7 @@ from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import Files
 from rl_swarm.network.folder import (
     FIRST_PAUSE,
+    GIVE_UP_AFTER,
     HISTORY,
     RECORD_BYTES,
     STATE,
@@ -65,6 +66,7 @@ class Conductor:
         self._signs: dict[str, float] = {}  # node -> the newest sign of life read
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
         self._refused: set[str] = set()  # paths whose rejection has been logged
+        self._unread: dict[str, float] = {}  # paths that are not whole -> since when
         self._look_again_at = 0.0
         self.state = self._restore(time.time())
 
@@ -102,8 +104,7 @@ class Conductor:
             )
         if why is not None or after.phase != self.state.phase:
             self._write_state(after)
-            self._digests.clear()
-            self._refused = {path for path in self._refused if path.startswith("peers/")}
+            self._forget_stage()
             self.state = after
             self._tidy()
             return
@@ -114,9 +115,10 @@ class Conductor:
     def _members(self, state: State, now: float, again: bool) -> State:
         """Who has joined; and, now and then, who still gives signs of life."""
         for node in self._nodes("peers"):
-            if node in self._signs and not again:
+            path = f"peers/{node}.json"
+            if node in self._signs and path not in self._unread and not again:
                 continue
-            read = self._read(f"peers/{node}.json", PeerInfo, node, state)
+            read = self._read(path, PeerInfo, node, state)
             if read is None:
                 continue
             peer = read[0]
@@ -154,14 +156,28 @@ class Conductor:
             record, name = unseal_named(self.files.read(path, RECORD_BYTES), kind, RECORD_BYTES)
             self._check(record, node, state)
         except (OSError, Incomplete) as error:
-            log.debug("%s cannot be read yet: %s", path, error)
+            since = self._unread.setdefault(path, time.monotonic())
+            if time.monotonic() - since >= GIVE_UP_AFTER:
+                self._refuse(path, str(error))
             return None
         except Rejected as error:
-            if path not in self._refused:
-                self._refused.add(path)
-                log.warning("%s is not used: %s", path, error)
+            self._refuse(path, str(error))
             return None
+        self._unread.pop(path, None)
         return record, name
+
+    def _refuse(self, path: str, why: str) -> None:
+        if path not in self._refused:
+            self._refused.add(path)
+            log.warning("%s is not used: %s", path, why)
+
+    def _forget_stage(self) -> None:
+        for path in self._unread:
+            if path.startswith("rewards/"):
+                self._refuse(path, "it was not whole when the stage ended")
+        self._digests.clear()
+        self._unread = {path: since for path, since in self._unread.items() if path.startswith("peers/")}
+        self._refused = {path for path in self._refused if path.startswith("peers/")}
 
     def _check(self, record: PeerInfo | Report, node: str, state: State) -> None:
         """A peer speaks under one node name, and nobody else under that name."""

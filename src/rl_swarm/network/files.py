@@ -43,8 +43,11 @@ class Files(Protocol):
 
 
 class LocalFiles:
+    """A directory. One that was there and has disappeared (a drive unmounted) is not made anew."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._existed = root.is_dir()
 
     def read(self, path: str, limit: int) -> bytes:
         with open_plain(self.root / path, "rb") as file:
@@ -57,18 +60,22 @@ class LocalFiles:
             try:
                 file = aside.open("xb")
             except FileNotFoundError:
-                target.parent.mkdir(parents=True, exist_ok=True)
+                self._make_parent(target)
                 file = aside.open("xb")
             with file:
                 file.write(data)
-            os.replace(aside, target)
+            try:
+                os.replace(aside, target)
+            except IsADirectoryError:
+                shutil.rmtree(target)
+                os.replace(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
 
     def append(self, path: str, data: bytes) -> None:
         target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._make_parent(target)
         with open_plain(target, "ab") as file:
             file.write(data)
 
@@ -83,12 +90,18 @@ class LocalFiles:
 
     def move(self, folder: str, target: str) -> None:
         source, goal = self.root / folder, self.root / target
-        goal.parent.mkdir(parents=True, exist_ok=True)
+        self._make_parent(goal)
         try:
             os.replace(source, goal)
         except OSError:  # there is one already
             shutil.copytree(source, goal, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(source)
+
+    def _make_parent(self, path: Path) -> None:
+        if self._existed and not self.root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._existed = True
 
 
 @contextmanager

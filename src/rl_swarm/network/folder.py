@@ -43,7 +43,7 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RECORD_BYTES = 64 << 10  # of a report or an introduction; rollouts have the manifest's limit
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be read or written
 TRIES = 5  # at a file this process cannot go on without
-GIVE_UP_AFTER = 30.0  # seconds, on a peer's file that is there but does not become whole
+GIVE_UP_AFTER = 30.0  # seconds, at a peer's file that is there but does not become whole
 CACHED = 64  # publications kept by an exchange
 REMEMBERED_ROUNDS = 100  # for which it knows what it has rejected: as far back as `max_age` lets anybody ask
 

@@ -16,6 +16,7 @@ from rl_swarm.environments.tasks import Task
 START_SECONDS = 120.0
 QUESTION_SECONDS = 120.0
 SCORE_SECONDS = 10.0  # for a batch; the process itself stops one item after 2 s
+PATIENCE_SECONDS = 60.0  # with the answers of one peer, however many of them break or stall the process
 MAX_REPLY = 64 << 20
 
 
@@ -39,18 +40,7 @@ class ScoringProcess:
     def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
         """The task's own score of every answer. An answer that breaks the process gets 0 and costs the others nothing."""
         items = [[question.number, question.seed, answer] for question, answer in answered]
-        if not items:
-            return []
-        try:
-            return [
-                float(score) for score in self._ask({"do": "score", "items": items}, SCORE_SECONDS)["scores"]
-            ]
-        except ScorerBroke:
-            self._restart()
-        if len(items) == 1:
-            return [0.0]
-        half = len(items) // 2
-        return self.score(answered[:half]) + self.score(answered[half:])
+        return self._score(items, time.monotonic() + PATIENCE_SECONDS)
 
     def close(self) -> None:
         if self._process is not None:
@@ -60,6 +50,20 @@ class ScoringProcess:
                 if pipe is not None:
                     pipe.close()
             self._process = None
+
+    def _score(self, items: list[list[object]], deadline: float) -> list[float]:
+        if not items or time.monotonic() > deadline:
+            return [0.0] * len(items)
+        try:
+            return [
+                float(score) for score in self._ask({"do": "score", "items": items}, SCORE_SECONDS)["scores"]
+            ]
+        except ScorerBroke:
+            self._restart()
+        if len(items) == 1:
+            return [0.0]
+        half = len(items) // 2
+        return self._score(items[:half], deadline) + self._score(items[half:], deadline)
 
     def _questions(self, request: dict[str, object]) -> list[Question]:
         for attempt in range(2):

@@ -1,14 +1,16 @@
 """The process in which questions are made and answers scored: `python -m rl_swarm.scoring.worker`.
 
 reasoning-gym's scorers evaluate and parse the answers they are given, so they never run in the node.
-This process holds no key, no model and no secret in its environment; it cannot write files, its memory
-is limited, and its parent kills it when it takes too long. It runs with PYTHONHASHSEED=0, because some
-tasks make other questions under another hash seed.
+Those that would run an answer as code are disarmed (see `harmless`). This process holds no key, no model
+and no secret in its environment; it cannot write into files, its memory is limited, and its parent kills
+it when it takes too long. It runs with PYTHONHASHSEED=0, because some tasks make other questions under
+another hash seed.
 
 It reads one JSON request per line and answers each with one line. What it does not protect against:
-it can still read files and open sockets as its user.
+code that found another way in could read, create and delete files and open sockets as its user.
 """
 
+import math
 import os
 import random
 import resource
@@ -26,6 +28,7 @@ from typing import Any
 import msgspec
 
 from rl_swarm.environments.tasks import Task
+from rl_swarm.scoring.harmless import disarm
 
 MEMORY = 3 << 30
 SECONDS_PER_ITEM = 2.0
@@ -120,9 +123,10 @@ class Tasks:
         entry = self.entry(number, seed)
         try:
             with time_limit(SECONDS_PER_ITEM):
-                return float(self.datasets[number].score_answer(answer, entry))
+                score = float(self.datasets[number].score_answer(answer, entry))
         except Exception:  # noqa: BLE001 a scorer that an answer breaks gives that answer nothing
             return 0.0
+        return score if math.isfinite(score) else 0.0
 
 
 def serve(requests: int, replies: int) -> None:
@@ -167,10 +171,9 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # tasks print; the pipes are ours
         os.dup2(nothing, stream)
-    import reasoning_gym  # noqa: F401 before the limits: importing may write byte code
-
-    restrict()
     try:
+        disarm()  # before the limits: importing reasoning-gym may write byte code
+        restrict()
         serve(requests, replies)
     except BaseException:
         os.write(errors, traceback.format_exc().encode()[-2000:])

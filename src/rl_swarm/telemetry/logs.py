@@ -10,6 +10,7 @@ from rl_swarm.config import Settings
 def start_logging(settings: Settings, folder: Path, who: str, terminal: bool) -> None:
     """Sets up the package's loggers for this process. Several processes append to one file, line by line."""
     folder.mkdir(parents=True, exist_ok=True)
+    logging.raiseExceptions = False  # a log line that cannot be written is no reason to cover the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     root = logging.getLogger("rl_swarm")
     root.setLevel(level)

@@ -1,0 +1,32 @@
+import pytest
+from swarms import NETWORKS
+
+from rl_swarm.network import conductor, folder
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    """A drive's faults last a tenth of a second here, so pauses after them are as short."""
+    for module in (folder, conductor):
+        monkeypatch.setattr(module, "FIRST_PAUSE", 0.03)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Files that never become whole are given up soon."""
+    for module in (folder, conductor):
+        monkeypatch.setattr(module, "GIVE_UP_AFTER", 0.1)
+
+
+@pytest.fixture(params=NETWORKS)
+def network(request, tmp_path):
+    """Makes swarms on each network in turn. A new network is one more entry in `NETWORKS`."""
+    made = []
+
+    def make(**changes):
+        made.append(NETWORKS[request.param](tmp_path / f"swarm-{len(made)}", **changes))
+        return made[-1]
+
+    yield make
+    for swarm in made:
+        swarm.close()

@@ -1,0 +1,207 @@
+"""What the network tests share: small signed records and swarms to exchange them in."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flaky import FAULTS, Drive
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.tasks import Task
+from rl_swarm.identity import Identity
+from rl_swarm.manifest import Manifest
+from rl_swarm.network.base import Coordinator, Exchange
+from rl_swarm.network.conductor import Conductor
+from rl_swarm.network.files import Files, LocalFiles
+from rl_swarm.network.folder import FolderCoordinator, FolderExchange
+from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.rollouts import Answer, Publication, Sampling
+from rl_swarm.rounds import PeerInfo, Report
+
+POLL = 0.02
+OWNER = Identity.new()
+_identities: dict[str, Identity] = {}
+
+
+def identity_of(node: str) -> Identity:
+    return _identities.setdefault(node, Identity.new())
+
+
+def peer_id(node: str) -> str:
+    return identity_of(node).peer_id
+
+
+def make_manifest(**changes) -> Manifest:
+    values = {
+        "peer_id": OWNER.peer_id,
+        "name": "test",
+        "created": 1.0,
+        "seed": 1,
+        "environment": "reasoning",
+        "tasks": [Task("chain_sum")],
+        "partial_rewards": False,
+        "versions": {},
+        "rounds": 3,
+        "stages": 1,
+        "round_end": "everyone",
+        "round_interval": 0.3,
+        "peer_timeout": 20.0,
+    }
+    return Manifest(**{**values, **changes})
+
+
+def publication(manifest: Manifest, node: str, round: int = 0, stage: int = 0, text: str = "") -> Publication:
+    answers = [
+        Answer(
+            prompt=f"What is 2 + {k}?", response=f'{text} <answer>{k}</answer> – ¿sí? \n"\\', reward=float(k)
+        )
+        for k in range(2)
+    ]
+    return Publication(
+        peer_id=peer_id(node),
+        kind="rollouts",
+        swarm=manifest.swarm(),
+        node=node,
+        round=round,
+        stage=stage,
+        timestamp=1.5,
+        model="tiny",
+        policy_version=3,
+        sampling=Sampling(1.0, 1.0, 0, 24),
+        rollouts={"0": answers, "7": answers[:1]},
+    )
+
+
+def introduction(manifest: Manifest, node: str, timestamp: float | None = None) -> PeerInfo:
+    now = time.time() if timestamp is None else timestamp
+    return PeerInfo(
+        peer_id=peer_id(node), swarm=manifest.swarm(), node=node, model="tiny", joined=now, timestamp=now
+    )
+
+
+def report(
+    manifest: Manifest, node: str, round: int = 0, stage: int = 0, reward: float = 0.5, vote: str = ""
+) -> Report:
+    return Report(
+        peer_id=peer_id(node),
+        swarm=manifest.swarm(),
+        node=node,
+        round=round,
+        stage=stage,
+        timestamp=time.time(),
+        reward=reward,
+        training_reward=reward,
+        rollouts=8,
+        vote=peer_id(vote) if vote else "",
+    )
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+class Background(threading.Thread):
+    """A function in a thread; `result` waits for what it returned or raises what it raised."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self.function = function
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.value = self.function()
+        except BaseException as error:  # noqa: BLE001 (raised again by `result`)
+            self.error = error
+
+    def result(self, seconds: float = 20.0):
+        self.join(seconds)
+        assert not self.is_alive(), "still busy"
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class InMemory:
+    """The local network."""
+
+    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
+        self.manifest = make_manifest(**changes)
+        self.swarm = LocalSwarm(self.manifest, min_peers)
+        self.rejected: list[tuple[str, str, str]] = []
+
+    def exchange(
+        self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
+    ) -> Exchange:
+        return LocalExchange(self.swarm, stop or threading.Event(), max_peers)
+
+    def coordinator(self, node: str, stop: threading.Event | None = None, poll: float = POLL) -> Coordinator:
+        return LocalCoordinator(self.swarm, stop or threading.Event())
+
+    def close(self) -> None:
+        pass
+
+
+class InFolder:
+    """The folder network, with a real conductor in a thread."""
+
+    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
+        self.manifest = make_manifest(**changes)
+        self.folder = folder
+        self.rejected: list[tuple[str, str, str]] = []
+        self.stop = threading.Event()
+        self.conductor = Conductor(
+            self.files("coordinator"),
+            self.manifest,
+            OWNER,
+            Settings(min_peers=min_peers, poll_interval=POLL),
+            self.stop,
+        )
+        self.thread = Background(self.conductor.run)
+
+    def files(self, node: str) -> Files:
+        return LocalFiles(self.folder)
+
+    def exchange(
+        self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
+    ) -> Exchange:
+        return FolderExchange(
+            self.files(node),
+            self.manifest,
+            identity_of(node),
+            node,
+            stop or threading.Event(),
+            lambda *why: self.rejected.append(why),
+            poll,
+            max_peers,
+        )
+
+    def coordinator(self, node: str, stop: threading.Event | None = None, poll: float = POLL) -> Coordinator:
+        return FolderCoordinator(
+            self.files(node), self.manifest, identity_of(node), node, stop or threading.Event(), poll
+        )
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.result()
+
+
+class InSyncedFolder(InFolder):
+    """The folder network on a drive that is synced as badly as it gets."""
+
+    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
+        self.drive = Drive(LocalFiles(folder), FAULTS["everything at once"], seed=7)
+        super().__init__(folder, min_peers, **changes)
+
+    def files(self, node: str) -> Files:
+        return self.drive.view(node)
+
+
+NETWORKS = {"local": InMemory, "folder": InFolder, "synced folder": InSyncedFolder}

@@ -1,0 +1,524 @@
+"""The conductor can be killed at any moment and started again: all it knows is in the folder."""
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+from swarms import (
+    OWNER,
+    POLL,
+    Background,
+    eventually,
+    identity_of,
+    introduction,
+    make_manifest,
+    peer_id,
+    publication,
+    report,
+)
+
+from rl_swarm.config import Settings
+from rl_swarm.identity import Identity
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.conductor import Conductor, read_history
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import (
+    HISTORY,
+    STATE,
+    FolderCoordinator,
+    FolderExchange,
+    place,
+    read_state,
+    report_path,
+    rollouts_path,
+)
+from rl_swarm.rounds import Ended, Report
+from rl_swarm.wire import seal, unseal_named
+
+CALLS = ("read", "write", "append", "names", "remove", "move")
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+class Watched(LocalFiles):
+    """Real files that count calls, and at one call do as they are told."""
+
+    def __init__(self, root, at=0, act=None):
+        super().__init__(root)
+        self.calls, self.at, self.act = Counter(), at, act
+
+    def __getattribute__(self, name):
+        call = super().__getattribute__(name)
+        if name not in CALLS:
+            return call
+
+        def watched(*args):
+            self.calls[name] += 1
+            if self.calls.total() == self.at:
+                self.act(name, call, args)
+            return call(*args)
+
+        return watched
+
+
+def die_before(name, call, args):
+    raise Killed
+
+
+def die_after(name, call, args):
+    try:
+        call(*args)
+    finally:
+        raise Killed
+
+
+def die_halfway(name, call, args):
+    if name == "append":
+        path, data = args
+        call(path, data[: len(data) // 2])
+    raise Killed
+
+
+class Story:
+    """A swarm whose nodes act between the conductor's looks, by a clock that the story turns."""
+
+    nodes = ("ann", "bob", "cleo")
+
+    def __init__(self, folder, **changes):
+        self.manifest = make_manifest(rounds=3, stages=2, round_interval=10.0, **changes)
+        self.files, self.clock, self.places = LocalFiles(folder), 1000.0, []
+        self.settings = Settings(min_peers=2)
+        for node in self.nodes[:2]:
+            self.join(node)
+
+    def join(self, node):
+        me = introduction(self.manifest, node, timestamp=self.clock)
+        self.files.write(f"peers/{node}.json", seal(me, identity_of(node)))
+
+    def submit(self, node, number, stage):
+        path = report_path(number, stage, node)
+        if f"{node}.json" not in self.files.names(path.rpartition("/")[0]):
+            others = [other for other in self.nodes if other != node]
+            said = report(
+                self.manifest, node, number, stage, reward=0.25 * (number + 1), vote=others[number % 2]
+            )
+            self.files.write(path, seal(said, identity_of(node)))
+
+    def state(self):
+        return read_state(self.files, self.manifest)
+
+    def conduct(self, files, monkeypatch):
+        """Until the swarm has finished or the conductor is killed."""
+        monkeypatch.setattr(time, "time", lambda: self.clock)
+        conductor = Conductor(files, self.manifest, OWNER, self.settings, threading.Event())
+        for _ in range(100):
+            self.clock += 4.0
+            conductor.step(self.clock)
+            if conductor.state.phase == "finished":
+                return
+            state = self.state()
+            self.places.append(place(state))
+            for node in self.nodes[:2]:
+                self.submit(node, state.round, state.stage)
+        raise AssertionError("the swarm does not get anywhere")
+
+    def while_nobody_conducts(self):
+        """Somebody who was late for the stage in which the conductor died reports after all."""
+        self.clock += 100.0
+        self.join("cleo")
+        if STATE.rpartition("/")[2] in self.files.names("state"):
+            state = self.state()
+            self.places.append(place(state))
+            self.submit("cleo", state.round, state.stage)
+
+    def check(self):
+        """The history has every stage once, and the totals in the state are those of the history."""
+        history, _ = read_history(self.files)
+        assert [(ended.round, ended.stage) for ended in history] == [
+            (r, s) for r in range(3) for s in range(2)
+        ]
+        assert self.places == sorted(self.places)
+        participation, rewards, wins = Counter(), Counter(), Counter()
+        for ended in history:
+            for author, name in ended.reports.items():
+                node = next(node for node in self.nodes if peer_id(node) == author)
+                data = self.files.read(report_path(ended.round, ended.stage, node), 1 << 20)
+                said, found = unseal_named(data, Report)
+                assert found == name
+                rewards[author] += said.reward
+                if ended.stage == 1:
+                    participation[author] += 1
+                    wins[said.vote] += said.vote in ended.members
+        state = self.state()
+        assert state.phase == "finished"
+        for member_id, member in state.members.items():
+            assert member.participation == participation[member_id]
+            assert member.reward == pytest.approx(rewards[member_id])
+            assert member.wins == wins[member_id]
+        assert participation[peer_id("ann")] >= 1
+
+
+@pytest.mark.parametrize("round_end", ["everyone", "interval"])
+@pytest.mark.parametrize("death", [die_before, die_halfway, die_after])
+def test_a_conductor_that_is_killed_at_any_call_is_replaced_without_a_trace(
+    death, round_end, tmp_path, monkeypatch
+):
+    calls = 0
+    while True:
+        calls += 1
+        story = Story(tmp_path / str(calls), round_end=round_end)
+        try:
+            story.conduct(Watched(story.files.root, calls, death), monkeypatch)
+        except Killed:
+            story.while_nobody_conducts()
+            story.conduct(story.files, monkeypatch)
+            story.check()
+        else:
+            story.check()
+            break
+
+    assert calls > 40  # it died in many places before it lived
+
+
+def test_a_conductor_that_is_killed_again_and_again_gets_there(tmp_path, monkeypatch):
+    story, deaths = Story(tmp_path), 0
+    for calls in [*range(3, 25), *[25] * 20]:
+        try:
+            story.conduct(Watched(tmp_path, calls, die_halfway), monkeypatch)
+        except Killed:
+            deaths += 1
+        else:
+            break
+
+    assert deaths > 10
+    story.check()
+
+
+@pytest.fixture
+def swarm(tmp_path):
+    """A swarm on the real clock, with ann and bob in it, in the middle of round 1."""
+    return Small(tmp_path)
+
+
+class Small:
+    def __init__(self, folder, **changes):
+        self.manifest = make_manifest(**{"rounds": 6, **changes})
+        self.files = LocalFiles(folder)
+        for node in ("ann", "bob"):
+            me = introduction(self.manifest, node, timestamp=1.0)
+            self.files.write(f"peers/{node}.json", seal(me, identity_of(node)))
+        self.conductor = self.restarted()
+        self.play(0)
+
+    def restarted(self, files=None, **settings):
+        settings = Settings(min_peers=2, poll_interval=POLL, **settings)
+        return Conductor(files or self.files, self.manifest, OWNER, settings, threading.Event())
+
+    def play(self, number, conductor=None):
+        conductor = conductor or self.conductor
+        conductor.step(time.time())
+        for node in ("ann", "bob"):
+            self.submit(node, number)
+            path = rollouts_path(number, 0, node)
+            self.files.write(path, seal(publication(self.manifest, node, number), identity_of(node)))
+        conductor.step(time.time())
+
+    def submit(self, node, number):
+        self.files.write(
+            report_path(number, 0, node), seal(report(self.manifest, node, number), identity_of(node))
+        )
+
+    def history(self):
+        return [(ended.round, ended.stage) for ended in read_history(self.files)[0]]
+
+
+def test_a_torn_last_line_of_the_history_is_closed_and_the_stage_written_again(swarm):
+    line = swarm.files.read(HISTORY, 1 << 20)
+    swarm.files.append(HISTORY, line[:100])
+    assert swarm.history() == [(0, 0)]
+
+    swarm.play(1, swarm.restarted())
+    assert swarm.history() == [(0, 0), (1, 0)]
+    assert read_history(swarm.files)[1] == 1  # the torn one
+
+
+def test_the_silence_of_the_conductor_is_not_counted_against_members(swarm, monkeypatch):
+    swarm.submit("ann", 1)
+    much_later = time.time() + 10 * swarm.manifest.peer_timeout
+    monkeypatch.setattr(time, "time", lambda: much_later)
+    conductor = swarm.restarted()
+    conductor.step(much_later + 1)
+    assert conductor.state.round == 1  # bob is waited for
+
+    conductor.step(much_later + 2 + swarm.manifest.peer_timeout)
+    assert conductor.state.round == 2  # but not forever
+
+
+@pytest.mark.parametrize("damage", ["gone", "half", "a stranger's", "of another swarm", "junk"])
+def test_a_state_that_is_damaged_is_made_again_from_the_history(swarm, damage, caplog):
+    swarm.play(1)
+    before, whole = swarm.conductor.state, swarm.files.read(STATE, 1 << 20)
+    state = replace(before, round=5)
+    broken = {
+        "half": whole[: len(whole) // 2],
+        "a stranger's": seal(state, Identity.new()),
+        "of another swarm": seal(replace(state, swarm="other"), OWNER),
+        "junk": b"\x1f\x8bjunk",
+    }
+    if damage == "gone":
+        (swarm.files.root / STATE).unlink()
+    else:
+        swarm.files.write(STATE, broken[damage])
+
+    after = swarm.restarted().state
+    assert place(after) == place(before) == place(read_state(swarm.files, swarm.manifest))
+    forget = {"last_seen": 0.0}
+    assert {p: replace(m, **forget) for p, m in after.members.items()} == {
+        p: replace(m, **forget) for p, m in before.members.items()
+    }
+    assert len([r for r in caplog.records if STATE in r.message]) == (damage != "gone")
+
+
+def test_lines_that_the_owner_did_not_write_are_no_history(swarm):
+    stranger = Identity.new()
+    line = Ended(
+        swarm=swarm.manifest.swarm(),
+        round=4,
+        stage=0,
+        started=0.0,
+        ended=1.0,
+        why="everyone",
+        members=[],
+        reports={},
+    )
+    swarm.files.append(HISTORY, seal(line, stranger) + b"\n")
+    swarm.files.append(HISTORY, seal(replace(line, swarm="other"), OWNER) + b"\n")
+    swarm.files.append(HISTORY, b"junk\n\n")
+
+    conductor = swarm.restarted()
+    assert conductor.state.round == 1
+    swarm.play(1, conductor)
+    assert [place for place in swarm.history() if place != (4, 0)] == [(0, 0), (1, 0)]
+
+
+def test_a_line_that_is_laid_there_again_is_counted_once(swarm):
+    swarm.files.append(HISTORY, swarm.files.read(HISTORY, 1 << 20))
+    (swarm.files.root / STATE).unlink()
+
+    assert [m.participation for m in swarm.restarted().state.members.values()] == [1, 1]
+
+
+class DeadlyState(LocalFiles):
+    def write(self, path, data):
+        if path == STATE:
+            raise Killed
+        super().write(path, data)
+
+
+def test_a_late_report_does_not_get_into_a_stage_that_has_ended(swarm):
+    """Killed between history and state: what counts is what the history says, not what lies there now."""
+    conductor = swarm.restarted(DeadlyState(swarm.files.root))
+    for node in ("ann", "bob"):
+        swarm.submit(node, 1)
+    with pytest.raises(Killed):
+        conductor.step(time.time())
+    swarm.submit("cleo", 1)
+
+    state = swarm.restarted().state
+    assert state.round == 2
+    assert [m.participation for m in state.members.values()] == [2, 2]
+    assert peer_id("cleo") not in state.members
+
+
+def rounds_in(swarm, folder):
+    return sorted(int(name.removeprefix("round_")) for name in swarm.files.names(folder))
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_only_the_rollouts_of_the_last_rounds_are_kept(swarm, archive):
+    conductor = swarm.restarted(cleanup=True, keep_rounds=2, archive=archive)
+    for number in range(1, 6):
+        swarm.play(number, conductor)
+
+    assert conductor.state.phase == "finished"
+    assert rounds_in(swarm, "rollouts") == [4, 5]
+    assert rounds_in(swarm, "archives") == ([0, 1, 2, 3] if archive else [])
+    assert rounds_in(swarm, "rewards") == [0, 1, 2, 3, 4, 5]
+    if archive:
+        moved = swarm.files.read("archives/round_3/stage_0/ann.json", 1 << 20)
+        assert moved == seal(publication(swarm.manifest, "ann", 3), identity_of("ann"))
+
+
+def test_nothing_is_removed_unless_it_was_asked_for(swarm):
+    for number in range(1, 6):
+        swarm.play(number)
+
+    assert rounds_in(swarm, "rollouts") == [0, 1, 2, 3, 4, 5]
+
+
+def test_who_publishes_into_a_round_that_was_archived_does_not_stop_the_swarm(swarm):
+    conductor = swarm.restarted(cleanup=True, keep_rounds=1, archive=True)
+    swarm.play(1, conductor)
+    for number, late in ((2, "cleo"), (3, "dan"), (4, "eve")):
+        swarm.files.write(rollouts_path(0, 0, late), b"late")
+        swarm.play(number, conductor)
+
+    assert swarm.files.names("archives/round_0/stage_0") == [
+        f"{n}.json" for n in ("ann", "bob", "cleo", "dan", "eve")
+    ]
+    assert rounds_in(swarm, "rollouts") == []
+
+
+def test_tidying_up_touches_rounds_only(swarm):
+    others = ["backup7", "round_²", "round_03", "round_0 (1)", "round_", "roundx0", "round_-1"]
+    for name in others:
+        swarm.files.write(f"rollouts/{name}/keep.json", b"mine")
+    conductor = swarm.restarted(cleanup=True, keep_rounds=1)
+    swarm.play(1, conductor)
+    swarm.play(2, conductor)
+
+    assert swarm.files.names("rollouts") == sorted(others)
+
+
+def test_only_the_owner_conducts(swarm):
+    stranger = Identity.new()
+    with pytest.raises(NetworkError) as error:
+        Conductor(swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event())
+
+    for part in (OWNER.peer_id, stranger.peer_id, "IDENTITY_PATH=my.pem"):
+        assert part in str(error.value)
+
+
+class Failing(LocalFiles):
+    """Writes and listings fail as often as they are told to."""
+
+    def __init__(self, root, failures):
+        super().__init__(root)
+        self.failures = failures
+
+    def fail(self, name):
+        if self.failures.get(name, 0) > 0:
+            self.failures[name] -= 1
+            raise OSError(errno.EIO, "the disk does not answer")
+
+    def write(self, path, data):
+        self.fail("write")
+        super().write(path, data)
+
+    def append(self, path, data):
+        if self.failures.get("append", 0) > 0:
+            super().append(path, data[:50])
+        self.fail("append")
+        super().append(path, data)
+
+    def names(self, folder):
+        self.fail("names")
+        return super().names(folder)
+
+    def move(self, folder, target):
+        self.fail("move")
+        super().move(folder, target)
+
+
+@pytest.mark.parametrize("call", ["write", "append", "names", "move"])
+def test_a_folder_that_fails_for_a_moment_stops_nothing(swarm, call):
+    files = Failing(swarm.files.root, {call: 3})
+    conductor = swarm.restarted(files, cleanup=True, keep_rounds=1, archive=True)
+    running = Background(conductor.run)
+    for number in range(1, 6):
+        swarm.submit("ann", number)
+        swarm.submit("bob", number)
+
+    assert running.result().phase == "finished"
+    assert files.failures[call] == 0
+    assert swarm.history() == [(number, 0) for number in range(6)]
+    assert [m.participation for m in conductor.state.members.values()] == [6, 6]
+
+
+def test_a_disk_that_stays_full_is_said(swarm):
+    conductor = swarm.restarted(Failing(swarm.files.root, {"write": 1000}))
+    swarm.submit("ann", 1)
+    swarm.submit("bob", 1)
+
+    with pytest.raises(OSError, match="does not answer"):
+        conductor.run()
+
+
+def test_rounds_on_an_interval_take_few_calls(tmp_path):
+    """Per round: the conductor lists peers and reports, reads each, writes history and state; and nodes look at
+    the state a few times, however often they could."""
+    swarm = Small(tmp_path, round_end="interval", round_interval=0.5, rounds=5)
+    files, theirs = Watched(tmp_path), Watched(tmp_path)
+    running = Background(swarm.restarted(files).run)
+    node = FolderCoordinator(theirs, swarm.manifest, identity_of("ann"), "ann", threading.Event(), 0.02)
+    done, state = (-1, -1), node.wait_for((-1, -1))
+    while state.phase == "running":
+        done = (state.round, state.stage)
+        node.submit(report(swarm.manifest, "ann", *done))
+        state = node.wait_for(done)
+    running.result()
+
+    assert files.calls["names"] <= 2 * 5 + 2
+    assert files.calls["read"] <= 5 * 4 + 4
+    assert files.calls["write"] + files.calls["append"] <= 2 * 5 + 1
+    assert theirs.calls["write"] == 4  # it had reported for round 0
+    assert theirs.calls["read"] <= 25 + 5 * 6  # the first round is met in its middle and polled for
+
+
+def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
+    swarm, files = Small(tmp_path), Watched(tmp_path)
+    exchange = FolderExchange(
+        files, swarm.manifest, identity_of("cleo"), "cleo", threading.Event(), print, POLL
+    )
+    exchange.publish(publication(swarm.manifest, "cleo"))
+    assert files.calls == {"write": 1}
+
+    assert next(exchange.collect(0, 0, ["ann", "bob"])).node == "ann"
+    assert files.calls["read"] == 1
+    assert len(list(exchange.collect(0, 0, ["ann", "bob"]))) == 2
+    assert files.calls["read"] == 2  # ann's was kept
+    for _ in range(3):
+        assert len(list(exchange.collect(0, 0, ["ann", "bob"]))) == 2
+    assert files.calls == {"write": 1, "read": 2}
+
+
+def test_an_exchange_keeps_no_more_than_it_needs(tmp_path):
+    swarm = Small(tmp_path)
+    exchange = FolderExchange(
+        swarm.files, swarm.manifest, identity_of("ann"), "ann", threading.Event(), print
+    )
+    for number in range(200):
+        exchange.publish(publication(swarm.manifest, "ann", number))
+        assert len(list(exchange.collect(number, 0, ["ann", "nobody"]))) == 1
+        assert list(exchange.collect(number, 0, ["../bad"])) == []
+
+    assert len(exchange._cache) < 170
+    assert sum(kept is not None for kept in exchange._cache.values()) <= 65
+
+
+def test_the_log_says_who_joined_and_how_rounds_ended(swarm, caplog):
+    caplog.set_level(logging.INFO)
+    conductor = swarm.restarted()
+    swarm.play(1, conductor)
+
+    said = [record.message for record in caplog.records]
+    assert any("ann joined" in message and peer_id("ann") in message for message in said)
+    assert "round 1 stage 0 ended (everyone), 2 reports" in said
+
+
+def test_a_conductor_in_a_thread_plays_to_the_end(tmp_path):
+    swarm = Small(tmp_path, rounds=3)
+    running = Background(swarm.conductor.run)
+    for number in (1, 2):
+        assert eventually(lambda number=number: read_state(swarm.files, swarm.manifest).round == number)
+        swarm.submit("bob", number)
+        swarm.submit("ann", number)
+
+    assert running.result().phase == "finished"
+    assert swarm.history() == [(0, 0), (1, 0), (2, 0)]

@@ -1,0 +1,338 @@
+"""Where a setting's value comes from, and what is said about one that cannot be used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_swarm.config import (
+    TEST_MODE,
+    UP_PRESET,
+    ConfigError,
+    Settings,
+    all_settings,
+    environment_layer,
+    load,
+    read_dotenv,
+    settings_table,
+)
+from rl_swarm.environments.tasks import PRESETS, Task
+
+DOCS = Path(__file__).parents[1] / "docs" / "settings.md"
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    """Away from any `.env` of whoever runs the tests."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings(**environ):
+    return load(environ=environ).settings
+
+
+def refusal(**arguments):
+    with pytest.raises(ConfigError) as caught:
+        load(**{"environ": {}, **arguments})
+    return str(caught.value)
+
+
+def test_later_sources_win_and_are_named(tmp_path):
+    file = tmp_path / "settings.yaml"
+    arguments = {"environ": {}, "command": "up"}
+
+    def found():
+        resolved = load(**arguments)
+        return resolved.settings.seed, resolved.sources["seed"]
+
+    assert found() == (42, "default")
+    arguments["preset"] = {"seed": 1}
+    assert found() == (1, "preset of `up`")
+    file.write_text("seed: 2\n")
+    arguments["config_file"] = file
+    assert found() == (2, str(file))
+    (tmp_path / ".env").write_text("SEED=3\n")
+    assert found() == (3, "SEED in .env")
+    arguments["environ"] = {"SEED": "4"}
+    assert found() == (4, "SEED")
+    arguments["flags"] = {"seed": 5}
+    assert found() == (5, "flag --seed")
+
+
+def test_a_source_that_says_nothing_about_a_setting_leaves_it_alone(tmp_path):
+    (tmp_path / "settings.yaml").write_text("rounds: 7\n")
+    resolved = load(
+        preset={"local": 3},
+        config_file=tmp_path / "settings.yaml",
+        environ={"SEED": "9"},
+        flags={"external": 2},
+    )
+    found = resolved.settings
+    assert (found.local, found.rounds, found.seed, found.external) == (3, 7, 9, 2)
+    assert resolved.sources["generations"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("variable", "field", "default", "given", "value"),
+    [
+        ("GDRIVE_PATH", "gdrive_path", None, "/drive", "/drive"),
+        ("EXPERIMENT_NAME", "experiment_name", None, "my-swarm", "my-swarm"),
+        ("NODE_ROLE", "role", "worker", "coordinator", "coordinator"),
+        ("NODE_ID", "node_id", None, "node-1", "node-1"),
+        ("MODEL_NAME", "model", "tiny", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("SEED", "seed", 42, "7", 7),
+        ("MAX_ROUNDS", "rounds", 2000, "10", 10),
+        ("NUM_TRAIN_SAMPLES", "local", 8, "4", 4),
+        ("NUM_TRANSPLANT_TREES", "external", 0, "4", 4),
+        ("NUM_GENERATIONS", "generations", 8, "16", 16),
+        ("COORDINATOR_ROUND_INTERVAL", "round_interval", 60.0, "5", 5.0),
+        ("ROLLOUT_PUBLISH_FREQUENCY", "publish", "stage", "generation", "generation"),
+        ("ROLLOUT_CLEANUP_ENABLED", "cleanup", False, "True", True),
+        ("ROLLOUT_KEEP_LAST_N_ROUNDS", "keep_rounds", 10, "3", 3),
+        ("ROLLOUT_ARCHIVE_OLD", "archive", False, "true", True),
+        ("TEST_MODE", "test_mode", False, "1", True),
+        ("IDENTITY_PATH", "identity_path", "swarm.pem", "/keys/me.pem", "/keys/me.pem"),
+        ("LOG_LEVEL", "log_level", "info", "debug", "debug"),
+        ("DEBUG", "debug", False, "1", True),
+        ("CPU_ONLY", "cpu_only", False, "True", True),
+        ("HF_TOKEN", "hf_token", None, "hf_x", "hf_x"),
+        ("HUGGINGFACE_ACCESS_TOKEN", "hf_token", None, "hf_x", "hf_x"),
+    ],
+)
+def test_the_environment_variables_keep_their_meaning_and_default(variable, field, default, given, value):
+    assert getattr(settings(), field) == default
+    found = getattr(settings(**{variable: given}), field)
+    assert found == value
+    assert type(found) is type(value)
+    assert getattr(settings(**{variable: ""}), field) == default
+
+
+def test_the_chain_is_refused_in_words_and_off_by_default():
+    assert settings(CONNECT_TO_TESTNET="False").connect_to_testnet is False
+    assert "CONNECT_TO_TESTNET" in refusal(environ={"CONNECT_TO_TESTNET": "True"})
+
+
+def test_one_of_two_names_for_the_token_is_enough_and_the_first_wins():
+    assert settings(HF_TOKEN="a", HUGGINGFACE_ACCESS_TOKEN="b").hf_token == "a"
+    assert settings(HF_TOKEN="", HUGGINGFACE_ACCESS_TOKEN="b").hf_token == "b"
+    assert settings(HUGGINGFACE_ACCESS_TOKEN="None").hf_token is None
+
+
+def test_publishing_can_be_by_generation_stage_or_round():
+    for value in ("generation", "stage", "round"):
+        assert settings(ROLLOUT_PUBLISH_FREQUENCY=value).publish == value
+
+
+def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
+    (tmp_path / "settings.yaml").write_text("rounds: 9\n")
+    environ = {"TEST_MODE": "True", "NUM_TRAIN_SAMPLES": "6"}
+    resolved = load(UP_PRESET, tmp_path / "settings.yaml", {"generations": "2"}, environ)
+    found = resolved.settings
+    assert (found.rounds, found.local, found.generations) == (3, 4, 2)
+    assert resolved.sources["rounds"] == resolved.sources["local"] == "TEST_MODE"
+    assert resolved.sources["generations"] == "flag --generations"
+
+
+@pytest.mark.parametrize(
+    ("environ", "flag", "rounds"),
+    [
+        ({}, "true", 3),
+        ({}, "false", 2000),
+        ({"TEST_MODE": "True"}, "false", 2000),
+        ({}, True, 3),
+        ({}, False, 2000),
+    ],
+)
+def test_a_flag_switches_test_mode_on_and_off(environ, flag, rounds):
+    assert load(flags={"test_mode": flag}, environ=environ).settings.rounds == rounds
+
+
+def test_up_is_a_swarm_for_one_machine():
+    found = load(UP_PRESET, environ={}).settings
+    assert (found.local, found.external, found.round_end) == (4, 4, "lockstep")
+    assert found.rounds < Settings().rounds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"environ": {"SEED": "abc"}}, ["seed='abc'", "(SEED)", "whole number", "at least 0", "42"]),
+        ({"environ": {"NUM_GENERATIONS": "1"}}, ["generations='1'", "NUM_GENERATIONS", "at least 2"]),
+        ({"environ": {"NODE_ROLE": "boss"}}, ["role='boss'", "NODE_ROLE", "`worker`, `coordinator`"]),
+        ({"environ": {"CPU_ONLY": "maybe"}}, ["cpu_only='maybe'", "CPU_ONLY", "true or false"]),
+        ({"environ": {"COORDINATOR_ROUND_INTERVAL": "inf"}}, ["round_interval='inf'", "at most"]),
+        ({"flags": {"temperature": "nan"}}, ["temperature='nan'", "flag --temperature", "above 0"]),
+        ({"flags": {"learning_rate": 2.0}}, ["learning_rate=2.0", "flag --learning-rate", "at most 1"]),
+        ({"flags": {"max_new_tokens": "0"}}, ["max_new_tokens='0'", "at least 1"]),
+        ({"environ": {"EXPERIMENT_NAME": "../x"}}, ["experiment_name='../x'", "EXPERIMENT_NAME", "letters"]),
+        ({"preset": {"rounds": 0}, "command": "up"}, ["rounds=0", "preset of `up`", "at least 1"]),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named_with_its_source_and_what_would_work(arguments, words):
+    message = refusal(**arguments)
+    for word in words:
+        assert word in message
+
+
+def test_the_line_of_the_env_file_is_named_too(tmp_path):
+    (tmp_path / ".env").write_text("MAX_ROUNDS=many\n")
+    assert "rounds='many' (MAX_ROUNDS in .env)" in refusal()
+
+
+def test_an_unknown_setting_gets_a_suggestion(tmp_path):
+    assert "no setting `learning_rat` (flag --learning-rat). Did you mean `learning_rate`?" in refusal(
+        flags={"learning_rat": 1}
+    )
+    (tmp_path / "settings.yaml").write_text("generatoins: 3\n")
+    message = refusal(config_file=tmp_path / "settings.yaml")
+    assert str(tmp_path / "settings.yaml") in message
+    assert "Did you mean `generations`?" in message
+    assert "docs/settings.md" in refusal(flags={"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"rounds: [", "not valid YAML"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+        (b"- rounds", "`name: value`"),
+        (b"", "`name: value`"),
+        (b"1: 2", "no setting `1`"),
+        (b"rounds: ten", "rounds='ten'"),
+        (b"tasks: [{name: chain_sum, wieght: 2}]", "wieght"),
+    ],
+)
+def test_a_settings_file_that_cannot_be_used_is_explained(tmp_path, content, words):
+    (tmp_path / "settings.yaml").write_bytes(content)
+    assert words in refusal(config_file=tmp_path / "settings.yaml")
+
+
+def test_a_settings_file_that_is_not_there_is_explained(tmp_path):
+    assert "No such file" in refusal(config_file=tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"local": 0, "external": 0}, ["local=0", "external=0", "Set one above 0"]),
+        ({"cpu_only": True, "device": "cuda"}, ["CPU_ONLY", "device='cuda'"]),
+        ({"external_correction": "capped"}, ["external_correction='capped'", "share_logprobs=true"]),
+        ({"tasks": " , "}, ["tasks=' , '", "tiny, sapo"]),
+        ({"tasks": []}, ["tasks=[]", "tiny, sapo"]),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(flags, words):
+    message = refusal(flags=flags)
+    assert all(word in message for word in words)
+
+
+def test_an_env_file_is_read_as_people_write_them(tmp_path):
+    path = tmp_path / ".env"
+    path.write_text(
+        "# SEED=1\n\nexport SEED=5\n MAX_ROUNDS = 6  # rounds\nMODEL_NAME='a b'\nHF_TOKEN=\"x # y\"\nNODE_ID=a#b\nnonsense\n"
+    )
+    assert read_dotenv(path) == {
+        "SEED": "5",
+        "MAX_ROUNDS": "6",
+        "MODEL_NAME": "a b",
+        "HF_TOKEN": "x # y",
+        "NODE_ID": "a#b",
+    }
+    assert read_dotenv(tmp_path / "nowhere") == {}
+
+
+def test_an_empty_variable_does_not_hide_the_env_file(tmp_path):
+    (tmp_path / ".env").write_text("SEED=5\n")
+    layer = environment_layer({"SEED": ""}, tmp_path / ".env")
+    assert layer.values["seed"] == "5"
+    assert layer.origin("seed") == f"SEED in {tmp_path / '.env'}"
+
+
+def test_an_env_file_that_is_not_text_is_explained(tmp_path):
+    (tmp_path / ".env").write_bytes(b"SEED=\xff\xfe")
+    assert ".env cannot be read" in refusal()
+
+
+def test_variables_that_are_no_settings_are_left_alone():
+    assert environment_layer({"PATH": "/bin", "LOCAL": "3", "ROUNDS": "4"}).values == {}
+
+
+def test_tasks_are_a_preset_some_names_or_a_list(tmp_path):
+    assert Settings().task_list() == PRESETS["tiny"]
+    assert Settings(model="other/model").task_list() == PRESETS["sapo"]
+    assert load(flags={"tasks": "sapo"}, environ={}).settings.task_list() == PRESETS["sapo"]
+    assert Settings(tasks="gcd, chain_sum").task_list() == (Task("gcd"), Task("chain_sum"))
+    (tmp_path / "settings.yaml").write_text(
+        "tasks:\n- name: chain_sum\n  weight: 2\n  config: {min_terms: 2, max_terms: 3}\n- name: gcd\n"
+    )
+    found = load(config_file=tmp_path / "settings.yaml", environ={}).settings.task_list()
+    assert found == (Task("chain_sum", 2.0, {"min_terms": 2, "max_terms": 3}), Task("gcd"))
+
+
+def test_the_nine_tasks_of_the_paper_are_the_sapo_preset():
+    names = (
+        "arc_1d basic_arithmetic base_conversion bf binary_matrix calendar_arithmetic decimal_arithmetic "
+        "fraction_simplification propositional_logic"
+    )
+    assert PRESETS["sapo"] == tuple(Task(name, 1.0, {}) for name in names.split())
+
+
+def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path):
+    """YAML 1.1 reads 1e-6 as text."""
+    (tmp_path / "settings.yaml").write_text("learning_rate: 1e-6\ntemperature: 1\n")
+    found = load(config_file=tmp_path / "settings.yaml", environ={}).settings
+    assert (found.learning_rate, found.temperature) == (1e-6, 1.0)
+
+
+def test_the_bundled_model_has_defaults_of_its_own():
+    tiny, other = Settings(), Settings(model="Qwen/Qwen3-0.6B")
+    assert tiny.completion_tokens() < other.completion_tokens() == 256
+    assert tiny.step_size() > other.step_size() == 5e-6
+    assert Settings(max_new_tokens=7, learning_rate=0.5).completion_tokens() == 7
+    assert Settings(max_new_tokens=7, learning_rate=0.5).step_size() == 0.5
+
+
+def test_the_address_of_a_folder_swarm_is_its_experiment_directory():
+    assert settings().experiment_dir() is None
+    found = settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine").experiment_dir()
+    assert found == Path("/drive/experiments/mine")
+    with pytest.raises(ConfigError, match="EXPERIMENT_NAME is not set"):
+        settings(GDRIVE_PATH="/drive").experiment_dir()
+
+
+def test_the_documented_table_is_the_one_in_the_code():
+    text = DOCS.read_text()
+    table = text[text.index("| setting |") :]
+    assert table == settings_table(), "replace it by what `python -m rl_swarm.config` prints"
+    printed = subprocess.run(
+        [sys.executable, "-m", "rl_swarm.config"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == settings_table()
+
+
+def test_the_table_has_a_whole_row_for_every_setting():
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in settings_table().splitlines()[2:]]
+    assert [row[0].strip("| `") for row in rows] == [setting.name for setting in all_settings()]
+    assert {len(row) for row in rows} == {6}
+    assert all(row[4] and row[5].removesuffix("|").strip() for row in rows)
+    by_name = {row[0].strip("| `"): row[1:] for row in rows}
+    assert by_name["seed"][:3] == ["`SEED`", "`42`", ""]
+    assert by_name["round_end"][1:3] == ['`"interval"`', '`"lockstep"`']
+
+
+def test_what_the_documentation_says_about_test_mode_and_yaml_is_true(tmp_path):
+    text = DOCS.read_text()
+    assert ", ".join(f"`{name}` {value}" for name, value in TEST_MODE.items()) in text
+    example = text.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "settings.yaml").write_text(example)
+    found = load(config_file=tmp_path / "settings.yaml", environ={}).settings
+    assert found.model == yaml.safe_load(example)["model"]
+    assert [task.name for task in found.task_list()] == ["chain_sum", "propositional_logic"]
+
+
+def test_settings_can_be_read_without_torch():
+    script = "import sys, rl_swarm.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,182 @@
+"""A node and its round, with the bundled model, the real scorer and a swarm in this process."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.identity import Identity
+from rl_swarm.learning.policy import Policy
+from rl_swarm.manifest import Manifest, new_manifest
+from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.node import Node
+from rl_swarm.rollouts import Publication
+from rl_swarm.rounds import PeerInfo
+from rl_swarm.telemetry.journal import Journal, read_lines
+
+SETTINGS = Settings(
+    local=3,
+    external=2,
+    generations=4,
+    rounds=3,
+    round_end="everyone",
+    held_out_questions=8,
+    held_out_samples=1,
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def environment():
+    reasoning = Reasoning(SETTINGS.task_list())
+    yield reasoning
+    reasoning.close()
+
+
+class RecordingExchange(LocalExchange):
+    """Remembers every publication, because a later one of the same round replaces it."""
+
+    def __init__(self, swarm: LocalSwarm, stop: threading.Event) -> None:
+        super().__init__(swarm, stop)
+        self.log: list[Publication] = []
+
+    def publish(self, publication: Publication) -> None:
+        self.log.append(publication)
+        super().publish(publication)
+
+
+def manifest(settings: Settings) -> Manifest:
+    return new_manifest(settings, "test", Identity.new().peer_id, 0.0, stages=1)
+
+
+def make_node(swarm: LocalSwarm, environment: Reasoning, folder: Path, settings: Settings = SETTINGS) -> Node:
+    identity, stop = Identity.new(), threading.Event()
+    node = Node(
+        name=identity.node,
+        identity=identity,
+        settings=settings,
+        manifest=swarm.manifest,
+        environment=environment,
+        policy=Policy.load(settings, environment.system_prompt),
+        exchange=RecordingExchange(swarm, stop),
+        coordinator=LocalCoordinator(swarm, stop),
+        journal=Journal(folder / identity.node),
+        checkpoints=folder / "checkpoints",
+        stop=stop,
+    )
+    node.coordinator.register(
+        PeerInfo(
+            peer_id=identity.peer_id,
+            swarm=swarm.manifest.swarm(),
+            node=node.name,
+            model="tiny",
+            joined=0.0,
+            timestamp=0.0,
+        )
+    )
+    return node
+
+
+def rounds_of(node: Node) -> list[dict]:
+    return [line for line in read_lines(node.journal.metrics_path)[0] if line["kind"] == "round"]
+
+
+@pytest.mark.parametrize(("publish", "sizes"), [("generation", [1, 2, 3]), ("stage", [3]), ("round", [3])])
+def test_rollouts_are_published_as_often_as_asked_for(
+    environment: Reasoning, tmp_path: Path, publish: str, sizes: list[int]
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, publish=publish)
+    node = make_node(LocalSwarm(manifest(settings)), environment, tmp_path, settings)
+    state = node.coordinator.current()
+    node.play(state)
+    assert [len(p.rollouts) for p in node.exchange.log] == sizes
+    published_before_learning = [p.policy_version == 0 for p in node.exchange.log]
+    assert all(published_before_learning) == (publish != "round")
+
+
+def test_a_node_learns_from_others_and_votes_for_the_best(environment: Reasoning, tmp_path: Path) -> None:
+    swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
+    first, second = (make_node(swarm, environment, tmp_path) for _ in range(2))
+    state = swarm.state
+    first.play(state)
+    second.play(state)
+    line = rounds_of(second)[0]
+    signal = sum(
+        len({answer.reward for answer in answers}) > 1 for answers in first.exchange.log[0].rollouts.values()
+    )
+    assert line["external_taken"] == min(2, signal)
+    assert set(line["external_from"]) <= {first.identity.peer_id}
+    earned = any(answer.reward for answers in first.exchange.log[0].rollouts.values() for answer in answers)
+    wins = swarm.state.members[first.identity.peer_id].wins
+    assert wins == (1 if earned else 0)
+    assert swarm.state.round == 1, "everyone has reported"
+
+
+def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
+    environment: Reasoning, tmp_path: Path
+) -> None:
+    swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
+    honest, liar = (make_node(swarm, environment, tmp_path) for _ in range(2))
+    state = swarm.state
+    liar.play(state)
+    easy = msgspec.to_builtins(liar.exchange.log[0])
+    for answers in easy["rollouts"].values():
+        for number, answer in enumerate(answers):
+            answer |= {
+                "prompt": "What is 1 + 1?",
+                "response": "<answer>2</answer>" if number else "3",
+                "reward": 1.0,
+            }
+    liar.exchange.publish(msgspec.convert(easy, Publication))
+    honest.play(state)
+    line = rounds_of(honest)[0]
+    assert line["external_taken"] == 0 and line["external_rejected"] == {"question": 1}
+    events = read_lines(honest.journal.events_path)[0]
+    assert [(e["node"], e["reason"]) for e in events if e["event"] == "rejected"] == [(liar.name, "question")]
+
+
+def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
+    swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
+    honest, member = (make_node(swarm, environment, tmp_path) for _ in range(2))
+    state = swarm.state
+    member.play(state)
+    stolen = msgspec.structs.replace(member.exchange.log[0], peer_id=Identity.new().peer_id)
+    member.exchange.publish(stolen)
+    honest.play(state)
+    assert rounds_of(honest)[0]["external_rejected"] == {"peer": 1}
+
+
+def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
+    environment: Reasoning, tmp_path: Path
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, external=100)
+    swarm = LocalSwarm(manifest(settings), min_peers=2)
+    reader, writer = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
+    writer.play(swarm.state)
+    reader.play(swarm.state)
+    assert swarm.state.round == 1
+    seen = set(reader.used)
+    reader.play(swarm.state)  # nobody has published in round 1 yet
+    assert rounds_of(reader)[1]["external_taken"] == 0, "what it had learned from is not taken again"
+    assert {key[1] for key in seen} <= {0}
+
+    late = make_node(swarm, environment, tmp_path, settings)
+    late.play(swarm.state)
+    assert rounds_of(late)[0]["external_taken"] == len(seen) + sum(
+        len({a.reward for a in answers}) > 1 for p in reader.exchange.log for answers in p.rollouts.values()
+    )
+
+
+def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(
+    environment: Reasoning, tmp_path: Path
+) -> None:
+    swarm = LocalSwarm(manifest(SETTINGS))
+    node = make_node(swarm, environment, tmp_path)
+    node.play(swarm.state)
+    node.stop.set()
+    node.run()
+    assert len(rounds_of(node)) == 1
+    assert (node.checkpoints / "round_0" / node.name / "place.json").exists()

@@ -1,0 +1,299 @@
+"""A node learns from what it made and scored itself, whatever a peer says."""
+
+import random
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.base import Question
+from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.environments.tasks import Task
+from rl_swarm.manifest import new_manifest, question_seed
+from rl_swarm.rollouts import Answer, Completion, Group, Publication, Sampling, unpack
+from rl_swarm.selection import best_peer, check, score, select
+from rl_swarm.wire import Rejected
+
+MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
+ROUND = 7
+
+
+class Doubling:
+    """The question of a seed is twice what; the right answer is the number."""
+
+    stages = 1
+    system_prompt = ""
+
+    def __init__(self):
+        self.scored = []
+
+    def questions(self, seeds):
+        return [Question("doubling", 0, seed, f"2 x {seed} = ?", str(2 * seed)) for seed in seeds]
+
+    def held_out(self, count):
+        return []
+
+    def score(self, answered):
+        self.scored += answered
+        return [float(text == question.answer) for question, text in answered]
+
+    def well_formed(self, text):
+        return True
+
+    def close(self):
+        pass
+
+
+def question_of(peer_id, number, round=ROUND, environment=None):
+    seed = question_seed(MANIFEST, round, peer_id, number)
+    return (environment or Doubling()).questions([seed])[0]
+
+
+def publish(peer_id, rights, round=ROUND, environment=None):
+    """A peer's publication: for each question as many right answers of four as `rights` says."""
+    rollouts = {}
+    for number, right in enumerate(rights):
+        question = question_of(peer_id, number, round, environment)
+        texts = [question.answer] * right + ["wrong"] * (4 - right)
+        rollouts[str(number)] = [Answer(question.prompt, text, 0.5) for text in texts]
+    return Publication(
+        peer_id=peer_id,
+        kind="rollouts",
+        swarm="swarm",
+        node=peer_id,
+        round=round,
+        stage=0,
+        timestamp=0.0,
+        model="m",
+        policy_version=0,
+        sampling=Sampling(1.0, 1.0, 0, 8),
+        rollouts=rollouts,
+    )
+
+
+def selected(publications, wanted, used=frozenset(), seed=0):
+    rejected = []
+    found = select(
+        publications,
+        wanted,
+        MANIFEST,
+        Doubling(),
+        set(used),
+        random.Random(seed),
+        lambda *why: rejected.append(why),
+    )
+    return found, rejected
+
+
+def test_groups_are_scored_here_and_come_with_their_peer():
+    found, rejected = selected([publish("alice", [2])], 1)
+    (group,) = found.chosen
+    assert group.rewards == (1.0, 1.0, 0.0, 0.0)
+    assert group.question == question_of("alice", 0)
+    assert (group.peer_id, group.external) == ("alice", True)
+    assert found.keys == [("alice", ROUND, 0, 0)]
+    assert rejected == []
+
+
+def test_rewards_that_a_peer_claims_are_ignored():
+    honest = publish("alice", [0, 4])
+    lying = {
+        number: [Answer(a.prompt, a.response, reward) for a, reward in zip(given, (1, 0, 1, 0), strict=True)]
+        for number, given in honest.rollouts.items()
+    }
+    found, _ = selected([replace(honest, rollouts=lying)], 2)
+    assert found.chosen == []
+    assert [group.rewards for group in found.scored] == [(0.0,) * 4, (1.0,) * 4]
+
+
+def test_a_peer_cannot_invent_a_question():
+    invented = replace(
+        publish("alice", [1]), rollouts={"0": [Answer("2 x 1 = ?", "2", 1.0), Answer("2 x 1 = ?", "3", 0.0)]}
+    )
+    found, rejected = selected([invented], 1)
+    assert found.chosen == found.scored == []
+    assert [(node, reason) for node, reason, _ in rejected] == [("alice", "question")]
+
+
+def test_a_peer_cannot_change_its_prompt_by_a_character():
+    honest = publish("alice", [1])
+    changed = [Answer(a.prompt + " ", a.response, a.reward) for a in honest.rollouts["0"]]
+    found, rejected = selected([replace(honest, rollouts={"0": changed})], 1)
+    assert found.chosen == []
+    assert rejected[0][1] == "question"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"peer_id": "mallory"}, {"round": ROUND - 1}, {"round": ROUND + 1}], ids=str
+)
+def test_a_peer_cannot_pass_on_the_answers_of_another_or_of_another_round(changes):
+    found, rejected = selected([replace(publish("alice", [2]), **changes)], 1)
+    assert found.chosen == []
+    assert rejected[0][1] == "question"
+
+
+def test_a_peer_cannot_swap_its_questions():
+    honest = publish("alice", [1, 1])
+    swapped = {"0": honest.rollouts["1"], "1": honest.rollouts["0"]}
+    assert selected([replace(honest, rollouts=swapped)], 1)[1][0][1] == "question"
+
+
+def test_one_false_question_spoils_the_publication_and_no_other():
+    honest = publish("alice", [1, 1])
+    spoiled = replace(honest, rollouts={**honest.rollouts, "1": publish("bob", [1]).rollouts["0"]})
+    found, rejected = selected([spoiled, publish("bob", [1])], 4)
+    assert [group.peer_id for group in found.chosen] == ["bob"]
+    assert [node for node, _, _ in rejected] == ["alice"]
+
+
+def test_a_publication_beyond_the_limits_is_counted_and_the_round_goes_on():
+    crowded = publish("alice", [1] * (MANIFEST.limits.questions + 1))
+    found, rejected = selected([crowded, publish("bob", [1])], 1)
+    assert [group.peer_id for group in found.chosen] == ["bob"]
+    assert rejected[0][1] == "limits"
+
+
+def test_nothing_is_scored_for_a_publication_that_is_refused():
+    environment = Doubling()
+    replayed = replace(publish("alice", [2]), peer_id="mallory")
+    with pytest.raises(Rejected):
+        check(list(unpack(replayed, MANIFEST.limits)), MANIFEST, environment)
+    assert environment.scored == []
+
+
+def test_groups_without_signal_are_never_chosen_but_count_as_looked_at():
+    publications = [publish("alice", [0, 4, 2, 0]), publish("bob", [4, 0])]
+    found, _ = selected(publications, 6)
+    assert [(group.peer_id, group.rewards) for group in found.chosen] == [("alice", (1.0, 1.0, 0.0, 0.0))]
+    assert len(found.scored) == 6
+
+
+def test_no_more_are_chosen_than_wanted_and_none_twice():
+    found, _ = selected([publish("alice", [2] * 6)], 4)
+    assert len(found.chosen) == len(set(found.keys)) == 4
+
+
+def test_every_group_with_signal_is_equally_likely_whoever_it_is_from():
+    publications = [publish("alice", [1]), publish("bob", [1, 2, 3])]
+    drawn = Counter()
+    for seed in range(2000):
+        found, _ = selected(publications, 2, seed=seed)
+        drawn.update(found.keys)
+    # with wanted=2, bob is asked because alice has one group: four groups, two places
+    assert len(drawn) == 4
+    for count in drawn.values():
+        assert abs(count - 1000) < 110  # five standard deviations
+
+
+def test_the_draw_depends_on_the_random_numbers_given_and_nothing_else():
+    publications = [publish("alice", [1, 2, 3, 1, 2, 3])]
+    assert selected(publications, 3, seed=1)[0].keys == selected(publications, 3, seed=1)[0].keys
+    assert len({tuple(selected(publications, 3, seed=seed)[0].keys) for seed in range(20)}) > 5
+
+
+def test_no_peer_is_asked_once_enough_is_found():
+    asked = []
+
+    def peers():
+        for name in ("alice", "bob", "carol", "dave"):
+            asked.append(name)
+            yield publish(name, [2, 0])
+
+    found, _ = selected(peers(), 2)
+    assert asked == ["alice", "bob"]
+    assert len(found.chosen) == 2
+
+
+def test_a_node_that_wants_nothing_asks_nobody():
+    def peers():
+        raise AssertionError("asked")
+        yield
+
+    assert selected(peers(), 0)[0].chosen == []
+
+
+def test_a_rollout_is_learned_from_once():
+    first, _ = selected([publish("alice", [2, 2])], 1)
+    second, _ = selected([publish("alice", [2, 2])], 2, used=first.keys)
+    assert len(second.chosen) == 1
+    assert not set(first.keys) & set(second.keys)
+    third, _ = selected([publish("alice", [2, 2])], 2, used=[*first.keys, *second.keys])
+    assert third.chosen == third.scored == []
+
+
+def test_rewards_go_to_the_completions_they_were_given_for():
+    questions = Doubling().questions([3, 4])
+    answered = [
+        ("alice", questions[0], [Completion("6", True), Completion("8", True)]),
+        ("bob", questions[1], [Completion("6", True), Completion("x", True), Completion("8", True)]),
+    ]
+    groups = score(answered, Doubling(), external=False)
+    assert [group.rewards for group in groups] == [(1.0, 0.0), (0.0, 0.0, 1.0)]
+    assert [group.external for group in groups] == [False, False]
+
+
+def group(peer_id, *rewards):
+    return Group(peer_id, question_of(peer_id, 0), (Completion("a", True),) * len(rewards), rewards, True)
+
+
+def test_the_vote_goes_to_the_best_mean_reward_not_to_the_most_rollouts():
+    groups = [group("alice", 0.5, 0.5), group("bob", 1.0, 0.5), group("bob", 0.0, 0.75)]
+    groups += [group("alice", 0.5, 0.75)] * 5
+    assert best_peer(groups) == "alice"
+    assert best_peer(groups[:3]) == "bob"
+
+
+def test_nobody_gets_the_vote_if_nobody_earned_anything():
+    assert best_peer([]) == ""
+    assert best_peer([group("alice", 0.0, 0.0), group("bob", 0.0, 0.0)]) == ""
+
+
+def test_a_tie_is_decided_the_same_way_everywhere():
+    tied = [group("bob", 1.0, 0.0), group("alice", 0.0, 1.0), group("carol", 0.0, 1.0)]
+    assert {best_peer(random.Random(seed).sample(tied, 3)) for seed in range(10)} == {"alice"}
+
+
+def test_seeds_differ_between_peers_rounds_numbers_and_swarms():
+    other = new_manifest(Settings(tasks="chain_sum", seed=43), "test", "owner", 0.0, stages=1)
+    seeds = {
+        question_seed(manifest, round, peer, number)
+        for manifest in (MANIFEST, other)
+        for round in range(10)
+        for peer in ("alice", "bob")
+        for number in range(10)
+    }
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_two_runs_with_one_seed_ask_the_same_questions():
+    later = new_manifest(Settings(tasks="chain_sum", rounds=3), "another name", "somebody", 9.0, stages=1)
+    assert question_seed(later, 1, "alice", 2) == question_seed(MANIFEST, 1, "alice", 2)
+    assert later.swarm() != MANIFEST.swarm()
+
+
+def test_real_tasks_are_checked_and_scored_the_same_way():
+    """The same path with reasoning-gym and its scoring process."""
+    environment = Reasoning([Task("chain_sum")])
+    try:
+        mine = [question_of("alice", number, environment=environment) for number in range(2)]
+        given = {
+            str(number): [
+                Answer(q.prompt, f"<answer>{q.answer}</answer>", 0.0),
+                Answer(q.prompt, "<answer>-1</answer>", 1.0),
+                Answer(q.prompt, f"<answer>{q.answer}</answer> believe me", 1.0),
+            ]
+            for number, q in enumerate(mine)
+        }
+        honest = replace(publish("alice", []), rollouts=given)
+        rejected = []
+        publications = [replace(honest, peer_id="mallory", node="mallory"), honest]
+        found = select(
+            publications, 8, MANIFEST, environment, set(), random.Random(0), lambda *why: rejected.append(why)
+        )
+    finally:
+        environment.close()
+    assert [group.rewards for group in found.chosen] == [(1.0, 0.0, 0.0)] * 2
+    assert {group.question for group in found.chosen} == set(mine)
+    assert [(node, reason) for node, reason, _ in rejected] == [("mallory", "question")]
