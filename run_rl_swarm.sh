@@ -11,4 +11,4 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case "${1:-}" in
 "" | -*) set -- up "$@" ;;
 esac
-exec "$here/.venv/bin/rl-swarm" "$@"
+RL_SWARM_PROGRAM=$0 exec "$here/.venv/bin/rl-swarm" "$@"

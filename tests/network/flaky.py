@@ -29,8 +29,8 @@ class Faults:
 
 
 FAULTS = {
-    "files appear late": Faults(late=0.2),
-    "listings lag": Faults(listing_lag=0.3),
+    "files appear late": Faults(late=0.15),
+    "listings lag": Faults(listing_lag=0.2),
     "others see half of a file": Faults(torn=0.6),
     "old versions are shown again": Faults(late=0.05, stale=0.5),
     "reads fail for a moment": Faults(broken_reads=0.3),

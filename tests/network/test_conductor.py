@@ -67,10 +67,6 @@ class Watched(LocalFiles):
         return watched
 
 
-def die_before(name, call, args):
-    raise Killed
-
-
 def die_after(name, call, args):
     try:
         call(*args)
@@ -79,6 +75,7 @@ def die_after(name, call, args):
 
 
 def die_halfway(name, call, args):
+    """An append may leave half a line; everything else happens whole or not at all."""
     if name == "append":
         path, data = args
         call(path, data[: len(data) // 2])
@@ -91,7 +88,7 @@ class Story:
     nodes = ("ann", "bob", "cleo")
 
     def __init__(self, folder, **changes):
-        self.manifest = make_manifest(rounds=3, stages=2, round_interval=10.0, **changes)
+        self.manifest = make_manifest(rounds=2, stages=2, round_interval=10.0, **changes)
         self.files, self.clock, self.places = LocalFiles(folder), 1000.0, []
         self.settings = Settings(min_peers=2)
         for node in self.nodes[:2]:
@@ -118,7 +115,7 @@ class Story:
         monkeypatch.setattr(time, "time", lambda: self.clock)
         conductor = Conductor(files, self.manifest, OWNER, self.settings, threading.Event())
         for _ in range(100):
-            self.clock += 4.0
+            self.clock += 5.0
             conductor.step(self.clock)
             if conductor.state.phase == "finished":
                 return
@@ -141,7 +138,7 @@ class Story:
         """The history has every stage once, and the totals in the state are those of the history."""
         history, _ = read_history(self.files)
         assert [(ended.round, ended.stage) for ended in history] == [
-            (r, s) for r in range(3) for s in range(2)
+            (r, s) for r in range(2) for s in range(2)
         ]
         assert self.places == sorted(self.places)
         participation, rewards, wins = Counter(), Counter(), Counter()
@@ -165,7 +162,7 @@ class Story:
 
 
 @pytest.mark.parametrize("round_end", ["everyone", "interval"])
-@pytest.mark.parametrize("death", [die_before, die_halfway, die_after])
+@pytest.mark.parametrize("death", [die_halfway, die_after])
 def test_a_conductor_that_is_killed_at_any_call_is_replaced_without_a_trace(
     death, round_end, tmp_path, monkeypatch
 ):
@@ -183,12 +180,12 @@ def test_a_conductor_that_is_killed_at_any_call_is_replaced_without_a_trace(
             story.check()
             break
 
-    assert calls > 40  # it died in many places before it lived
+    assert calls > 30  # it died in many places before it lived
 
 
 def test_a_conductor_that_is_killed_again_and_again_gets_there(tmp_path, monkeypatch):
     story, deaths = Story(tmp_path), 0
-    for calls in [*range(3, 25), *[25] * 20]:
+    for calls in [*range(3, 20), *[25] * 20]:
         try:
             story.conduct(Watched(tmp_path, calls, die_halfway), monkeypatch)
         except Killed:
@@ -453,7 +450,7 @@ def test_a_disk_that_stays_full_is_said(swarm):
 def test_rounds_on_an_interval_take_few_calls(tmp_path):
     """Per round: the conductor lists peers and reports, reads each, writes history and state; and nodes look at
     the state a few times, however often they could."""
-    swarm = Small(tmp_path, round_end="interval", round_interval=0.5, rounds=5)
+    swarm = Small(tmp_path, round_end="interval", round_interval=0.3, rounds=5)
     files, theirs = Watched(tmp_path), Watched(tmp_path)
     running = Background(swarm.restarted(files).run)
     node = FolderCoordinator(theirs, swarm.manifest, identity_of("ann"), "ann", threading.Event(), 0.02)
@@ -468,7 +465,7 @@ def test_rounds_on_an_interval_take_few_calls(tmp_path):
     assert files.calls["read"] <= 5 * 4 + 4
     assert files.calls["write"] + files.calls["append"] <= 2 * 5 + 1
     assert theirs.calls["write"] == 4  # it had reported for round 0
-    assert theirs.calls["read"] <= 25 + 5 * 6  # the first round is met in its middle and polled for
+    assert theirs.calls["read"] <= 15 + 5 * 6  # the first round is met in its middle and polled for
 
 
 def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):

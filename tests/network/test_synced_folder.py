@@ -70,13 +70,13 @@ def in_lockstep(exchange, done, others):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
-    manifest = make_manifest(rounds=3, stages=2, round_end="lockstep")
+    manifest = make_manifest(rounds=2, stages=2, round_end="lockstep")
     drive, state, outcome = play(tmp_path, FAULTS[fault], manifest, 11, in_lockstep)
 
     assert drive.met, "a drive without faults"
     assert outcome.rejected == []
     assert [record for record in caplog.records if "not used" in record.message] == []
-    places = [(number, stage) for number in range(3) for stage in range(2)]
+    places = [(number, stage) for number in range(2) for stage in range(2)]
     for node in NODES:
         assert outcome.received[node] == [
             publication(manifest, other, *place, text=f"{other} in {place}")
@@ -89,12 +89,12 @@ def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
     assert all(ended.reports.keys() == {peer_id(node) for node in NODES} for ended in history)
     assert state.phase == "finished"
     assert {m.node: (m.participation, m.reward) for m in state.members.values()} == dict.fromkeys(
-        NODES, (3, 3.0)
+        NODES, (2, 2.0)
     )
 
 
 def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_path, caplog):
-    manifest = make_manifest(rounds=8, round_end="interval", round_interval=0.3)
+    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.3)
 
     def from_three_rounds(exchange, done, others):
         time.sleep(0.1)

@@ -1,8 +1,14 @@
 """The commands. Importing this loads no torch; each command imports what it needs."""
 
+import os
 import sys
 
 from rl_swarm.errors import UserError
+
+
+def program() -> str:
+    """How the user calls this program, for the commands that it suggests."""
+    return os.environ.get("RL_SWARM_PROGRAM", "rl-swarm")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from rl_swarm.cli import program
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config import Settings
@@ -30,7 +31,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     console = Console(highlight=False)
     root = resume or run or _new_run_directory()
     if resume is None and (root / "manifest.json").exists():
-        raise UserError(f"--run {root}: there is a run already. Go on with `rl-swarm up --resume {root}`.")
+        raise UserError(f"--run {root}: there is a run already. Go on with `{program()} up --resume {root}`.")
     if resume is not None:
         view = RunView.open(resume)
         if view.state is not None and view.state.phase == "finished":
@@ -66,7 +67,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     view = RunView.open(root)
     if interrupted.is_set():
         console.print(
-            f"Stopped at round {view.state.round if view.state else 0}. Go on with: rl-swarm up --resume {root}"
+            f"Stopped at round {view.state.round if view.state else 0}. Go on with: {program()} up --resume {root}"
         )
         sys.exit(130)
     print_summary(view, time.monotonic() - started, console)
@@ -113,7 +114,7 @@ def list_runs(root: Path) -> None:
             phase = "stopped"
         table.add_row(str(folder), phase, rounds, str(len(view.nodes)), held_out)
     console = Console(highlight=False)
-    console.print(table if table.row_count else f"No runs in {root}. Start one: rl-swarm up")
+    console.print(table if table.row_count else f"No runs in {root}. Start one: {program()} up")
 
 
 def remove_runs(root: Path, names: list[str]) -> None:

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_swarm.cli import program
 from rl_swarm.cli.live import clock
 from rl_swarm.evaluation import mean
 from rl_swarm.report import RunView
@@ -19,7 +20,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         title="Held-out score: questions that training never saw",
         title_justify="left",
         box=None,
-        padding=(0, 2, 0, 0),
+        padding=(0, 1, 0, 0),
     )
     table.add_column("node", no_wrap=True)
     for title in ("before", "after", "times", "greedy", "formed", "right then"):
@@ -57,13 +58,14 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
             f"({taken / max(1, taken + own):.0%}) came from other nodes."
         )
     console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    call = program()
     console.print(
         "\n[bold]Next[/]\n"
-        f"  rl-swarm validate {run.root}     is this run sound?\n"
-        f"  rl-swarm chat {_checkpoint(run, best.node)}\n"
-        "  rl-swarm up --external 0          the same without sharing\n"
-        "  rl-swarm models                   larger models that fit this machine",
-        highlight=False,
+        f"  {call} validate {run.root}    is this run sound?\n"
+        f"  {call} up --external 0    the same without sharing\n"
+        f"  {call} models    larger models that fit this machine\n"
+        f"  {call} chat {_checkpoint(run, best.node)}",
+        soft_wrap=True,
     )
 
 
@@ -74,14 +76,14 @@ def _short(text: str, most: int = 160) -> str:
 
 def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:
     times = f"{now['sampled'] / start['sampled']:.1f}x" if start["sampled"] else ""
-    greedy = f"{start['greedy']:.2f} → {now['greedy']:.2f}" if now.get("greedy") is not None else ""
+    greedy = f"{start['greedy']:.2f}→{now['greedy']:.2f}" if now.get("greedy") is not None else ""
     return [
         f"{start['sampled']:.3f}",
         f"{now['sampled']:.3f}",
         times,
         greedy,
-        f"{start['well_formed']:.2f} → {now['well_formed']:.2f}",
-        f"{start['accuracy_well_formed']:.2f} → {now['accuracy_well_formed']:.2f}",
+        f"{start['well_formed']:.2f}→{now['well_formed']:.2f}",
+        f"{start['accuracy_well_formed']:.2f}→{now['accuracy_well_formed']:.2f}",
     ]
 
 
