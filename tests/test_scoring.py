@@ -31,7 +31,7 @@ EVALUATING = (
     "puzzle24",
 )
 HASH_SENSITIVE = (Task("ransom_note"), Task("isomorphic_strings"))  # other questions under another hash seed
-SLOW = "¬" * 2000 + "P"  # takes the scorer of propositional_logic many seconds
+SLOW = "¬" * 8000 + "P"  # takes the scorer of propositional_logic many seconds
 
 
 def tagged(answer):
@@ -267,6 +267,14 @@ def test_a_peer_whose_every_answer_stalls_the_process_is_not_waited_for(logic, m
     (slow,) = of_task(logic, "propositional_logic")
     assert logic.score([(slow, tagged(SLOW))] * 64) == [0.0] * 64
     assert logic.scorer.restarts == 1
+
+
+def test_more_answers_than_fit_in_one_batch_are_scored_in_order(logic, monkeypatch):
+    monkeypatch.setattr(process, "BATCH", 3)
+    questions = of_task(logic, "chain_sum", 8)
+    rights = [True, False, True, True, False, False, True, False]
+    answered = [(q, tagged(q.answer if right else "no")) for q, right in zip(questions, rights, strict=True)]
+    assert logic.score(answered) == [float(right) for right in rights]
 
 
 def test_a_process_that_dies_is_started_again_and_asks_the_same(logic):

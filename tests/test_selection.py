@@ -238,10 +238,9 @@ def group(peer_id, *rewards):
 
 
 def test_the_vote_goes_to_the_best_mean_reward_not_to_the_most_rollouts():
-    groups = [group("alice", 0.5, 0.5), group("bob", 1.0, 0.5), group("bob", 0.0, 0.75)]
-    groups += [group("alice", 0.5, 0.75)] * 5
-    assert best_peer(groups) == "alice"
-    assert best_peer(groups[:3]) == "bob"
+    groups = [group("alice", 0.5, 0.5)] * 3 + [group("bob", 1.0, 0.0, 1.0), group("bob", 0.0, 1.0, 1.0)]
+    assert best_peer(groups) == "bob"
+    assert best_peer([*groups, group("bob", 0.0, 0.0, 0.0)]) == "alice"
 
 
 def test_nobody_gets_the_vote_if_nobody_earned_anything():

@@ -8,7 +8,7 @@ from rl_swarm.network import conductor, folder
 def short_pauses(monkeypatch):
     """A drive's faults last a tenth of a second here, so pauses after them are as short."""
     for module in (folder, conductor):
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.03)
+        monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture

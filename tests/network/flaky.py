@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rl_swarm.network.files import LocalFiles
 
-MOMENT = 0.08  # seconds that a fault lasts
+MOMENT = 0.05  # seconds that a fault lasts
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Faults:
 
 
 FAULTS = {
-    "files appear late": Faults(late=0.15),
-    "listings lag": Faults(listing_lag=0.2),
+    "files appear late": Faults(late=0.1),
+    "listings lag": Faults(listing_lag=0.15),
     "others see half of a file": Faults(torn=0.6),
     "old versions are shown again": Faults(late=0.05, stale=0.5),
     "reads fail for a moment": Faults(broken_reads=0.3),
@@ -38,7 +38,7 @@ FAULTS = {
     "files appear twice": Faults(copies=0.7),
 }
 FAULTS["everything at once"] = Faults(
-    late=0.1, listing_lag=0.1, torn=0.2, stale=0.2, broken_reads=0.1, broken_writes=0.1, copies=0.3
+    late=0.06, listing_lag=0.06, torn=0.2, stale=0.2, broken_reads=0.1, broken_writes=0.1, copies=0.3
 )
 
 

@@ -118,7 +118,7 @@ class Background(threading.Thread):
     def run(self) -> None:
         try:
             self.value = self.function()
-        except BaseException as error:  # noqa: BLE001 (raised again by `result`)
+        except BaseException as error:
             self.error = error
 
     def result(self, seconds: float = 20.0):

@@ -94,7 +94,7 @@ def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
 
 
 def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_path, caplog):
-    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.3)
+    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.25)
 
     def from_three_rounds(exchange, done, others):
         time.sleep(0.1)

@@ -43,7 +43,9 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Pa
     """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`."""
     target = root / f"round_{place.round}" / node
     aside = target.with_name(f".{node}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    for left in root.glob(f"round_*/.{node}.*.tmp"):  # by a process that was killed while it saved
+        if left.name[len(node) + 2 : -4].isdigit():
+            shutil.rmtree(left, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         policy.save(aside)

@@ -31,10 +31,12 @@ class Policy:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.system_prompt, self.settings = system_prompt, settings
         self.version = 0  # updates done
+        self.batch = 512  # sequences sampled at once
         self.tokenizer_hash = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
         eos = model.generation_config.eos_token_id
         self.eos = frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
         self.eos -= {None}
+        self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.trainer = Trainer(model, self.pad, settings)
 
@@ -44,7 +46,10 @@ class Policy:
         device = pick_device(settings)
         name = pick_model(settings, device)
         model, tokenizer = load_model(str(path or name), settings.hf_token)
-        return cls(model.to(device), tokenizer, name, system_prompt, settings)
+        policy = cls(model.to(device), tokenizer, name, system_prompt, settings)
+        if path and policy.trainer.reference is not None:
+            policy.trainer.reference = load_model(name, settings.hf_token)[0].to(device).eval()
+        return policy
 
     @property
     def device(self) -> torch.device:
@@ -64,9 +69,9 @@ class Policy:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def sample(
-        self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False, batch: int = 512
+        self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False
     ) -> list[list[Completion]]:
-        """`count` completions of every prompt, `batch` at a time."""
+        """`count` completions of every prompt, `batch` at a time; fewer when memory runs out."""
         settings = self.settings
         decoding = Decoding(
             settings.completion_tokens(),
@@ -79,11 +84,20 @@ class Policy:
         )
         self.model.eval()
         done: list[list[Completion]] = []
-        step = max(1, batch // count)
-        for start in range(0, len(prompts), step):
+        while (start := len(done)) < len(prompts):
+            step = max(1, self.batch // count)
             ids = [self.prompt_ids(prompt) for prompt in prompts[start : start + step]]
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                samples = sample(self.model, ids, count, decoding, seed + start)
+            try:
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                    samples = sample(self.model, ids, count, decoding, seed + start)
+            except torch.OutOfMemoryError:
+                if len(ids) == 1:
+                    raise
+                self.batch = len(ids) * count // 2
+                log.warning("out of memory: now sampling at most %d sequences at once", self.batch)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                continue
             done += [
                 [
                     Completion(
@@ -108,15 +122,20 @@ class Policy:
         return update
 
     def _tokens(self, group: Group) -> TrainingGroup:
-        """The group in this model's tokens. Text of others is encoded anew: their tokens may mean something else."""
+        """The group in this model's tokens. Text of others is encoded anew: their tokens may mean something else.
+
+        A stranger's completion that is longer than any of our own is cut, so that it costs no more than one.
+        """
         settings = self.settings
-        encoded, logprobs, known = [], [], True
+        limit = settings.completion_tokens()
+        encoded, logprobs, whole, known = [], [], [], True
         for completion in group.completions:
             ids = self._own_tokens(completion) if group.external else completion.tokens
             if ids is None or completion.logprobs is None or len(ids) != len(completion.logprobs):
                 ids, known = self.encode(completion), False
-            encoded.append(ids)
-            logprobs.append(completion.logprobs or ())
+            encoded.append(ids[:limit])
+            logprobs.append((completion.logprobs or ())[:limit])
+            whole.append(completion.ended and len(ids) <= limit)
         use_claims = settings.external_correction == "capped"
         return TrainingGroup(
             prompt=self.prompt_ids(group.question.prompt),
@@ -124,17 +143,23 @@ class Policy:
             advantages=grpo.advantages(group.rewards, settings.normalize_advantages),
             logprobs=logprobs if known and (use_claims or not group.external) else None,
             claimed=group.external and known and use_claims,
-            trained=[c.ended for c in group.completions] if settings.mask_truncated else (),
+            trained=whole if settings.mask_truncated else (),
         )
 
     def _own_tokens(self, completion: Completion) -> tuple[int, ...] | None:
-        """The tokens that a peer sent, if they say in this model's vocabulary what its text says."""
-        if completion.tokens is None or max(completion.tokens, default=-1) >= len(self.tokenizer):
+        """The tokens that a peer sent, if they say in this model's vocabulary what its text says, and no more.
+
+        Control tokens do not show in a text. The end is the only one that a stranger can teach.
+        """
+        tokens = completion.tokens
+        if not tokens or min(tokens) < 0 or max(tokens) >= len(self.tokenizer):
             return None
-        if min(completion.tokens, default=-1) < 0:
+        if (tokens[-1] in self.eos) != completion.ended:
             return None
-        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        return completion.tokens if text == completion.text else None
+        words = tokens[:-1] if completion.ended else tokens
+        if self.special.intersection(words) or self.tokenizer.decode(words) != completion.text:
+            return None
+        return tokens
 
     def encode(self, completion: Completion) -> tuple[int, ...]:
         """A text as tokens. Control tokens spelt out in it stay text; the end is added if it ended by itself."""

@@ -1,16 +1,18 @@
 """Many completions, fast: all questions times all completions in one batch, each prompt computed once.
 
-A sequence that has ended leaves the batch, so cost follows the tokens produced and not the longest
-answer. The log-probability of every sampled token comes along. Results depend on the seed alone.
+Models of the known families take the fast path of `decoder`, all others go through transformers. A
+sequence that has ended leaves the batch, so cost follows the tokens produced and not the longest answer. The log-probability of every sampled token comes along. Results depend on the seed alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.sequences import Model, Prefix, run_prompts
+from rl_swarm.learning.decoder import Decoder, GrowingCache, Layout
+from rl_swarm.learning.sequences import Model, run_prompts
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Decoding:
     greedy: bool = False
 
 
+class Continuation(Protocol):
+    """A batch of sequences that grow by a token at a time."""
+
+    logits_BV: Tensor  # of the next token
+
+    def extend(self, token_B: Tensor) -> None: ...
+
+    def keep(self, rows: Tensor) -> None: ...
+
+
 @torch.no_grad()
 def sample(
     model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, seed: int
@@ -39,9 +51,7 @@ def sample(
     device = model.device
     generator = torch.Generator(device=device).manual_seed(seed)
     total = len(prompts) * count
-    prefix = run_prompts(model, prompts, decoding.pad)
-    prefix = prefix.select(torch.arange(len(prompts), device=device).repeat_interleave(count))
-
+    going = continuation(model, prompts, count, decoding)
     tokens_BT = torch.full((total, decoding.max_new_tokens), decoding.pad, device=device)
     logprobs_BT = torch.zeros(total, decoding.max_new_tokens, device=device)
     eos = torch.tensor(sorted(decoding.eos), device=device)
@@ -50,7 +60,7 @@ def sample(
     rows = torch.arange(total, device=device)  # the sequences still in the batch
 
     for step in range(decoding.max_new_tokens):
-        token_B, logprob_B = draw(prefix.logits_BV, decoding, generator)
+        token_B, logprob_B = draw(going.logits_BV, decoding, generator)
         tokens_BT[rows, step], logprobs_BT[rows, step] = token_B, logprob_B
         done_B = torch.isin(token_B, eos)
         if done_B.any():
@@ -60,9 +70,9 @@ def sample(
             if len(staying) == 0:
                 break
             rows, token_B = rows[staying], token_B[staying]
-            prefix = prefix.select(staying)
+            going.keep(staying)
         if step + 1 < decoding.max_new_tokens:
-            prefix = extend(model, prefix, token_B)
+            going.extend(token_B)
 
     samples = [
         Sample(tuple(tokens[:length]), tuple(logprobs[:length]), ended)
@@ -73,17 +83,51 @@ def sample(
     return [samples[start : start + count] for start in range(0, total, count)]
 
 
-def extend(model: Model, prefix: Prefix, token_B: Tensor) -> Prefix:
-    """The prefix with one more token each."""
-    mask_BL = torch.cat([prefix.mask_BL, prefix.mask_BL.new_ones(len(token_B), 1)], 1)
-    output = model(
-        input_ids=token_B[:, None],
-        attention_mask=mask_BL,
-        position_ids=prefix.next_position_B[:, None],
-        past_key_values=prefix.cache,
-        use_cache=True,
-    )
-    return Prefix(output.past_key_values, mask_BL, prefix.next_position_B + 1, output.logits[:, -1])
+def continuation(
+    model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding
+) -> Continuation:
+    """The prompts, each of them run once and then continued `count` times."""
+    rows = torch.arange(len(prompts), device=model.device).repeat_interleave(count)
+    if Decoder.supports(model):
+        return Packed(Decoder(model), prompts, rows, decoding.max_new_tokens)
+    return Plain(model, prompts, rows, decoding.pad)
+
+
+class Packed:
+    """The fast path."""
+
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Tensor, room: int) -> None:
+        self.decoder = decoder
+        layout = Layout.of([len(p) for p in prompts], rows.device, on_the_right=True)
+        self.cache = GrowingCache(decoder, layout, rows, room)
+        ids_N = torch.tensor([token for prompt in prompts for token in prompt], device=rows.device)
+        hidden = decoder.run(ids_N, layout.positions(), self.cache.read_prompts)
+        last_P = torch.tensor(layout.lengths, device=rows.device).cumsum(0) - 1
+        self.logits_BV = decoder.head(hidden[last_P])[rows]
+
+    def extend(self, token_B: Tensor) -> None:
+        hidden = self.decoder.run(token_B, self.cache.next_B, self.cache.read_token)
+        self.cache.grown()
+        self.logits_BV = self.decoder.head(hidden)
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.keep(rows)
+
+
+class Plain:
+    """Through transformers, for any model."""
+
+    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], rows: Tensor, pad: int) -> None:
+        self.model = model
+        self.prefix = run_prompts(model, prompts, pad).select(rows)
+        self.logits_BV = self.prefix.logits_BV
+
+    def extend(self, token_B: Tensor) -> None:
+        self.prefix = self.prefix.extended(self.model, token_B)
+        self.logits_BV = self.prefix.logits_BV
+
+    def keep(self, rows: Tensor) -> None:
+        self.prefix = self.prefix.select(rows)
 
 
 def draw(logits_BV: Tensor, decoding: Decoding, generator: torch.Generator) -> tuple[Tensor, Tensor]:

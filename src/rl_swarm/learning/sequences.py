@@ -1,6 +1,6 @@
-"""Running a model over prompts and their completions, each prompt once.
+"""Running any model of transformers over prompts and their completions, each prompt once.
 
-The completions of a group share their prompt. It is computed once, its keys and values are handed to
+The known families have a faster way (`decoder`). The completions of a group share their prompt. It is computed once, its keys and values are handed to
 every completion, and gradients flow back through them: the same numbers as full sequences, without
 the repetition. Prompts are padded on the left and completions on the right, so nothing stands between
 a prompt and its completion. Shapes: P prompts, B completions, L prompt length, T completion length, V words.
@@ -29,6 +29,18 @@ class Prefix:
         """The prefix for a batch whose i-th row continues row `rows[i]` of this one. Takes over the cache."""
         self.cache.batch_select_indices(rows)
         return Prefix(self.cache, self.mask_BL[rows], self.next_position_B[rows], self.logits_BV[rows])
+
+    def extended(self, model: Model, token_B: Tensor) -> "Prefix":
+        """The prefix with one more token each."""
+        mask_BL = torch.cat([self.mask_BL, self.mask_BL.new_ones(len(token_B), 1)], 1)
+        output = model(
+            input_ids=token_B[:, None],
+            attention_mask=mask_BL,
+            position_ids=self.next_position_B[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return Prefix(output.past_key_values, mask_BL, self.next_position_B + 1, output.logits[:, -1])
 
 
 def run_prompts(model: Model, prompts: Sequence[Sequence[int]], pad: int) -> Prefix:

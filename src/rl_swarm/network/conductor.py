@@ -31,6 +31,7 @@ from rl_swarm.network.folder import (
     TRIES,
     documents,
     patiently,
+    pauses,
     place,
     read_state,
     report_folder,
@@ -68,6 +69,7 @@ class Conductor:
         self._refused: set[str] = set()  # paths whose rejection has been logged
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
         self._look_again_at = 0.0
+        self._pauses = pauses(settings.poll_interval)
         self.state = self._restore(time.time())
 
     def run(self) -> State:
@@ -90,13 +92,21 @@ class Conductor:
 
     def step(self, now: float) -> None:
         """One look at the folder."""
-        again = now >= self._look_again_at
+        # With rounds on an interval nobody is waited for, so signs of life decide nothing.
+        again = now >= self._look_again_at and self.rules.end != "interval"
         if again:
             self._look_again_at = now + self.rules.peer_timeout / 4
-        state = self._members(self.state, now, again)
+        state = self.state
+        if again or state.phase == "waiting":
+            state = self._members(state, now, again)
         if state.phase == "running":
             state = self._reports(state, now)
         after, why = rounds.advance(state, self.rules, now)
+        if why is not None and not again:  # who joined meanwhile is a member, and is waited for
+            state = self._members(state, now, again)
+            after, why = rounds.advance(state, self.rules, now)
+        if len(state.reports) > len(self.state.reports):  # others will follow soon
+            self._pauses = pauses(self.settings.poll_interval)
         if why is not None:
             self._write_history(state, why, now)
             log.info(
@@ -305,7 +315,7 @@ class Conductor:
             return 0.0
         if self.rules.end == "interval" and self.state.phase == "running":
             return max(0.01, self.state.started + self.rules.interval - now)
-        return self.settings.poll_interval
+        return next(self._pauses)
 
 
 def expired(rounds_present: Iterable[tuple[str, int]], current: int, keep: int) -> list[str]:

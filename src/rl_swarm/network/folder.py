@@ -68,6 +68,14 @@ def documents(files: Files, folder: str) -> Iterator[str]:
             yield node
 
 
+def pauses(longest: float) -> Iterator[float]:
+    """Between looks at something that is expected any moment: short at first, so that little time is lost."""
+    pause = longest / 4
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)
+
+
 def patiently(act: Callable[[], T], stop: threading.Event) -> T:
     """Does what a synced folder may refuse now and allow a second later. `FileNotFoundError` is an answer."""
     pause = FIRST_PAUSE
@@ -141,6 +149,7 @@ class FolderExchange:
         self._forget(round)
         waiting = list(dict.fromkeys(nodes))[: self.max_peers]
         deadline = time.monotonic() + patience
+        pause = pauses(self.poll)
         while waiting:
             last_look = time.monotonic() >= deadline
             for node in list(waiting):
@@ -156,7 +165,7 @@ class FolderExchange:
                     break
             if not waiting or last_look:
                 return
-            if self.stop.wait(min(self.poll, max(0.0, deadline - time.monotonic()))):
+            if self.stop.wait(min(next(pause), max(0.0, deadline - time.monotonic()))):
                 return
 
     def _fetch(self, key: tuple[int, int, str]) -> None:
@@ -220,7 +229,7 @@ class FolderCoordinator:
         self.stop, self.poll = stop, poll
         self._last = State(swarm=manifest.swarm())
         self._looked = -math.inf  # when this node last looked at the state
-        self._since = -math.inf  # the present stage began after this moment
+        self._since = -math.inf  # the present stage began after this moment, with rounds on an interval
         self._refusal = ""  # why a state was not used, said once
         self._reported: set[tuple[int, int]] = set()
 
@@ -258,22 +267,35 @@ class FolderCoordinator:
                 log.warning("%s is not used: %s", STATE, error)
             return self._last
         if place(state) > place(self._last):
-            self._last, self._since = state, looked
+            self._last, self._since = state, max(looked, self._since + self.manifest.round_interval)
         return self._last
 
     def wait_for(self, after: tuple[int, int]) -> State | None:
+        pause = pauses(self.poll)
         while not self.stop.is_set():
-            state = self.current()
-            if state.phase == "finished" or (state.phase == "running" and (state.round, state.stage) > after):
-                return state
-            self.stop.wait(self._pause(state))
+            left = self._nothing_new_for(after)
+            if left == 0.0:
+                state = self.current()
+                if is_past(state, after):
+                    return state
+                left = self._nothing_new_for(after) or next(pause)
+            self.stop.wait(left)
         return None
 
-    def _pause(self, state: State) -> float:
-        """With rounds on an interval there is nothing to see before it has passed."""
-        if self.manifest.round_end != "interval" or state.phase != "running":
-            return self.poll
-        return max(self.poll, self._since + self.manifest.round_interval - time.monotonic())
+    def _nothing_new_for(self, after: tuple[int, int]) -> float:
+        """Seconds in which there is nothing to see: with rounds on an interval, until it has passed."""
+        if (
+            self.manifest.round_end != "interval"
+            or self._last.phase != "running"
+            or is_past(self._last, after)
+        ):
+            return 0.0
+        expected = self._since + self.manifest.round_interval + next(pauses(self.poll))
+        return max(0.0, expected - time.monotonic())
+
+
+def is_past(state: State, after: tuple[int, int]) -> bool:
+    return state.phase == "finished" or (state.phase == "running" and (state.round, state.stage) > after)
 
 
 def place(state: State) -> tuple[int, int, int]:

@@ -15,8 +15,9 @@ from rl_swarm.environments.tasks import Task
 
 START_SECONDS = 120.0
 QUESTION_SECONDS = 120.0
+BATCH = 512  # answers scored at once
 SCORE_SECONDS = 10.0  # for a batch; the process itself stops one item after 2 s
-PATIENCE_SECONDS = 60.0  # with the answers of one peer, however many of them break or stall the process
+PATIENCE_SECONDS = 60.0  # lost to the answers of one peer, however many of them break or stall the process
 MAX_REPLY = 64 << 20
 
 
@@ -28,6 +29,7 @@ class ScoringProcess:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = list(tasks)
         self.restarts = 0
+        self._lost = 0.0  # seconds, to answers that broke the process
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
@@ -40,7 +42,9 @@ class ScoringProcess:
     def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
         """The task's own score of every answer. An answer that breaks the process gets 0 and costs the others nothing."""
         items = [[question.number, question.seed, answer] for question, answer in answered]
-        return self._score(items, time.monotonic() + PATIENCE_SECONDS)
+        self._lost = 0.0
+        batches = [items[start : start + BATCH] for start in range(0, len(items), BATCH)]
+        return [score for batch in batches for score in self._score(batch)]
 
     def close(self) -> None:
         if self._process is not None:
@@ -51,19 +55,21 @@ class ScoringProcess:
                     pipe.close()
             self._process = None
 
-    def _score(self, items: list[list[object]], deadline: float) -> list[float]:
-        if not items or time.monotonic() > deadline:
+    def _score(self, items: list[list[object]]) -> list[float]:
+        if self._lost > PATIENCE_SECONDS:
             return [0.0] * len(items)
+        started = time.monotonic()
         try:
             return [
                 float(score) for score in self._ask({"do": "score", "items": items}, SCORE_SECONDS)["scores"]
             ]
         except ScorerBroke:
             self._restart()
+            self._lost += time.monotonic() - started
         if len(items) == 1:
             return [0.0]
         half = len(items) // 2
-        return self._score(items[:half], deadline) + self._score(items[half:], deadline)
+        return self._score(items[:half]) + self._score(items[half:])
 
     def _questions(self, request: dict[str, object]) -> list[Question]:
         for attempt in range(2):

@@ -1,0 +1,438 @@
+"""What a folder swarm costs: calls, bytes and seconds, with 4 nodes and 2 stages per round.
+
+    python benchmarks/folder.py [--rounds 100] [--json]
+
+Exchange, coordinator, conductor and selection are the real ones; only the model is missing: a node "generates"
+by sleeping and publishes text made from a seed (8 questions x 8 completions, prompts of about 400 characters,
+responses of about 300, English prose and arithmetic). Every call at the folder is counted, also those that find
+nothing. Times are scaled down: an interval of 0.4 s with looks every 0.4/30 s stands for 60 s with looks every
+2 s. In the last two rows looks are as far apart as they really are and every call takes 0.1 s, as on a drive
+across the network; they say what a stage costs in seconds there.
+
+What counts as added: out of lock-step the seconds a node spends on publishing, collecting and reporting, and from
+the moment a state is written until it sees it; in lock-step all that a stage takes beyond its slowest node's work.
+
+The same content as plain JSON, in the layout of the system we replace, is measured in the same run.
+"""
+
+import argparse
+import json
+import logging
+import pydoc_data.topics
+import random
+import re
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_swarm import selection
+from rl_swarm.config import RoundEnd, Settings
+from rl_swarm.environments.base import Question
+from rl_swarm.environments.tasks import Task
+from rl_swarm.identity import Identity
+from rl_swarm.manifest import Manifest, derive, question_seed
+from rl_swarm.network.conductor import Conductor
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
+from rl_swarm.rollouts import Completion, Group, Publication, Sampling, answers
+from rl_swarm.rounds import PeerInfo, Report, State
+from rl_swarm.worker import signs_of_life
+
+NODES, STAGES, QUESTIONS, COMPLETIONS = 4, 2, 8, 8
+MAX_AGE = 2  # rounds back that a node asks for, out of lock-step
+REPLACED = {"calls per stage": "about 16", "seconds per stage": "1 to 2", "MB per 100 rounds": "8"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    end: RoundEnd
+    external: int  # J: groups with signal that a node wants; it stops asking when it has them
+    interval: float = 0.4
+    poll: float = 0.4 / 30
+    work: tuple[float, float] = (0.1, 0.25)  # seconds that generating takes, at least and at most
+    latency: float = 0.0  # seconds that every call takes
+    rounds: int | None = None
+
+    @property
+    def life(self) -> float:
+        """The peer timeout: twice the interval, as by default."""
+        return 2 * self.interval if self.end == "interval" else 120.0
+
+
+EVERYTHING = NODES * QUESTIONS
+SCENARIOS = [
+    Scenario("interval, 4 external groups", "interval", 4),
+    Scenario("lock-step, 4 external groups", "lockstep", 4, poll=0.02, work=(0.03, 0.06)),
+    Scenario("interval, everything from everyone", "interval", EVERYTHING),
+    Scenario("lock-step, everything from everyone", "lockstep", EVERYTHING, poll=0.02, work=(0.03, 0.06)),
+    Scenario("interval, 0.1 s per call", "interval", 4, 6.0, 2.0, (1.5, 3.0), 0.1, rounds=4),
+    Scenario("lock-step, 0.1 s per call", "lockstep", 4, 6.0, 2.0, (1.5, 3.0), 0.1, rounds=4),
+]
+
+
+@dataclass
+class Tally:
+    """Calls at the folder, by what they are about and how they went."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
+    read: Counter[str] = field(default_factory=Counter)
+    stages: list[float] = field(default_factory=list)  # when each state was written
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, path: str, call: str, written: int = 0, read: int = 0) -> None:
+        subject = path.partition("/")[0]
+        with self.lock:
+            self.calls[subject, call] += 1
+            self.written[subject] += written
+            self.read[subject] += read
+
+    def about(self, *subjects: str) -> int:
+        return sum(count for (subject, _), count in self.calls.items() if not subjects or subject in subjects)
+
+
+class CountedFiles(LocalFiles):
+    def __init__(self, root: Path, tally: Tally, latency: float) -> None:
+        super().__init__(root)
+        self.tally, self.latency = tally, latency
+
+    def read(self, path: str, limit: int) -> bytes:
+        time.sleep(self.latency)
+        try:
+            data = super().read(path, limit)
+        except FileNotFoundError:
+            self.tally.note(path, "nothing there")
+            raise
+        self.tally.note(path, "read", read=len(data))
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        time.sleep(self.latency)
+        super().write(path, data)
+        self.tally.note(path, "write", written=len(data))
+        if path == STATE:
+            self.tally.stages.append(time.monotonic())
+
+    def append(self, path: str, data: bytes) -> None:
+        time.sleep(self.latency)
+        super().append(path, data)
+        self.tally.note(path, "append", written=len(data))
+
+    def names(self, folder: str) -> list[str]:
+        time.sleep(self.latency)
+        self.tally.note(folder, "list")
+        return super().names(folder)
+
+
+class Prose:
+    """English that repeats itself no more than English does: the texts of Python's own manual."""
+
+    def __init__(self) -> None:
+        text = " ".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+        self.words = re.sub(r"[^\w\s.,;:'()?!-]|_", " ", text).split()
+
+    def passage(self, length: int, rng: random.Random) -> str:
+        words: list[str] = []
+        place = rng.randrange(len(self.words) - length)
+        while sum(map(len, words)) + len(words) < length:
+            words.append(self.words[place + len(words)])
+        return " ".join(words)
+
+    def prompt(self, seed: int) -> str:
+        rng = random.Random(seed)
+        terms = [rng.randint(2, 9999) for _ in range(4)]
+        return f"{self.passage(340, rng)}\nWhat is {terms[0]} * {terms[1]} + {terms[2]} - {terms[3]}?"
+
+    def response(self, rng: random.Random, right: bool) -> str:
+        steps = "\n".join(
+            f"{a} {sign} {b} = {a + b if sign == '+' else a * b}"
+            for a, b, sign in (
+                (rng.randint(2, 9999), rng.randint(2, 999), rng.choice("+*")) for _ in range(3)
+            )
+        )
+        return f"{self.passage(220, rng)}\n{steps}\n<answer>{rng.randint(1000, 99999)}{'!' * right}</answer>"
+
+
+class Arithmetic:
+    """An environment that scores what `Prose` writes. About half of the groups have signal."""
+
+    stages, system_prompt = STAGES, ""
+
+    def __init__(self) -> None:
+        self.prose = Prose()
+
+    def questions(self, seeds: Sequence[int]) -> list[Question]:
+        return [Question("arithmetic", 0, seed, self.prose.prompt(seed), None) for seed in seeds]
+
+    def held_out(self, count: int) -> list[Question]:
+        return self.questions(range(count))
+
+    def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
+        return [float(text.endswith("!</answer>")) for _, text in answered]
+
+    def well_formed(self, text: str) -> bool:
+        return text.endswith("</answer>")
+
+    def close(self) -> None: ...
+
+    def generate(self, questions: Sequence[Question], rng: random.Random) -> list[list[Completion]]:
+        shares = [rng.choice((0.0, 0.3, 0.6, 1.0)) for _ in questions]
+        return [
+            [Completion(self.prose.response(rng, rng.random() < share), True) for _ in range(COMPLETIONS)]
+            for share in shares
+        ]
+
+
+@dataclass
+class Node:
+    """A node without a model: what `rl_swarm.node` does around it, in the same order."""
+
+    name: str
+    identity: Identity
+    scenario: Scenario
+    manifest: Manifest
+    environment: Arithmetic
+    exchange: FolderExchange
+    coordinator: FolderCoordinator
+    tally: Tally
+    used: set[selection.Key] = field(default_factory=set)
+    added: list[float] = field(default_factory=list)  # seconds per stage, not counting work
+    worked: dict[tuple[int, int], float] = field(default_factory=dict)
+    plain: int = 0  # bytes of what it published, as plain JSON
+    taken: int = 0
+
+    def run(self) -> None:
+        done, free_since, now = (-1, -1), time.monotonic(), time.time()
+        peer = PeerInfo(swarm=self.manifest.swarm(), node=self.name, model="none", joined=now, timestamp=now)
+        self.coordinator.register(peer)
+        with signs_of_life(self.coordinator, peer, self.manifest.peer_timeout / 4):
+            while (state := self.coordinator.wait_for(done)) is not None and state.phase == "running":
+                noticed = time.monotonic() - max(self.tally.stages[-1], free_since)
+                done = (state.round, state.stage)
+                self.added.append(noticed + self.play(state))
+                free_since = time.monotonic()
+
+    def play(self, state: State) -> float:
+        """One stage; the seconds that went into the network."""
+        me, place = self.identity.peer_id, (state.round, state.stage)
+        seeds = [question_seed(self.manifest, state.round, me, k) for k in range(QUESTIONS)]
+        rng = random.Random(derive(1, me, *place))
+        questions = self.environment.questions(seeds)
+        completions = self.environment.generate(questions, rng)
+        groups = selection.score(
+            [(me, q, c) for q, c in zip(questions, completions, strict=True)],
+            self.environment,
+            external=False,
+        )
+        publication = self.publication(groups, state)
+        self.plain += len(plain_json(publication))
+        self.worked[place] = rng.uniform(*self.scenario.work)
+        time.sleep(self.worked[place])
+
+        started, scoring = time.monotonic(), Scored(self.environment)
+        self.exchange.publish(publication)
+        chosen = selection.select(
+            self.publications(state, rng),
+            self.scenario.external,
+            self.manifest,
+            scoring,
+            self.used,
+            rng,
+            fail,
+        )
+        self.used |= set(chosen.keys)
+        self.taken += len(chosen.chosen)
+        self.coordinator.submit(self.report(state))
+        return time.monotonic() - started - scoring.seconds
+
+    def publication(self, groups: list[Group], state: State) -> Publication:
+        return Publication(
+            peer_id=self.identity.peer_id,
+            kind="rollouts",
+            swarm=self.manifest.swarm(),
+            node=self.name,
+            round=state.round,
+            stage=state.stage,
+            timestamp=time.time(),
+            model="Qwen2.5-0.5B-Instruct",
+            policy_version=state.round,
+            sampling=Sampling(1.0, 1.0, 0, 256),
+            rollouts={str(k): answers(group, share_logprobs=False) for k, group in enumerate(groups)},
+        )
+
+    def publications(self, state: State, rng: random.Random) -> Iterator[Publication]:
+        nodes = [m.node for peer_id, m in sorted(state.members.items()) if peer_id != self.identity.peer_id]
+        rng.shuffle(nodes)
+        lockstep = self.scenario.end == "lockstep"
+        oldest = state.round if lockstep else max(0, state.round - MAX_AGE)
+        for number in range(state.round, oldest - 1, -1):
+            patience = self.manifest.peer_timeout if lockstep and number == state.round else 0.0
+            yield from self.exchange.collect(number, state.stage, nodes, patience, in_order=lockstep)
+
+    def report(self, state: State) -> Report:
+        return Report(
+            swarm=state.swarm,
+            node=self.name,
+            round=state.round,
+            stage=state.stage,
+            timestamp=time.time(),
+            reward=0.5,
+            training_reward=0.5,
+            rollouts=QUESTIONS,
+            vote=self.identity.peer_id,
+        )
+
+
+class Scored(Arithmetic):
+    """The environment, with a clock: making questions again and scoring is no cost of the network."""
+
+    def __init__(self, environment: Arithmetic) -> None:
+        self.prose, self.seconds = environment.prose, 0.0
+
+    def questions(self, seeds: Sequence[int]) -> list[Question]:
+        started = time.monotonic()
+        made = super().questions(seeds)
+        self.seconds += time.monotonic() - started
+        return made
+
+
+def plain_json(publication: Publication) -> bytes:
+    """The same content in the layout of the system we replace."""
+    rollouts = {
+        number: [{"prompt": a.prompt, "response": a.response, "reward": a.reward} for a in given]
+        for number, given in publication.rollouts.items()
+    }
+    fields = ("peer_id", "round", "stage", "timestamp")
+    return json.dumps(
+        {**{name: getattr(publication, name) for name in fields}, "rollouts": rollouts}
+    ).encode()
+
+
+def quiet_at_the_end() -> None:
+    """A sign of life that is just being written when the folder is removed is no news."""
+    logging.getLogger("rl_swarm.worker").setLevel(logging.ERROR)
+
+
+def fail(node: str, reason: str, detail: str) -> None:
+    raise AssertionError(f"{node} was rejected: {detail}")
+
+
+def measure(scenario: Scenario, rounds: int, folder: Path) -> dict[str, Any]:
+    owner, stop, tally, environment = Identity.new(), threading.Event(), Tally(), Arithmetic()
+    manifest = Manifest(
+        peer_id=owner.peer_id,
+        name="benchmark",
+        created=0.0,
+        seed=1,
+        environment="arithmetic",
+        tasks=[Task("arithmetic")],
+        partial_rewards=False,
+        versions={},
+        rounds=scenario.rounds or rounds,
+        stages=STAGES,
+        round_end=scenario.end,
+        round_interval=scenario.interval,
+        peer_timeout=scenario.life,
+    )
+
+    def node(number: int) -> Node:
+        name, identity = f"node-{number}", Identity.new()
+        files = CountedFiles(folder, tally, scenario.latency)
+        exchange = FolderExchange(files, manifest, identity, name, stop, fail, scenario.poll)
+        coordinator = FolderCoordinator(files, manifest, identity, name, stop, scenario.poll)
+        return Node(name, identity, scenario, manifest, environment, exchange, coordinator, tally)
+
+    nodes = [node(number) for number in range(NODES)]
+    settings = Settings(min_peers=NODES, poll_interval=scenario.poll)
+    conductor = Conductor(CountedFiles(folder, tally, scenario.latency), manifest, owner, settings, stop)
+    with ThreadPoolExecutor(NODES + 1) as pool:
+        playing = [pool.submit(node.run) for node in nodes]
+        pool.submit(conductor.run).result()
+        for thread in playing:
+            thread.result()
+
+    stages = manifest.rounds * STAGES
+    published = tally.calls["rollouts", "write"]
+    if scenario.end == "lockstep":  # nobody goes on before the slowest has worked
+        work = sum(max(node.worked[place] for node in nodes) for place in nodes[0].worked)
+        added = (tally.stages[-1] - tally.stages[0] - work) / stages
+    else:
+        added = sum(sum(node.added) for node in nodes) / sum(len(node.added) for node in nodes)
+    per_100 = 100 * STAGES * NODES / published / 1e6  # bytes of all publications -> MB per 100 rounds
+    return {
+        "scenario": scenario.name,
+        "stages": stages,
+        "publications": published,
+        "external_groups_taken": sum(node.taken for node in nodes) / published,
+        "calls_per_stage": {
+            "rollouts": tally.about("rollouts") / stages,
+            "rollouts_by_kind": {
+                call: count / stages
+                for (subject, call), count in tally.calls.items()
+                if subject == "rollouts"
+            },
+            "reports": tally.about("rewards") / stages,
+            "state": tally.about("state") / stages,
+            "signs_of_life": tally.about("peers") / stages,
+            "everything": tally.about() / stages,
+        },
+        "megabytes_per_100_rounds": {
+            "rollouts_written": tally.written["rollouts"] * per_100,
+            "rollouts_read": tally.read["rollouts"] * per_100,
+            "everything_written": tally.written.total() * per_100,
+            "everything_read": tally.read.total() * per_100,
+            "plain_json_written": sum(node.plain for node in nodes) * per_100,
+        },
+        "bytes_of_plain_json": tally.written["rollouts"] / sum(node.plain for node in nodes),
+        "seconds_added_per_stage": added,
+    }
+
+
+def print_table(results: list[dict[str, Any]]) -> None:
+    print(
+        "| scenario | rollout calls per stage (written + found + not there yet) | all calls per stage "
+        "(reports, state, signs of life) | MB per 100 rounds | plain JSON | share | s added per stage |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for r in results:
+        calls, size = r["calls_per_stage"], r["megabytes_per_100_rounds"]
+        kinds = [calls["rollouts_by_kind"].get(kind, 0.0) for kind in ("write", "read", "nothing there")]
+        print(
+            f"| {r['scenario']} | {calls['rollouts']:.1f} ({' + '.join(f'{kind:.1f}' for kind in kinds)}) "
+            f"| {calls['everything']:.1f} ({calls['reports']:.1f}, {calls['state']:.1f}, {calls['signs_of_life']:.1f}) "
+            f"| {size['rollouts_written']:.1f} | {size['plain_json_written']:.1f} "
+            f"| {100 * r['bytes_of_plain_json']:.0f} % | {r['seconds_added_per_stage']:.2f} |"
+        )
+    print(
+        f"| the system we replace | {REPLACED['calls per stage']} | | {REPLACED['MB per 100 rounds']} | | "
+        f"| {REPLACED['seconds per stage']} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    quiet_at_the_end()
+    results = []
+    for scenario in SCENARIOS:
+        with tempfile.TemporaryDirectory(prefix="folder-") as folder:
+            results.append(measure(scenario, args.rounds, Path(folder)))
+    if args.json:
+        print(json.dumps({"results": results, "replaced": REPLACED}, indent=2))
+    else:
+        print_table(results)
+
+
+if __name__ == "__main__":
+    main()

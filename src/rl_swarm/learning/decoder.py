@@ -1,0 +1,275 @@
+"""The fast path: a transformers model run on packed tokens, with our own attention around its own layers.
+
+All tokens of a batch, prompts and completions of every length, lie end to end in one row without
+padding, so that the matrix products, which are nearly all of the work, cost what the tokens cost. Only
+attention looks at rectangles. Its layers, norms and projections are the model's own modules, called
+one by one: what is trained is what is sampled from, and adapters put on those modules take part.
+
+Shapes: N packed tokens, P prompts, B completions, L prompt length, T completion length, H heads, D of a head.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LLAMA_LIKE = {"llama", "qwen2", "qwen3"}
+FAMILIES = LLAMA_LIKE | {"gpt2", "gemma3_text"}
+
+# (layer, queries [N, H, D], keys, values) -> attended [N, H * D]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Decoder:
+    """A model of a known family, as a function of packed tokens."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        self.model, self.family = model, config.model_type
+        self.head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        if self.family == "gpt2":
+            self.body, self.layers = model.transformer, model.transformer.h
+            self.heads = self.key_heads = config.num_attention_heads
+            self.head_size = config.hidden_size // self.heads
+        else:
+            self.body, self.layers = model.model, model.model.layers
+            self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+            self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self.layers)
+        self.kinds: list[str] = list(kinds)
+        self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
+        self.scale: float = (
+            config.query_pre_attn_scalar**-0.5 if self.family == "gemma3_text" else self.head_size**-0.5
+        )
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        """Whether this model is of a known family and does nothing here unknown."""
+        config = model.config
+        plain = not getattr(config, "use_bidirectional_attention", False) and not getattr(
+            config, "attn_logit_softcapping", None
+        )
+        if config.model_type == "gemma3_text" and not hasattr(model.model.rotary_emb, "layer_types"):
+            return False  # transformers before version 5
+        return config.model_type in FAMILIES and plain and not getattr(config, "add_cross_attention", False)
+
+    def run(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """The hidden state after the last norm, of every token."""
+        step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(
+            self.family, self._llama_layer
+        )
+        if self.family == "gpt2":
+            hidden = self.body.wte(ids_N) + self.body.wpe(positions_N)
+        else:
+            hidden = self.body.embed_tokens(ids_N)
+        turns = self._rotations(hidden, positions_N)
+        for number, layer in enumerate(self.layers):
+            hidden = step(layer, hidden, number, turns.get(self.kinds[number]), attend)
+        final: Tensor = (self.body.ln_f if self.family == "gpt2" else self.body.norm)(hidden)
+        return final
+
+    def _rotations(self, hidden: Tensor, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosines and sines of the positions, [N, 1, D], for every kind of layer."""
+        if self.family == "gpt2":
+            return {}
+        rotary = self.body.rotary_emb
+        by_kind = {}
+        for kind in set(self.kinds):
+            extra = (kind,) if self.family == "gemma3_text" else ()
+            cos, sin = rotary(hidden, positions_N[None], *extra)
+            by_kind[kind] = (cos[0][:, None], sin[0][:, None])
+        return by_kind
+
+    def _projected(self, attention: Any, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (len(x), -1, self.head_size)
+        q, k, v = (
+            attention.q_proj(x).view(shape),
+            attention.k_proj(x).view(shape),
+            attention.v_proj(x).view(shape),
+        )
+        if self.family in ("qwen3", "gemma3_text"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return rotated(q, *turn), rotated(k, *turn), v
+
+    def _llama_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
+        attention = layer.self_attn
+        q, k, v = self._projected(attention, layer.input_layernorm(hidden), turn)
+        hidden = hidden + attention.o_proj(attend(number, q, k, v))
+        out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return out
+
+    def _gemma_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
+        attention = layer.self_attn
+        q, k, v = self._projected(attention, layer.input_layernorm(hidden), turn)
+        hidden = hidden + layer.post_attention_layernorm(attention.o_proj(attend(number, q, k, v)))
+        mixed = layer.mlp(layer.pre_feedforward_layernorm(hidden))
+        out: Tensor = hidden + layer.post_feedforward_layernorm(mixed)
+        return out
+
+    def _gpt2_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
+        q, k, v = layer.attn.c_attn(layer.ln_1(hidden)).view(len(hidden), 3 * self.heads, -1).chunk(3, 1)
+        hidden = hidden + layer.attn.c_proj(attend(number, q, k, v))
+        out: Tensor = hidden + layer.mlp(layer.ln_2(hidden))
+        return out
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where packed sequences stand in a rectangle, one row each, on the right or on the left."""
+
+    lengths: tuple[int, ...]
+    width: int
+    slots_N: Tensor  # of every packed token in the flattened rectangle
+    filled_BT: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device, on_the_right: bool = False) -> "Layout":
+        width = max(1, *lengths)
+        columns_BT = torch.arange(width).expand(len(lengths), width)
+        lengths_B1 = torch.tensor(lengths)[:, None]
+        filled_BT = columns_BT >= width - lengths_B1 if on_the_right else columns_BT < lengths_B1
+        slots_N = filled_BT.flatten().nonzero().squeeze(1)
+        return cls(tuple(lengths), width, slots_N.to(device), filled_BT.to(device))
+
+    def positions(self) -> Tensor:
+        """0, 1, 2, ... for every sequence, packed."""
+        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.slots_N.device)
+
+    def spread(self, packed_N: Tensor) -> Tensor:
+        """[N, H, D] as [B, H, T, D], zeros where there is nothing."""
+        rows, width = len(self.lengths), self.width
+        if len(packed_N) == rows * width:
+            return packed_N.view(rows, width, *packed_N.shape[1:]).transpose(1, 2)
+        flat = packed_N.new_zeros(rows * width, *packed_N.shape[1:]).index_copy(0, self.slots_N, packed_N)
+        return flat.view(rows, width, *packed_N.shape[1:]).transpose(1, 2)
+
+    def spread_flat(self, packed_N: Tensor) -> Tensor:
+        """[N] as [B, T], zeros where there is nothing."""
+        return self.spread(packed_N[:, None, None])[:, 0, :, 0]
+
+    def pack(self, attended_BHTD: Tensor) -> Tensor:
+        """The other way round: [N, H * D]."""
+        rows, _, width, _ = attended_BHTD.shape
+        return attended_BHTD.transpose(1, 2).reshape(rows * width, -1)[self.slots_N]
+
+
+def causal_mask(filled_BT: Tensor, window: int | None) -> Tensor:
+    """[B, 1, T, T]: a token sees itself and what stands before it in its row, within the window."""
+    width = filled_BT.shape[1]
+    index = torch.arange(width, device=filled_BT.device)
+    distance = index[:, None] - index
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    seen_BTT = seen & filled_BT[:, None, :]
+    seen_BTT = seen_BTT | torch.eye(width, dtype=torch.bool, device=filled_BT.device)  # no row is empty
+    return seen_BTT[:, None]
+
+
+class SharedPrompts:
+    """Attention over prompts and their completions in one pass, for training.
+
+    The packed row holds all prompts, then all completions; completion i continues prompt `rows[i]`.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: Layout, completions: Layout, rows: Tensor) -> None:
+        self.decoder, self.prompts, self.completions, self.rows = decoder, prompts, completions, rows
+        self.split = sum(prompts.lengths)
+        lengths_P = torch.tensor(prompts.lengths, device=rows.device)
+        self.starts_B = lengths_P[rows]
+        self._masks: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    def positions(self) -> Tensor:
+        lengths = torch.tensor(self.completions.lengths, device=self.rows.device)
+        behind = self.completions.positions() + self.starts_B.repeat_interleave(lengths)
+        return torch.cat([self.prompts.positions(), behind])
+
+    def __call__(self, layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
+        decoder, cut = self.decoder, self.split
+        prompt_mask, completion_mask = self._mask(decoder.windows[layer])
+        keys, values = self.prompts.spread(k_N[:cut]), self.prompts.spread(v_N[:cut])
+        first = attention(self.prompts.spread(q_N[:cut]), keys, values, prompt_mask, decoder.scale)
+        second = attention(
+            self.completions.spread(q_N[cut:]),
+            torch.cat([keys[self.rows], self.completions.spread(k_N[cut:])], 2),
+            torch.cat([values[self.rows], self.completions.spread(v_N[cut:])], 2),
+            completion_mask,
+            decoder.scale,
+        )
+        return torch.cat([self.prompts.pack(first), self.completions.pack(second)])
+
+    def _mask(self, window: int | None) -> tuple[Tensor, Tensor]:
+        if window not in self._masks:
+            own = causal_mask(self.completions.filled_BT, window)
+            prompt_B11L = self.prompts.filled_BT[self.rows][:, None, None, :]
+            before = prompt_B11L.expand(-1, 1, self.completions.width, -1)
+            if window is not None:
+                device = self.rows.device
+                here = self.starts_B[:, None] + torch.arange(self.completions.width, device=device)
+                distance = here[:, :, None] - torch.arange(self.prompts.width, device=device)
+                before = before & (distance < window)[:, None]
+            self._masks[window] = causal_mask(self.prompts.filled_BT, window), torch.cat([before, own], 3)
+        return self._masks[window]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+class GrowingCache:
+    """Attention of one new token per sequence over all before it, for sampling.
+
+    Keys and values of prompt and completion stand in one rectangle per layer, the prompt at the right edge
+    of its part, so that every sequence grows in the same column.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: Layout, rows: Tensor, room: int) -> None:
+        self.decoder, self.prompts, self.rows, self.room = decoder, prompts, rows, room
+        self.length = prompts.width
+        self.filled_BL = prompts.filled_BT[rows]
+        self.padded = not bool(prompts.filled_BT.all())
+        self.next_B = torch.tensor(prompts.lengths, device=rows.device)[rows]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def read_prompts(self, layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
+        """Attention inside the prompts, which also fills the cache."""
+        decoder, prompts = self.decoder, self.prompts
+        keys, values = prompts.spread(k_N), prompts.spread(v_N)
+        for cache, given in ((self.keys, keys), (self.values, values)):
+            whole = given.new_empty(len(self.rows), given.shape[1], prompts.width + self.room, given.shape[3])
+            whole[:, :, : prompts.width] = given[self.rows]
+            cache.append(whole)
+        mask = causal_mask(prompts.filled_BT, decoder.windows[layer])
+        return prompts.pack(attention(prompts.spread(q_N), keys, values, mask, decoder.scale))
+
+    def read_token(self, layer: int, q_B: Tensor, k_B: Tensor, v_B: Tensor) -> Tensor:
+        keys, values, end = self.keys[layer], self.values[layer], self.length + 1
+        keys[:, :, self.length], values[:, :, self.length] = k_B, v_B
+        window = self.decoder.windows[layer]
+        start = 0 if window is None else max(0, end - window)
+        mask = None
+        if self.padded and start < self.prompts.width:
+            new = self.filled_BL.new_ones(len(k_B), end - self.filled_BL.shape[1])
+            mask = torch.cat([self.filled_BL, new], 1)[:, None, None, start:]
+        out = attention(
+            q_B[:, :, None], keys[:, :, start:end], values[:, :, start:end], mask, self.decoder.scale
+        )
+        return out.flatten(1)
+
+    def grown(self) -> None:
+        self.length += 1
+        self.next_B = self.next_B + 1
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these sequences go on."""
+        self.keys = [cache[rows] for cache in self.keys]
+        self.values = [cache[rows] for cache in self.values]
+        self.filled_BL, self.next_B = self.filled_BL[rows], self.next_B[rows]

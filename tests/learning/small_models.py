@@ -1,0 +1,108 @@
+"""Small random models and a tokenizer for them, and the plain way to compute what the learner computes cleverly."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 48
+PAD = 0
+FAST = ("llama", "qwen2", "qwen3", "gpt2", "gemma3")  # the families that `decoder` knows
+KINDS = (*FAST, "gpt_neox")  # and one that goes through transformers
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None):
+    """Weights large enough that every position, layer and head matters."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": PAD,
+    }
+    shape |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+    inner = {"intermediate_size": 48}
+    grouped = {**inner, "num_key_value_heads": 2}
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    config = {
+        "llama": lambda: LlamaConfig(**shape, **grouped),
+        "qwen2": lambda: Qwen2Config(**shape, **grouped),
+        "qwen3": lambda: Qwen3Config(**shape, **grouped, head_dim=12),
+        "gemma3": lambda: Gemma3TextConfig(
+            **shape, **grouped, **windows, head_dim=12, query_pre_attn_scalar=9, tie_word_embeddings=True
+        ),
+        "gpt2": lambda: GPT2Config(**shape),
+        "gpt_neox": lambda: GPTNeoXConfig(**shape, **inner),
+    }[kind]()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def plain_logprobs(model, prompt, completion, temperature=1.0):
+    """One sequence at a time, without padding, cache or sharing."""
+    ids = torch.tensor([[*prompt, *completion]])
+    logits = model(input_ids=ids, use_cache=False).logits[0].float() / temperature
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def small_tokenizer():
+    """Byte-level, so that it can encode any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = ["What is 2 plus 2? <answer>4</answer>", "What is 3 plus 4? <answer>7</answer>"] * 3
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=TEMPLATE,
+    )
+
+
+def save_small(folder, seed=0):
+    """A model directory as `MODEL_NAME` can name it."""
+    tokenizer = small_tokenizer()
+    model = small_model("llama", seed, len(tokenizer), tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def gradients_at_step(trainer):
+    """A list that gets, at every optimiser step, a copy of all gradients."""
+    seen = []
+
+    def look(optimizer, args, kwargs):
+        parameters = optimizer.param_groups[0]["params"]
+        seen.append([None if p.grad is None else p.grad.clone() for p in parameters])
+
+    trainer.optimizer.register_step_pre_hook(look)
+    return seen
+
+
+def count_tokens(model):
+    """A list that gets the number of tokens of every pass through the model, padding included."""
+    tokens = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: tokens.append(args[0].numel())
+    )
+    return tokens

@@ -1,0 +1,179 @@
+"""A checkpoint is whole or not there, and going on from one is the same as never having stopped."""
+
+import copy
+
+import pytest
+import torch
+from msgspec.structs import replace
+from small_models import save_small
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.base import Question
+from rl_swarm.learning import checkpoints
+from rl_swarm.learning.checkpoints import CheckpointError, Place, restore_optimizer, save, written
+from rl_swarm.learning.policy import ModelError, Policy
+from rl_swarm.rollouts import Completion, Group
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def settings(folder):
+    return Settings(model=str(folder), max_new_tokens=16, learning_rate=1e-2, cpu_only=True)
+
+
+def place(number, **changes):
+    values = {
+        "swarm": "swarm",
+        "peer_id": "me",
+        "model": "m",
+        "round": number,
+        "stage": 0,
+        "policy_version": number,
+    }
+    return Place(**{**values, **changes})
+
+
+def teach(policy, *words):
+    question = Question("chain_sum", 0, 1, "What is 2 plus 2?", "4")
+    completions = tuple(Completion(word, True) for word in words)
+    policy.learn([Group("peer", question, completions, (1.0,) + (0.0,) * (len(words) - 1), True)])
+
+
+def resumed(settings, folder):
+    policy = Policy.load(settings, "", folder)
+    restore_optimizer(policy, folder)
+    return policy
+
+
+def newest(root, node="node", swarm="swarm", peer="me"):
+    return next(written(root, node, swarm, peer), None)
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.5])
+def test_going_on_from_a_checkpoint_is_going_on(settings, tmp_path, kl_weight):
+    """To the last bit: weights, both moments of Adam and its step; and the reference is still the first model."""
+    settings = replace(settings, kl_weight=kl_weight)
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    teach(policy, "four", "nine")
+    save(policy, place(1), tmp_path, "node", keep=2)
+    other = resumed(settings, newest(tmp_path)[0])
+    for one in (policy, other):
+        teach(one, "5", "six", "x")
+    for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = [one.trainer.optimizer.state_dict()["state"] for one in (policy, other)]
+    assert states[0].keys() == states[1].keys() and len(states[0]) > 5
+    for number, values in states[0].items():
+        assert values.keys() == states[1][number].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(value, states[1][number][name]) for name, value in values.items())
+    assert float(states[1][0]["step"]) == 3
+
+
+def test_a_checkpoint_is_a_model_that_anybody_can_load(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    where = save(policy, place(0), tmp_path, "node", keep=2)
+    loaded = Policy.load(Settings(model=str(where), cpu_only=True), "")
+    assert loaded.sample(["Hi"], 1, 0, greedy=True) == policy.sample(["Hi"], 1, 0, greedy=True)[:1]
+    assert not list(where.glob("*.bin")) and not list(where.glob("*.pt"))  # no pickle
+
+
+def test_the_newest_checkpoint_of_this_node_in_this_swarm_is_found(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    assert newest(tmp_path) is None
+    for number in (2, 10, 9):
+        save(policy, place(number), tmp_path, "node", keep=5)
+    save(policy, place(11), tmp_path, "other-node", keep=5)
+    save(policy, place(12, swarm="another"), tmp_path, "node", keep=5)
+    assert newest(tmp_path) == (tmp_path / "round_10" / "node", place(10))
+    assert [p.round for _, p in written(tmp_path, "node", "swarm", "me")] == [10, 9, 2]
+    assert newest(tmp_path, peer="somebody else") is None
+
+
+def test_old_checkpoints_go_and_those_of_other_nodes_stay(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    save(policy, place(0), tmp_path, "neighbour", keep=1)
+    for number in range(4):
+        save(policy, place(number), tmp_path, "node", keep=2)
+    assert [p.round for _, p in written(tmp_path, "node", "swarm", "me")] == [3, 2]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["round_0", "round_2", "round_3"]
+    assert (tmp_path / "round_0" / "neighbour").is_dir()
+
+
+def test_a_round_saved_again_is_the_later_one(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    save(policy, place(3), tmp_path, "node", keep=1)
+    teach(policy, "4", "7")
+    save(policy, place(3, policy_version=9), tmp_path, "node", keep=1)
+    folder, found = newest(tmp_path)
+    assert found.policy_version == 9
+    again = resumed(settings, folder)
+    for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("moment", ["model", "optimizer", "place", "rename"])
+def test_a_save_that_fails_leaves_the_previous_checkpoint_and_nothing_else(
+    settings, tmp_path, monkeypatch, moment
+):
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    save(policy, place(0), tmp_path, "node", keep=1)
+    weights = copy.deepcopy(policy.model.state_dict())
+    teach(policy, "5", "8")
+
+    def fail(*args, **kwargs):
+        raise OSError("the disk is gone")
+
+    if moment == "model":
+        monkeypatch.setattr(policy.tokenizer, "save_pretrained", fail)
+    elif moment == "optimizer":
+        monkeypatch.setattr(checkpoints, "save_file", fail)
+    elif moment == "place":
+        monkeypatch.setattr(checkpoints.msgspec.json, "encode", fail)
+    else:
+        monkeypatch.setattr(checkpoints.os, "replace", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        save(policy, place(1), tmp_path, "node", keep=1)
+    monkeypatch.undo()
+
+    folder, found = newest(tmp_path)
+    assert found == place(0)
+    restored = resumed(settings, folder).model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in restored.items())
+    assert [p for p in tmp_path.rglob("*") if p.name.endswith(".tmp")] == []
+    assert len(restored) > 5
+
+
+def test_what_a_killed_process_left_is_swept_up_and_nothing_of_others(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    mine = tmp_path / "round_0" / ".node.12345.tmp"
+    others = [tmp_path / "round_0" / ".node.2.12345.tmp", tmp_path / "round_0" / ".other.12345.tmp"]
+    for left in (mine, *others):
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"half a model")
+    assert newest(tmp_path) is None
+    save(policy, place(1), tmp_path, "node", keep=2)
+    assert not mine.exists()
+    assert all(left.exists() for left in others)
+
+
+def test_a_checkpoint_that_was_damaged_is_passed_over_or_refused(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    for number in range(3):
+        save(policy, place(number), tmp_path, "node", keep=5)
+    (tmp_path / "round_2" / "node" / "place.json").write_bytes(b'{"swarm":')
+    assert newest(tmp_path)[1] == place(1)
+    for name, error in (("model.safetensors", ModelError), ("optimizer.safetensors", CheckpointError)):
+        path = tmp_path / "round_1" / "node" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(error):
+            resumed(settings, path.parent)
+        path.write_bytes(whole)
