@@ -174,7 +174,7 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
             "--rounds",
             "14",
             "--round-interval",
-            "1.5",
+            "2",
             "--set",
             "poll_interval=0.1",
         )
@@ -198,8 +198,8 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
         node: [line["round"] for line in lines if line["kind"] == "round"]
         for node, lines in metrics(address).items()
     }
-    assert played["late"][0] >= 2 and played["late"][-1] == 13
-    assert played["early"][0] == 0 and len(played["early"]) < 14
+    assert played["late"][0] >= 2
+    assert played["early"][0] < played["late"][0] and len(played["early"]) < 14
     events = (address / "logs" / "early" / "training_events.jsonl").read_text()
     assert '"skipped"' in events
     late = [line for line in metrics(address)["late"] if line["kind"] == "round"]

@@ -23,9 +23,9 @@ class Limits(msgspec.Struct, frozen=True):
     """What a receiver accepts at most."""
 
     file_bytes: int = 4 << 20
-    questions: int = 64  # per peer, round and stage
-    completions: int = 64  # per question
-    characters: int = 32_768  # per text
+    questions: int = 1024  # per peer, round and stage
+    completions: int = 256  # per question
+    characters: int = 131_072  # per text
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
