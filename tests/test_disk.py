@@ -62,6 +62,24 @@ def test_a_folder_that_disappears_is_said_clearly_and_not_made_anew(tmp_path: Pa
         process.wait(60)
 
 
+def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: Path) -> None:
+    address = tmp_path / "drive" / "experiments" / "open"
+    quick = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.1"]
+    slow = ["--round-interval", "1000", "--set", "peer_timeout=2"]
+    coordinator = start(tmp_path, "coordinate", str(address), *slow, *quick)
+    worker = start(tmp_path, "join", str(address), *quick, IDENTITY_PATH="worker.pem")
+    try:
+        until(lambda: any(address.glob("rewards/round_0/*/*.json")))
+        (tmp_path / "drive").rename(tmp_path / "gone")
+        output, _ = worker.communicate(timeout=90)
+    finally:
+        end(worker)
+        end(coordinator)
+    assert worker.returncode == 1, output
+    assert "disappeared" in output and "Traceback" not in output
+    assert not (tmp_path / "drive").exists()
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A node whose newest checkpoint was damaged goes on from an older one or from the start."""
     code, output = run(

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOST_FAILURES = 4  # signs of life in a row that could not be written
+
 
 def join(address: Path, settings: Settings, stop: threading.Event) -> None:
     """Joins the swarm at the address and trains until it has finished or `stop` is set."""
@@ -138,7 +140,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
     )
     coordinator.register(peer)
     try:
-        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4):
+        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop):
             node.run()
     finally:
         environment.close()
@@ -164,16 +166,24 @@ def _restored(written: "Iterator[tuple[Path, Place]]", settings: Settings) -> "t
 
 
 @contextmanager
-def signs_of_life(coordinator: FolderCoordinator, peer: PeerInfo, every: float) -> Iterator[None]:
-    """Registers again and again in the background, however long a round takes."""
+def signs_of_life(
+    coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event
+) -> Iterator[None]:
+    """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
     done = threading.Event()
+    failures: list[OSError] = []  # in a row
 
     def beat() -> None:
         while not done.wait(every):
             try:
                 coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
+                failures.clear()
             except OSError as error:
                 log.warning("no sign of life could be written: %s", error)
+                failures.append(error)
+            if len(failures) == MOST_FAILURES:
+                stop.set()
+                return
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -181,6 +191,8 @@ def signs_of_life(coordinator: FolderCoordinator, peer: PeerInfo, every: float) 
         yield
     finally:
         done.set()
+    if len(failures) == MOST_FAILURES:
+        raise failures[-1]
 
 
 @contextmanager

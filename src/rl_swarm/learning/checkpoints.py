@@ -42,6 +42,8 @@ class Place(msgspec.Struct, frozen=True):
 def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Path:
     """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`."""
     target = root / f"round_{place.round}" / node
+    if not root.parent.is_dir():  # a drive that was unmounted is not made anew
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.parent))
     aside = target.with_name(f".{node}.{os.getpid()}.tmp")
     for left in root.glob(f"round_*/.{node}.*.tmp"):  # by a process that was killed while it saved
         if left.name[len(node) + 2 : -4].isdigit():
