@@ -2,7 +2,7 @@
 # Sets up what is missing, then lints, checks types and runs the tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-(. scripts/setup.sh dev)
+(extra=dev && . scripts/setup.sh)
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

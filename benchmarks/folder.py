@@ -212,7 +212,7 @@ class Node:
         done, free_since, now = (-1, -1), time.monotonic(), time.time()
         peer = PeerInfo(swarm=self.manifest.swarm(), node=self.name, model="none", joined=now, timestamp=now)
         self.coordinator.register(peer)
-        with signs_of_life(self.coordinator, peer, self.manifest.peer_timeout / 4):
+        with signs_of_life(self.coordinator, peer, self.manifest.peer_timeout / 4, self.coordinator.stop):
             while (state := self.coordinator.wait_for(done)) is not None and state.phase == "running":
                 noticed = time.monotonic() - max(self.tally.stages[-1], free_since)
                 done = (state.round, state.stage)

@@ -1,11 +1,9 @@
 # Makes .venv and installs the project into it; does nothing when it is up to date.
 #
-#   . scripts/setup.sh [EXTRA]
+#   extra=dev; . scripts/setup.sh     in a subshell; `extra` may be empty
 #
 # What is installed is remembered as a digest of everything that decides it, so a changed dependency
 # (after `git pull`, say) is noticed and an unchanged one costs nothing.
-
-extra=${1:-}
 
 find_python() {
   for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.10; do

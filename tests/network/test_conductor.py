@@ -438,6 +438,55 @@ def test_a_folder_that_fails_for_a_moment_stops_nothing(swarm, call):
     assert [m.participation for m in conductor.state.members.values()] == [6, 6]
 
 
+def test_a_folder_that_disappears_is_said_and_found_again_as_it_was(swarm, tmp_path):
+    for node in ("ann", "bob"):
+        swarm.submit(node, 1)
+    conductor = swarm.restarted()
+    swarm.files.root.rename(tmp_path.with_name("gone"))
+    with pytest.raises(FileNotFoundError):
+        for _ in range(3):
+            conductor.run()
+    assert not swarm.files.root.exists()
+
+    tmp_path.with_name("gone").rename(swarm.files.root)
+    assert swarm.restarted().state.round == 1
+
+
+class Forgetful(LocalFiles):
+    """A write fails, and for a moment afterwards the folder looks as if nothing had ever been written."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.trouble = 0
+
+    def write(self, path, data):
+        if self.trouble == 0:
+            self.trouble = 2
+            raise OSError(errno.EIO, "the disk does not answer")
+        super().write(path, data)
+
+    def read(self, path, limit):
+        if self.trouble > 1 and path in (STATE, HISTORY):
+            self.trouble = 3 - (path == HISTORY) * 2
+            raise FileNotFoundError(errno.ENOENT, "nothing here", path)
+        return super().read(path, limit)
+
+
+def test_a_folder_that_forgets_for_a_moment_does_not_take_the_swarm_back(swarm):
+    conductor, seen = swarm.restarted(Forgetful(swarm.files.root)), []
+    swarm.submit("ann", 1)
+    conductor.step(time.time())  # so that this report was read before the trouble begins
+    running = Background(conductor.run)
+    for number in range(1, 6):
+        for node in ("ann", "bob"):
+            swarm.submit(node, number)
+        seen.append(read_state(swarm.files, swarm.manifest).round)
+
+    assert running.result().phase == "finished"
+    assert seen == sorted(seen) and seen[0] >= 1
+    assert swarm.history() == [(number, 0) for number in range(6)]
+
+
 def test_a_disk_that_stays_full_is_said(swarm):
     conductor = swarm.restarted(Failing(swarm.files.root, {"write": 1000}))
     swarm.submit("ann", 1)

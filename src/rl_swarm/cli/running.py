@@ -96,9 +96,9 @@ def settings_of(run: Path) -> dict[str, object]:
 
 
 def list_runs(root: Path) -> None:
-    table = Table(box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("run", "phase", "round", "nodes", "held out"):
-        table.add_column(title)
+        table.add_column(title, no_wrap=title != "run", overflow="fold")
     for folder in _runs(root):
         view = RunView(folder)
         view.refresh()

@@ -69,6 +69,7 @@ class Conductor:
         self._refused: set[str] = set()  # paths whose rejection has been logged
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
         self._look_again_at = 0.0
+        self._ended = (-1, -1)  # the last stage that this process wrote into the history
         self._pauses = pauses(settings.poll_interval)
         self.state = self._restore(time.time())
 
@@ -77,10 +78,12 @@ class Conductor:
         failures = 0
         while self.state.phase != "finished":
             try:
-                if failures:  # what was written and what was not stands in the folder
-                    self.state = self._restore(time.time())
+                if failures:
+                    self._recover(time.time())
                 self.step(time.time())
                 failures = 0
+            except FileNotFoundError:  # the whole folder has disappeared
+                raise
             except OSError as error:
                 failures += 1
                 if failures == TRIES:
@@ -204,6 +207,8 @@ class Conductor:
                 )
 
     def _write_history(self, state: State, why: str, now: float) -> None:
+        if (state.round, state.stage) <= self._ended:  # the state could not be written after it
+            return
         ended = Ended(
             swarm=self.swarm,
             round=state.round,
@@ -215,6 +220,7 @@ class Conductor:
             reports={peer_id: self._digests[peer_id] for peer_id in sorted(state.reports)},
         )
         self.files.append(HISTORY, seal(ended, self.identity) + b"\n")
+        self._ended = (state.round, state.stage)
 
     def _write_state(self, state: State) -> None:
         self.files.write(STATE, seal(replace(state, reports={}), self.identity))
@@ -248,6 +254,11 @@ class Conductor:
             self._write_state(state)
         members = {peer_id: replace(member, last_seen=now) for peer_id, member in state.members.items()}
         return replace(state, members=members)
+
+    def _recover(self, now: float) -> None:
+        """After a write that failed: what was written and what was not stands in the folder. Reports are read again."""
+        known, state = self.state, self._restore(now)
+        self.state = state if place(state) >= place(known) else replace(known, reports={})
 
     def _history(self) -> Iterator[Ended]:
         """What this swarm's owner wrote into the history, which is closed with a line end if a crash left it open."""
