@@ -66,6 +66,7 @@ def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: P
     address = tmp_path / "drive" / "experiments" / "open"
     quick = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.1"]
     slow = ["--round-interval", "1000", "--set", "peer_timeout=2"]
+    (tmp_path / "drive").mkdir()
     coordinator = start(tmp_path, "coordinate", str(address), *slow, *quick)
     worker = start(tmp_path, "join", str(address), *quick, IDENTITY_PATH="worker.pem")
     try:
