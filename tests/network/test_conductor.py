@@ -208,8 +208,7 @@ class Small:
         self.manifest = make_manifest(**{"rounds": 6, **changes})
         self.files = LocalFiles(folder)
         for node in ("ann", "bob"):
-            me = introduction(self.manifest, node, timestamp=1.0)
-            self.files.write(f"peers/{node}.json", seal(me, identity_of(node)))
+            self.join(node)
         self.conductor = self.restarted()
         self.play(0)
 
@@ -226,10 +225,13 @@ class Small:
             self.files.write(path, seal(publication(self.manifest, node, number), identity_of(node)))
         conductor.step(time.time())
 
-    def submit(self, node, number):
-        self.files.write(
-            report_path(number, 0, node), seal(report(self.manifest, node, number), identity_of(node))
-        )
+    def join(self, node):
+        me = introduction(self.manifest, node, timestamp=1.0)
+        self.files.write(f"peers/{node}.json", seal(me, identity_of(node)))
+
+    def submit(self, node, number, vote=""):
+        said = report(self.manifest, node, number, vote=vote)
+        self.files.write(report_path(number, 0, node), seal(said, identity_of(node)))
 
     def history(self):
         return [(ended.round, ended.stage) for ended in read_history(self.files)[0]]
@@ -245,8 +247,11 @@ def test_a_torn_last_line_of_the_history_is_closed_and_the_stage_written_again(s
     assert read_history(swarm.files)[1] == 1  # the torn one
 
 
-def test_the_silence_of_the_conductor_is_not_counted_against_members(swarm, monkeypatch):
+@pytest.mark.parametrize("introduced", [True, False])
+def test_the_silence_of_the_conductor_is_not_counted_against_members(introduced, swarm, monkeypatch):
     swarm.submit("ann", 1)
+    if not introduced:  # known from the state alone
+        (swarm.files.root / "peers/bob.json").unlink()
     much_later = time.time() + 10 * swarm.manifest.peer_timeout
     monkeypatch.setattr(time, "time", lambda: much_later)
     conductor = swarm.restarted()
@@ -259,7 +264,12 @@ def test_the_silence_of_the_conductor_is_not_counted_against_members(swarm, monk
 
 @pytest.mark.parametrize("damage", ["gone", "half", "a stranger's", "of another swarm", "junk"])
 def test_a_state_that_is_damaged_is_made_again_from_the_history(swarm, damage, caplog):
-    swarm.play(1)
+    swarm.join("cleo")  # does not report, but gets a vote
+    swarm.submit("ann", 1, vote="cleo")
+    swarm.submit("bob", 1, vote="ann")
+    swarm.conductor.step(time.time())
+    swarm.conductor.step(time.time() + 2 * swarm.manifest.peer_timeout)
+    assert swarm.conductor.state.members[peer_id("cleo")].wins == 1
     before, whole = swarm.conductor.state, swarm.files.read(STATE, 1 << 20)
     state = replace(before, round=5)
     broken = {
@@ -331,6 +341,30 @@ def test_a_late_report_does_not_get_into_a_stage_that_has_ended(swarm):
     assert state.round == 2
     assert [m.participation for m in state.members.values()] == [2, 2]
     assert peer_id("cleo") not in state.members
+
+
+def test_who_joins_in_the_middle_of_a_stage_is_waited_for(swarm):
+    swarm.conductor.step(time.time())
+    swarm.join("cleo")
+    swarm.submit("ann", 1)
+    swarm.submit("bob", 1)
+    swarm.conductor.step(time.time())
+    assert swarm.conductor.state.round == 1
+
+    swarm.submit("cleo", 1)
+    swarm.conductor.step(time.time())
+    assert swarm.conductor.state.round == 2
+
+
+def test_a_look_at_a_stage_that_goes_on_is_one_call(swarm):
+    files = Watched(swarm.files.root)
+    conductor = swarm.restarted(files)
+    conductor.step(time.time())
+    files.calls.clear()
+    for _ in range(10):
+        conductor.step(time.time())
+
+    assert files.calls == {"names": 10}
 
 
 def rounds_in(swarm, folder):
@@ -453,27 +487,35 @@ def test_a_folder_that_disappears_is_said_and_found_again_as_it_was(swarm, tmp_p
 
 
 class Forgetful(LocalFiles):
-    """A write fails, and for a moment afterwards the folder looks as if nothing had ever been written."""
+    """A call fails, and the next look at state and history is as if nothing had ever been written."""
 
-    def __init__(self, root):
+    def __init__(self, root, failing):
         super().__init__(root)
-        self.trouble = 0
+        self.failing, self.forgotten = failing, set()
+
+    def fail(self, call):
+        if self.failing == call:
+            self.failing, self.forgotten = None, {STATE, HISTORY}
+            raise OSError(errno.EIO, "the disk does not answer")
 
     def write(self, path, data):
-        if self.trouble == 0:
-            self.trouble = 2
-            raise OSError(errno.EIO, "the disk does not answer")
+        self.fail("write")
         super().write(path, data)
 
+    def append(self, path, data):
+        self.fail("append")
+        super().append(path, data)
+
     def read(self, path, limit):
-        if self.trouble > 1 and path in (STATE, HISTORY):
-            self.trouble = 3 - (path == HISTORY) * 2
+        if path in self.forgotten:
+            self.forgotten.remove(path)
             raise FileNotFoundError(errno.ENOENT, "nothing here", path)
         return super().read(path, limit)
 
 
-def test_a_folder_that_forgets_for_a_moment_does_not_take_the_swarm_back(swarm):
-    conductor, seen = swarm.restarted(Forgetful(swarm.files.root)), []
+@pytest.mark.parametrize("failing", ["write", "append"])
+def test_a_folder_that_forgets_for_a_moment_does_not_take_the_swarm_back(swarm, failing):
+    conductor, seen = swarm.restarted(Forgetful(swarm.files.root, failing)), []
     swarm.submit("ann", 1)
     conductor.step(time.time())  # so that this report was read before the trouble begins
     running = Background(conductor.run)
@@ -497,9 +539,9 @@ def test_a_disk_that_stays_full_is_said(swarm):
 
 
 def test_rounds_on_an_interval_take_few_calls(tmp_path):
-    """Per round: the conductor lists peers and reports, reads each, writes history and state; and nodes look at
-    the state a few times, however often they could."""
-    swarm = Small(tmp_path, round_end="interval", round_interval=0.3, rounds=5)
+    """Per round: the conductor lists peers and reports, reads reports, writes history and state; and nodes look
+    at the state a few times, however often they could."""
+    swarm = Small(tmp_path, round_end="interval", round_interval=0.3, rounds=5, peer_timeout=0.4)
     files, theirs = Watched(tmp_path), Watched(tmp_path)
     running = Background(swarm.restarted(files).run)
     node = FolderCoordinator(theirs, swarm.manifest, identity_of("ann"), "ann", threading.Event(), 0.02)
@@ -511,10 +553,25 @@ def test_rounds_on_an_interval_take_few_calls(tmp_path):
     running.result()
 
     assert files.calls["names"] <= 2 * 5 + 2
-    assert files.calls["read"] <= 5 * 4 + 4
+    assert (
+        files.calls["read"] <= 5 + 6
+    )  # ann's reports; both peers, bob's report, state and history at the start
     assert files.calls["write"] + files.calls["append"] <= 2 * 5 + 1
     assert theirs.calls["write"] == 4  # it had reported for round 0
     assert theirs.calls["read"] <= 15 + 5 * 3  # the first round is met in its middle and polled for
+
+
+def test_a_node_that_joins_in_the_middle_of_an_interval_sees_the_next_round_in_time(tmp_path):
+    swarm = Small(tmp_path, round_end="interval", round_interval=0.8, rounds=3)
+    running = Background(swarm.conductor.run)
+    time.sleep(0.5)
+    node = FolderCoordinator(swarm.files, swarm.manifest, identity_of("ann"), "ann", threading.Event(), POLL)
+    assert node.wait_for((-1, -1)).round == 0
+    for number in (1, 2):
+        state = node.wait_for((number - 1, 0))
+        assert state.round == number
+        assert time.time() - state.timestamp < 0.25
+    running.result()
 
 
 def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):

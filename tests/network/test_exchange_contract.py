@@ -6,8 +6,9 @@ from itertools import islice
 
 import pytest
 from msgspec.structs import replace
-from swarms import Background, eventually, publication
+from swarms import Background, InMemory, eventually, publication
 
+from rl_swarm.network.local import KEPT_ROUNDS
 from rl_swarm.rollouts import Answer
 
 PATIENCE = 10.0  # far more than any network here needs
@@ -172,6 +173,14 @@ def test_nodes_are_asked_as_the_caller_consumes(swarm):
     assert time.monotonic() - started < PATIENCE / 2
     bob = publish(swarm, "bob")
     assert list(found) == [bob]
+
+
+def test_in_memory_rounds_that_nobody_asks_for_are_forgotten(tmp_path):
+    swarm = InMemory(tmp_path)
+    for number in range(KEPT_ROUNDS + 50):
+        publish(swarm, "ann", number)
+
+    assert len(swarm.swarm.published) == KEPT_ROUNDS + 1
 
 
 def test_many_nodes_exchange_everything_at_the_same_time(swarm):

@@ -82,8 +82,6 @@ class Conductor:
                     self._recover(time.time())
                 self.step(time.time())
                 failures = 0
-            except FileNotFoundError:  # the whole folder has disappeared
-                raise
             except OSError as error:
                 failures += 1
                 if failures == TRIES:
