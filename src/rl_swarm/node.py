@@ -23,7 +23,7 @@ from rl_swarm.learning.trainer import Update
 from rl_swarm.manifest import Manifest, derive, question_seed
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.rollouts import Group, Publication, Sampling, answers
-from rl_swarm.rounds import Report, State
+from rl_swarm.rounds import Member, Report, State
 from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal, Stopwatch
 
@@ -48,14 +48,18 @@ class Node:
     checkpoints: Path
     stop: threading.Event
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
+    held_out: list[Question] = field(default_factory=list)
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
     rejected: Counter[str] = field(default_factory=Counter)  # in this round, by reason
 
+    def prepare(self) -> None:
+        """What takes time before the first round: a node that has joined is ready to play."""
+        self.held_out = self.environment.held_out(self.settings.held_out_questions)
+        if self.done == (-1, -1):
+            self.measure("start")
+
     def run(self) -> None:
         """Plays rounds until the swarm has finished or the node is told to stop."""
-        held_out = self.environment.held_out(self.settings.held_out_questions)
-        if self.done == (-1, -1):
-            self.measure(held_out, "start")
         while (state := self.coordinator.wait_for(self.done)) is not None and state.phase == "running":
             self.note_skipped(state)
             try:
@@ -64,12 +68,12 @@ class Node:
                 break
             every = self.settings.held_out_every
             if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
-                self.measure(held_out, "now")
+                self.measure("now")
             every = self.settings.checkpoint_every
             if every and state.round % every == every - 1:
                 self.save()
         if state is not None and state.phase == "finished":
-            self.measure(held_out, "end")
+            self.measure("end")
             self.journal.event("finished", round=self.done[0])
         if self.done != (-1, -1):
             self.save()
@@ -164,9 +168,9 @@ class Node:
     def publications(self, state: State, rng: random.Random) -> Iterator[Publication]:
         """What the other members published: this round first, then, out of lock-step, the rounds before."""
         members = {
-            peer_id: m.node
-            for peer_id, m in sorted(state.members.items())
-            if peer_id != self.identity.peer_id
+            peer_id: member.node
+            for peer_id, member in sorted(state.members.items())
+            if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
         nodes = list(members.values())
         rng.shuffle(nodes)
@@ -185,6 +189,11 @@ class Node:
                     self.reject(
                         publication.node, "peer", f"{publication.peer_id} is not the member of that name"
                     )
+
+    def is_silent(self, member: Member, state: State) -> bool:
+        """Whether the coordinator has given a member up. With rounds on an interval it does not look."""
+        silence = state.timestamp - member.last_seen
+        return self.manifest.round_end != "interval" and silence > self.manifest.peer_timeout
 
     def report(self, local: list[Group], training: list[Group], vote: str, state: State) -> Report:
         return Report(
@@ -242,10 +251,10 @@ class Node:
             sum(watch.seconds.values()),
         )
 
-    def measure(self, held_out: list[Question], when: str) -> None:
+    def measure(self, when: str) -> None:
         """The held-out score; greedy answers too at the start and the end."""
         result = evaluate(
-            self.policy, self.environment, held_out, self.settings.held_out_samples, when != "now"
+            self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now"
         )
         self.journal.metrics("held_out", when=when, round=self.done[0], **msgspec.to_builtins(result))
         log.info("held-out score %.3f (%s)", result.sampled, when)

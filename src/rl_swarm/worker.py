@@ -57,6 +57,11 @@ def found(files: LocalFiles, settings: Settings, name: str, identity: Identity) 
     try:
         return read_manifest(files)
     except FileNotFoundError:
+        if files.names("peers") or files.names("state"):
+            raise NetworkError(
+                f"{files.root} holds a swarm, but no {MANIFEST}. Wait until the drive has synced it, or start in "
+                "another folder."
+            ) from None
         manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages=1)
         files.write(MANIFEST, seal(manifest, identity))
         return manifest
@@ -126,6 +131,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
         policy.device,
     )
 
+    node.prepare()
     peer = PeerInfo(
         peer_id=identity.peer_id,
         swarm=manifest.swarm(),
