@@ -32,6 +32,9 @@ class HeldOut(msgspec.Struct, frozen=True):
     well_formed: float  # share of the sampled answers
     accuracy_well_formed: float  # reward among those
     by_task: dict[str, float]  # sampled
+    greedy_by_task: dict[str, float]
+    well_formed_by_task: dict[str, float]
+    accuracy_well_formed_by_task: dict[str, float]
     examples: list[Example]
 
 
@@ -42,24 +45,36 @@ def evaluate(
     flat = [(q, c.text) for q, completions in zip(questions, sampled, strict=True) for c in completions]
     rewards = environment.score(flat)
     formed = [environment.well_formed(text) for _, text in flat]
-    by_task: dict[str, list[float]] = {}
-    for (question, _), reward in zip(flat, rewards, strict=True):
-        by_task.setdefault(question.task, []).append(reward)
-    greedy_score = None
+    tasks = [question.task for question, _ in flat]
+    right_tasks, right = [], []  # of the well-formed answers
+    for task, reward, good in zip(tasks, rewards, formed, strict=True):
+        if good:
+            right_tasks.append(task)
+            right.append(reward)
+    likeliest = []
     if greedy:
-        greedy_answers = policy.sample([q.prompt for q in questions], 1, SAMPLING_SEED, greedy=True)
-        greedy_score = mean(
-            environment.score([(q, c[0].text) for q, c in zip(questions, greedy_answers, strict=True)])
-        )
+        answers = policy.sample([q.prompt for q in questions], 1, SAMPLING_SEED, greedy=True)
+        likeliest = environment.score([(q, c[0].text) for q, c in zip(questions, answers, strict=True)])
     return HeldOut(
         questions=len(questions),
         sampled=mean(rewards),
-        greedy=greedy_score,
-        well_formed=mean([float(f) for f in formed]),
-        accuracy_well_formed=mean([r for r, f in zip(rewards, formed, strict=True) if f]),
-        by_task={task: mean(values) for task, values in sorted(by_task.items())},
+        greedy=mean(likeliest) if greedy else None,
+        well_formed=mean([float(good) for good in formed]),
+        accuracy_well_formed=mean(right),
+        by_task=means(tasks, rewards),
+        greedy_by_task=means([q.task for q in questions], likeliest) if greedy else {},
+        well_formed_by_task=means(tasks, [float(good) for good in formed]),
+        accuracy_well_formed_by_task=means(right_tasks, right),
         examples=_one_per_task(flat, rewards),
     )
+
+
+def means(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """The mean value of every name."""
+    found: dict[str, list[float]] = {}
+    for name, value in zip(names, values, strict=True):
+        found.setdefault(name, []).append(value)
+    return {name: mean(found[name]) for name in sorted(found)}
 
 
 def _one_per_task(answered: Sequence[tuple[Question, str]], rewards: Sequence[float]) -> list[Example]:

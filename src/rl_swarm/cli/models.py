@@ -34,16 +34,16 @@ def evaluate(model: str, settings: Settings, questions: int, samples: int, as_js
         title_justify="left",
     )
     table.add_column("task")
-    table.add_column("sampled", justify="right")
-    for task, value in result.by_task.items():
-        table.add_row(task, f"{value:.3f}")
+    for title in ("sampled", "greedy", "well-formed", "right then"):
+        table.add_column(title, justify="right")
+    for task, sampled in result.by_task.items():
+        right = result.accuracy_well_formed_by_task.get(task, 0.0)
+        columns = (sampled, result.greedy_by_task[task], result.well_formed_by_task[task], right)
+        table.add_row(task, *(f"{value:.3f}" for value in columns))
     table.add_section()
-    table.add_row("all", f"{result.sampled:.3f}", style="bold")
+    columns = (result.sampled, result.greedy or 0.0, result.well_formed, result.accuracy_well_formed)
+    table.add_row("all", *(f"{value:.3f}" for value in columns), style="bold")
     console.print(table)
-    console.print(
-        f"greedy {result.greedy or 0.0:.3f}, well-formed {result.well_formed:.3f}, "
-        f"right among the well-formed {result.accuracy_well_formed:.3f}"
-    )
 
 
 def chat(model: str, settings: Settings, prompt: str | None) -> None:
