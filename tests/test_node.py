@@ -90,11 +90,17 @@ def test_rollouts_are_published_as_often_as_asked_for(
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, publish=publish)
     node = make_node(LocalSwarm(manifest(settings)), environment, tmp_path, settings)
-    state = node.coordinator.current()
-    node.play(state)
+    published_before_learning: list[int] = []
+    learn = node.policy.learn
+
+    def noticed(groups: list) -> object:
+        published_before_learning.append(len(node.exchange.log))
+        return learn(groups)
+
+    node.policy.learn = noticed
+    node.play(node.coordinator.current())
     assert [len(p.rollouts) for p in node.exchange.log] == sizes
-    published_before_learning = [p.policy_version == 0 for p in node.exchange.log]
-    assert all(published_before_learning) == (publish != "round")
+    assert published_before_learning == [0 if publish == "round" else len(sizes)]
 
 
 def test_a_node_learns_from_others_and_votes_for_the_best(environment: Reasoning, tmp_path: Path) -> None:
