@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -19,8 +19,6 @@ from msgspec import Meta
 
 from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.errors import UserError
-
-T = TypeVar("T")
 
 
 class ConfigError(UserError):

@@ -32,11 +32,11 @@ class Decoder:
         self.head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         if self.family == "gpt2":
             self.body, self.layers = model.transformer, model.transformer.h
-            self.heads = self.key_heads = config.num_attention_heads
+            self.heads = config.num_attention_heads
             self.head_size = config.hidden_size // self.heads
         else:
             self.body, self.layers = model.model, model.model.layers
-            self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+            self.heads = config.num_attention_heads
             self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self.layers)
         self.kinds: list[str] = list(kinds)
