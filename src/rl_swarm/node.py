@@ -15,6 +15,7 @@ from rl_swarm import selection
 from rl_swarm.config import Settings
 from rl_swarm.environments.base import Environment, Question
 from rl_swarm.evaluation import evaluate, mean
+from rl_swarm.hub import Push
 from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.devices import peak_memory
@@ -47,6 +48,7 @@ class Node:
     journal: Journal
     checkpoints: Path
     stop: threading.Event
+    push: Push | None = None  # to the hub, where the settings ask for it
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
     held_out: list[Question] = field(default_factory=list)
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
@@ -69,14 +71,19 @@ class Node:
             every = self.settings.held_out_every
             if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
                 self.measure("now")
+            every = self.settings.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
+            push = every > 0 and state.round % every == every - 1
             every = self.settings.checkpoint_every
-            if every and state.round % every == every - 1:
-                self.save()
-        if state is not None and state.phase == "finished":
+            if push or (every and state.round % every == every - 1):
+                self.save(push)
+        finished = state is not None and state.phase == "finished"
+        if finished:
             self.measure("end")
             self.journal.event("finished", round=self.done[0])
         if self.done != (-1, -1):
-            self.save()
+            self.save(push=finished)
+        if self.push:
+            self.push.finish()
 
     def play(self, state: State) -> None:
         """One stage of a round: answer, publish, collect, learn, report."""
@@ -259,12 +266,15 @@ class Node:
         self.journal.metrics("held_out", when=when, round=self.done[0], **msgspec.to_builtins(result))
         log.info("held-out score %.3f (%s)", result.sampled, when)
 
-    def save(self) -> None:
+    def save(self, push: bool = False) -> None:
         place = checkpoints.Place(
             self.manifest.swarm(), self.identity.peer_id, self.policy.name, *self.done, self.policy.version
         )
-        checkpoints.save(self.policy, place, self.checkpoints, self.name, self.settings.keep_checkpoints)
+        keep = self.settings.keep_checkpoints
+        folder = checkpoints.save(self.policy, place, self.checkpoints, self.name, keep)
         self.journal.event("checkpoint", round=self.done[0])
+        if push and self.push:
+            self.push(folder, self.policy, self.manifest)
 
     def note_skipped(self, state: State) -> None:
         skipped = state.round - self.done[0] - 1

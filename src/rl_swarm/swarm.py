@@ -10,11 +10,12 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -50,6 +51,7 @@ class Child:
     name: str
     role: Role
     settings: Settings
+    environ: dict[str, str] = field(default_factory=dict)
     process: multiprocessing.process.BaseProcess | None = None
     pipe: Connection | None = None
     started: float = 0.0
@@ -63,7 +65,10 @@ class LocalSwarm:
     def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
         self.address = address
         self.children = [Child("coordinator", "coordinator", coordinator)]
-        self.children += [Child(name, "worker", settings) for name, settings in workers.items()]
+        gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
+        for number, (name, settings) in enumerate(workers.items()):
+            environ = gpu_environ(number, gpus, settings.devices_per_node)
+            self.children.append(Child(name, "worker", settings, environ))
         self.restarts = 0
         self.context: SpawnContext | ForkServerContext
         if uses_gpu(coordinator):
@@ -107,7 +112,7 @@ class LocalSwarm:
         child.pipe, theirs = self.context.Pipe()
         child.process = self.context.Process(
             target=_child_main,
-            args=(child.role, child.name, self.address, child.settings, theirs),
+            args=(child.role, child.name, self.address, child.settings, child.environ, theirs),
             name=child.name,
         )
         child.process.start()
@@ -136,7 +141,34 @@ def uses_gpu(settings: Settings) -> bool:
     )
 
 
-def _child_main(role: Role, name: str, address: Path, settings: Settings, pipe: Connection) -> None:
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that nodes may use, as CUDA_VISIBLE_DEVICES names them; none where there is no saying."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return [name for name in names if name not in ("", "-1")]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+
+
+def gpus_of(node: int, count: int, each: int) -> list[int]:
+    """Which of `count` GPUs the node of this number (from 0) uses: `each`, in turn, shared when they run out."""
+    return [(node * each + k) % count for k in range(min(each, count))]
+
+
+def gpu_environ(node: int, gpus: Sequence[str], each: int) -> dict[str, str]:
+    """What makes a node see its own GPUs and no other: to its torch they are cuda:0, cuda:1 and so on."""
+    if not gpus:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[k] for k in gpus_of(node, len(gpus), each))}
+
+
+def _child_main(
+    role: Role, name: str, address: Path, settings: Settings, environ: dict[str, str], pipe: Connection
+) -> None:
+    os.environ.update(environ)
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -168,14 +200,16 @@ def _message(child: Child) -> str:
 
 
 def worker_settings(settings: Settings) -> dict[str, Settings]:
-    """One set of settings per node: its own key, its share of the cores."""
+    """One set of settings per node: its own key, its share of the cores, its own repository."""
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
     base = Path(settings.identity_path).absolute()
     workers = {}
     for number in range(1, settings.nodes + 1):
         key = base if number == 1 else base.with_name(f"{base.stem}-{number}{base.suffix}")
         node = Identity.load_or_create(key).node
+        shared = settings.hub_repo is not None and settings.nodes > 1
+        repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo
         workers[node] = msgspec.structs.replace(
-            settings, node_id=node, identity_path=str(key), threads=threads
+            settings, node_id=node, identity_path=str(key), threads=threads, hub_repo=repo
         )
     return workers

@@ -88,10 +88,11 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
     import torch
 
     from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm.hub import Push
     from rl_swarm.learning import checkpoints
     from rl_swarm.node import Node
 
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // settings.devices_per_node))
     journal = Journal(address / "logs" / name)
     written = checkpoints.written(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
     policy, place = _restored(written, settings)
@@ -118,6 +119,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
         journal=journal,
         checkpoints=address / "checkpoints",
         stop=stop,
+        push=Push.wanted(settings, address / "checkpoints" / f".push-{name}", journal, stop),
     )
     if place:
         node.done = (place.round, place.stage)
@@ -150,6 +152,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
             node.run()
     finally:
         environment.close()
+        policy.close()
     journal.event("left", round=node.done[0])
 
 
@@ -158,17 +161,19 @@ def _restored(written: "Iterator[tuple[Path, Place]]", settings: Settings) -> "t
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning import checkpoints
     from rl_swarm.learning.policy import ModelError, Policy
+    from rl_swarm.learning.team import Leader
 
+    load = Leader.load if settings.devices_per_node > 1 else Policy.load
     for folder, place in written:
         try:
-            policy = Policy.load(settings, Reasoning.system_prompt, folder)
+            policy = load(settings, Reasoning.system_prompt, folder)
             checkpoints.restore_optimizer(policy, folder)
         except (ModelError, checkpoints.CheckpointError) as error:
             log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
             continue
         policy.version = place.policy_version
         return policy, place
-    return Policy.load(settings, Reasoning.system_prompt), None
+    return load(settings, Reasoning.system_prompt), None
 
 
 @contextmanager

@@ -27,7 +27,9 @@ Sets = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print every setting and where it came from, then stop.")
 ]
-Model = Annotated[str | None, typer.Option("--model", help="tiny, auto, a directory or a hub name.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="tiny, smollm2-135m, auto, a directory or a hub name.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides questions and sampling.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of the run.")]
 Local = Annotated[int | None, typer.Option("--local", help="Own questions per round (I).")]
@@ -276,6 +278,33 @@ def evaluate(
 
     settings = _settings("evaluate", {}, None, sets, tasks=tasks, device=device).settings
     models.evaluate(model, settings, questions, samples, as_json)
+
+
+@app.command()
+def warmup(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, a directory, or a hub name.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="New model directory; models/<name>-warm by default.")
+    ] = None,
+    tasks: Tasks = None,
+    examples: Annotated[int, typer.Option("--examples", min=1, help="Right answers to learn from.")] = 320,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="How often each of them is used.")] = 1,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", help="Highest step size; 2e-4 by default.")
+    ] = None,
+    seed: Seed = None,
+    questions: Annotated[int, typer.Option("--questions", min=1, help="Held-out questions.")] = 60,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Sampled answers per question.")] = 1,
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    sets: Sets = None,
+) -> None:
+    """Give a model that scores nothing a short supervised start, and say what it brought."""
+    from rl_swarm.cli import warmup as command
+
+    flags = dict(tasks=tasks, learning_rate=learning_rate, seed=seed, device=device)
+    settings = _settings("warmup", {}, None, sets, **flags).settings
+    command.warmup(model, settings, out, examples, epochs, questions, samples, as_json)
 
 
 @app.command()

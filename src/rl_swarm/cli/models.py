@@ -15,7 +15,7 @@ from rl_swarm.learning.policy import Policy
 
 
 def evaluate(model: str, settings: Settings, questions: int, samples: int, as_json: bool) -> None:
-    settings = _for_model(model, settings)
+    settings = for_model(model, settings)
     policy = Policy.load(settings, Reasoning.system_prompt)
     environment = Reasoning(settings.task_list(), settings.partial_rewards)
     try:
@@ -47,7 +47,7 @@ def evaluate(model: str, settings: Settings, questions: int, samples: int, as_js
 
 
 def chat(model: str, settings: Settings, prompt: str | None) -> None:
-    policy = Policy.load(_for_model(model, settings), Reasoning.system_prompt)
+    policy = Policy.load(for_model(model, settings), Reasoning.system_prompt)
     asked = 0
 
     def answer(question: str) -> str:
@@ -84,7 +84,7 @@ def list_models(settings: Settings) -> None:
     console.print(table)
 
 
-def _for_model(model: str, settings: Settings) -> Settings:
+def for_model(model: str, settings: Settings) -> Settings:
     """A checkpoint of the bundled model is asked the bundled model's questions unless told otherwise."""
     from rl_swarm.learning.policy import is_tiny
 

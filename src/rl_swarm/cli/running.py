@@ -18,6 +18,8 @@ from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
+from rl_swarm.hub import outcomes
+from rl_swarm.learning import smollm2
 from rl_swarm.report import RunView
 from rl_swarm.swarm import LocalSwarm, worker_settings
 from rl_swarm.telemetry.logs import start_logging
@@ -51,6 +53,11 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     console.print(
         f"{'Going on with' if resume else 'Starting'} {settings.nodes} nodes in {root}   (Ctrl-C stops them)"
     )
+    if smollm2.needs_converting(settings.model):
+        console.print(f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
+    if settings.hub_repo and settings.hf_token:
+        each = "-<node>" if settings.nodes > 1 else ""
+        console.print(f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
     started = time.monotonic()
     interrupted = _catch_signals()
     swarm.start()
@@ -65,12 +72,15 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
             console.print("Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
         swarm.stop()
     view = RunView.open(root)
-    if interrupted.is_set():
+    finished = view.state is not None and view.state.phase == "finished"
+    if interrupted.is_set() and not finished:
         console.print(
             f"Stopped at round {view.state.round if view.state else 0}. Go on with: {program()} up --resume {root}"
         )
         sys.exit(130)
     print_summary(view, time.monotonic() - started, console)
+    for outcome in outcomes(root):
+        console.print(outcome, soft_wrap=True)
 
 
 def alone(role: str, address: Path, settings: Settings) -> None:

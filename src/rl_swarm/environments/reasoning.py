@@ -44,6 +44,14 @@ class Reasoning:
         )
         return [0.0 if answer is None else self._reward(next(scores)) for answer in answers]
 
+    def solutions(self, questions: Sequence[Question]) -> list[str | None]:
+        """A completion of every question that earns the full reward, or None where none is known."""
+        answers = self.scorer.solutions(questions)
+        completions = [None if answer is None else f"{OPEN}{answer.strip()}{CLOSE}" for answer in answers]
+        asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
+        rewards = iter(self.score(asked))
+        return [text if text is not None and next(rewards) > 0.99 else None for text in completions]
+
     def well_formed(self, text: str) -> bool:
         return extract(text) is not None
 

@@ -10,13 +10,16 @@ Shapes: N packed tokens, P prompts, B completions, L prompt length, T completion
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 LLAMA_LIKE = {"llama", "qwen2", "qwen3"}
+ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_new", "gelu_pytorch_tanh")}
 FAMILIES = LLAMA_LIKE | {"gpt2", "gemma3_text"}
 
 # (layer, queries [N, H, D], keys, values) -> attended [N, H * D]
@@ -24,20 +27,31 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    """A model of a known family, as a function of packed tokens."""
+    """A model of a known family, as a function of packed tokens.
 
-    def __init__(self, model: Any) -> None:
+    With `fused`, what stands between the matrix products runs in the kernels of `cuda`. With
+    `frugal`, the inside of a layer is computed again on the way back instead of kept.
+    """
+
+    def __init__(self, model: Any, fused: bool | None = None, frugal: bool = False) -> None:
+        self.fused, self.frugal = has_kernels(model) if fused is None else fused, frugal
         config = model.config
         self.model, self.family = model, config.model_type
         self.head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         if self.family == "gpt2":
             self.body, self.layers = model.transformer, model.transformer.h
             self.heads = config.num_attention_heads
-            self.head_size = config.hidden_size // self.heads
+            self.key_heads, self.head_size = self.heads, config.hidden_size // self.heads
+            self.last_norm = self.body.ln_f
         else:
             self.body, self.layers = model.model, model.model.layers
             self.heads = config.num_attention_heads
+            self.key_heads = config.num_key_value_heads
             self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+            self.last_norm = self.body.norm
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        activation = getattr(config, "activation_function", activation)
+        self.plain_gate = activation in ACTIVATIONS["silu" if self.family in LLAMA_LIKE else "gelu"]
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self.layers)
         self.kinds: list[str] = list(kinds)
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
@@ -49,29 +63,32 @@ class Decoder:
     def supports(model: Any) -> bool:
         """Whether this model is of a known family and does nothing here unknown."""
         config = model.config
-        plain = not getattr(config, "use_bidirectional_attention", False) and not getattr(
-            config, "attn_logit_softcapping", None
-        )
+        unknown = ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
+        plain = not any(getattr(config, name, None) for name in unknown)
         if config.model_type == "gemma3_text" and not hasattr(model.model.rotary_emb, "layer_types"):
             return False  # transformers before version 5
         return config.model_type in FAMILIES and plain and not getattr(config, "add_cross_attention", False)
 
     def run(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The hidden state after the last norm, of every token."""
+        return self._norm(self.last_norm, self.run_layers(ids_N, positions_N, attend))
+
+    def run_layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """The hidden state after the last layer, of every token."""
         step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(
             self.family, self._llama_layer
         )
         if self.family == "gpt2":
-            hidden = self.body.wte(ids_N) + self.body.wpe(positions_N)
+            hidden: Tensor = self.body.wte(ids_N) + self.body.wpe(positions_N)
         else:
             hidden = self.body.embed_tokens(ids_N)
-        turns = self._rotations(hidden, positions_N)
+        turns = self.rotations(hidden, positions_N)
         for number, layer in enumerate(self.layers):
-            hidden = step(layer, hidden, number, turns.get(self.kinds[number]), attend)
-        final: Tensor = (self.body.ln_f if self.family == "gpt2" else self.body.norm)(hidden)
-        return final
+            given = (layer, hidden, number, turns.get(self.kinds[number]), attend)
+            hidden = checkpoint(step, *given, use_reentrant=False) if self.frugal else step(*given)
+        return hidden
 
-    def _rotations(self, hidden: Tensor, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def rotations(self, hidden: Tensor, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosines and sines of the positions, [N, 1, D], for every kind of layer."""
         if self.family == "gpt2":
             return {}
@@ -83,6 +100,17 @@ class Decoder:
             by_kind[kind] = (cos[0][:, None], sin[0][:, None])
         return by_kind
 
+    def _norm(self, norm: Any, x: Tensor) -> Tensor:
+        """The norm, in the precision that the products behind it take."""
+        if self.family == "gpt2":
+            y: Tensor = norm(x)
+        elif self.family == "gemma3_text":
+            y = F.rms_norm(x.float(), x.shape[-1:], 1 + norm.weight, norm.eps)
+        else:
+            y = F.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.variance_epsilon)
+        kind = x.device.type
+        return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+
     def _projected(self, attention: Any, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
         shape = (len(x), -1, self.head_size)
         q, k, v = (
@@ -91,29 +119,53 @@ class Decoder:
             attention.v_proj(x).view(shape),
         )
         if self.family in ("qwen3", "gemma3_text"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        return rotated(q, *turn), rotated(k, *turn), v
+            q, k = self._norm(attention.q_norm, q), self._norm(attention.k_norm, k)
+        cos, sin = turn
+        if self.fused:
+            from rl_swarm.learning.cuda import fused
+
+            return *fused.rotated(q, k, cos[:, 0], sin[:, 0]), v
+        return rotated(q, cos, sin), rotated(k, cos, sin), v
+
+    def _gated(self, mlp: Any, x: Tensor) -> Tensor:
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        kind = "silu" if self.family in LLAMA_LIKE else "gelu"
+        if self.fused and self.plain_gate:
+            from rl_swarm.learning.cuda import fused
+
+            inner = fused.gated(gate, up, kind)
+        else:
+            inner = mlp.act_fn(gate) * up
+        out: Tensor = mlp.down_proj(inner)
+        return out
 
     def _llama_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
         attention = layer.self_attn
-        q, k, v = self._projected(attention, layer.input_layernorm(hidden), turn)
+        q, k, v = self._projected(attention, self._norm(layer.input_layernorm, hidden), turn)
         hidden = hidden + attention.o_proj(attend(number, q, k, v))
-        out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return out
+        return hidden + self._gated(layer.mlp, self._norm(layer.post_attention_layernorm, hidden))
 
     def _gemma_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
         attention = layer.self_attn
-        q, k, v = self._projected(attention, layer.input_layernorm(hidden), turn)
-        hidden = hidden + layer.post_attention_layernorm(attention.o_proj(attend(number, q, k, v)))
-        mixed = layer.mlp(layer.pre_feedforward_layernorm(hidden))
-        out: Tensor = hidden + layer.post_feedforward_layernorm(mixed)
-        return out
+        q, k, v = self._projected(attention, self._norm(layer.input_layernorm, hidden), turn)
+        attended = attention.o_proj(attend(number, q, k, v))
+        hidden = hidden + self._norm(layer.post_attention_layernorm, attended)
+        mixed = self._gated(layer.mlp, self._norm(layer.pre_feedforward_layernorm, hidden))
+        return hidden + self._norm(layer.post_feedforward_layernorm, mixed)
 
     def _gpt2_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
-        q, k, v = layer.attn.c_attn(layer.ln_1(hidden)).view(len(hidden), 3 * self.heads, -1).chunk(3, 1)
+        x = layer.attn.c_attn(self._norm(layer.ln_1, hidden))
+        q, k, v = x.view(len(hidden), 3 * self.heads, -1).chunk(3, 1)
         hidden = hidden + layer.attn.c_proj(attend(number, q, k, v))
-        out: Tensor = hidden + layer.mlp(layer.ln_2(hidden))
+        inner = layer.mlp.c_fc(self._norm(layer.ln_2, hidden))
+        inner = F.gelu(inner, approximate="tanh") if self.plain_gate else layer.mlp.act(inner)
+        out: Tensor = hidden + layer.mlp.c_proj(inner)
         return out
+
+
+def has_kernels(model: Any) -> bool:
+    """Whether the kernels written in Triton can run where this model is."""
+    return model.device.type == "cuda" and find_spec("triton") is not None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

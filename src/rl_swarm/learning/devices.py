@@ -1,5 +1,6 @@
 """What this machine can run: device, memory, and the model that fits."""
 
+import gc
 import os
 import shutil
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class ModelCard:
 
 CATALOGUE = (
     ModelCard("tiny", "bundled", 0.003),
+    ModelCard("smollm2-135m", "offline", 0.135),
     ModelCard("Qwen/Qwen2.5-0.5B-Instruct", "small", 0.49),
     ModelCard("Qwen/Qwen3-0.6B", "small", 0.6),
     ModelCard("Qwen/Qwen2.5-1.5B-Instruct", "large", 1.54),
@@ -68,6 +70,18 @@ def pick_model(settings: Settings, device: torch.device) -> str:
     pool = "large" if device.type == "cuda" and memory >= LARGE_POOL_FROM else "small"
     fitting = [card.name for card in CATALOGUE if card.pool == pool and card.memory <= memory]
     return fitting[0] if fitting else "tiny"
+
+
+def low_precision(device: torch.device) -> torch.autocast:
+    """The context in which matrix products run in bfloat16, where that is faster than float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def release_memory() -> None:
+    """Gives back to the device what is cached for reuse."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def free_disk(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""GRPO as pure functions: advantage, ratio, loss. Shapes: B sequences, T tokens.
+"""GRPO as pure functions: advantage, ratio, loss. Shapes: M tokens, each with the advantage of its completion.
 
 Group relative policy optimisation (arXiv:2402.03300) with the token-level mean and the asymmetric
 clip of DAPO (arXiv:2503.14476). Groups in which every reward is equal never get here.
@@ -21,32 +21,26 @@ def advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
 
 
 def clipped_loss(
-    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_B: Tensor, clip_low: float, clip_high: float
+    logprobs_M: Tensor, old_logprobs_M: Tensor, advantages_M: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """The loss of every token, and where the clip took its gradient away."""
-    ratio_BT = torch.exp(logprobs_BT - old_logprobs_BT)
-    advantages_BT = advantages_B[:, None]
-    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    loss_BT = -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    acts_BT = (clipped_BT * advantages_BT) < (ratio_BT * advantages_BT)
-    return loss_BT, acts_BT
+    ratio_M = torch.exp(logprobs_M - old_logprobs_M)
+    clipped_M = ratio_M.clamp(1 - clip_low, 1 + clip_high)
+    loss_M = -torch.minimum(ratio_M * advantages_M, clipped_M * advantages_M)
+    acts_M = (clipped_M * advantages_M) < (ratio_M * advantages_M)
+    return loss_M, acts_M
 
 
-def capped_loss(logprobs_BT: Tensor, claimed_BT: Tensor, advantages_B: Tensor, cap: float) -> Tensor:
+def capped_loss(logprobs_M: Tensor, claimed_M: Tensor, advantages_M: Tensor, cap: float) -> Tensor:
     """The loss of tokens whose behaviour log-probabilities a stranger claims.
 
     A truncated importance weight, held constant: whatever is claimed, a token counts for at most `cap`.
     """
-    weight_BT = torch.exp((logprobs_BT - claimed_BT).detach().clamp(max=10)).clamp(max=cap)
-    return -weight_BT * advantages_B[:, None] * torch.exp(logprobs_BT - logprobs_BT.detach())
+    weight_M = torch.exp((logprobs_M - claimed_M).detach().clamp(max=10)).clamp(max=cap)
+    return -weight_M * advantages_M * torch.exp(logprobs_M - logprobs_M.detach())
 
 
-def kl_k3(logprobs_BT: Tensor, reference_BT: Tensor) -> Tensor:
+def kl_k3(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(policy, reference) per token: unbiased and never negative."""
-    difference_BT = reference_BT - logprobs_BT
-    return torch.exp(difference_BT) - difference_BT - 1
-
-
-def token_mean(values_BT: Tensor, mask_BT: Tensor, tokens: int) -> Tensor:
-    """The sum over the masked tokens as a share of all tokens of the update, so that micro-batches add up."""
-    return (values_BT * mask_BT).sum() / max(tokens, 1)
+    difference_M = reference_M - logprobs_M
+    return torch.exp(difference_M) - difference_M - 1

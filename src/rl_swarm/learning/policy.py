@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.learning import grpo
+from rl_swarm.learning import grpo, lora, smollm2
+from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import TINY, pick_device, pick_model
 from rl_swarm.learning.sampler import Decoding, sample
-from rl_swarm.learning.trainer import Trainer, TrainingGroup, Update
+from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.rollouts import Completion, Group
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ class ModelError(UserError):
 
 
 class Policy:
+    trainer_class: type[Trainer] = Trainer
+
     def __init__(self, model: Any, tokenizer: Any, name: str, system_prompt: str, settings: Settings) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.system_prompt, self.settings = system_prompt, settings
@@ -38,14 +42,18 @@ class Policy:
         self.eos -= {None}
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.trainer = Trainer(model, self.pad, settings)
+        self.trainer = self.trainer_class(model, self.pad, settings)
 
     @classmethod
     def load(cls, settings: Settings, system_prompt: str, path: Path | None = None) -> "Policy":
         """The model that the settings name, or the one in `path` (a checkpoint)."""
         device = pick_device(settings)
         name = pick_model(settings, device)
-        model, tokenizer = load_model(str(path or name), settings.hf_token)
+        model, tokenizer = load_model(name if settings.lora_rank else str(path or name), settings.hf_token)
+        if settings.lora_rank:
+            lora.adapt(model, settings.lora_rank, settings.seed)
+        if path:
+            lora.load_adapters(model, path)
         policy = cls(model.to(device), tokenizer, name, system_prompt, settings)
         if path and policy.trainer.reference is not None:
             policy.trainer.reference = load_model(name, settings.hf_token)[0].to(device).eval()
@@ -171,24 +179,44 @@ class Policy:
         return tuple(ids)
 
     def save(self, path: Path) -> None:
-        self.model.save_pretrained(path)
+        if lora.is_adapted(self.model):
+            lora.save_adapters(self.model, path)
+            self.model.save_pretrained(path, state_dict=lora.merged_state(self.model))
+        else:
+            self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+
+    def close(self) -> None:
+        """Ends what works for this policy: here nothing does."""
 
 
 def is_tiny(model: str) -> bool:
     """Whether this is the bundled model or a checkpoint of it, by its tokenizer."""
-    ours, theirs = TINY / "tokenizer.json", Path(model).expanduser() / "tokenizer.json"
-    return model == "tiny" or (theirs.is_file() and theirs.read_bytes() == ours.read_bytes())
+    theirs = Path(model).expanduser() / "tokenizer.json"
+    return model == "tiny" or (theirs.is_file() and _words(theirs) == _words(TINY / "tokenizer.json"))
+
+
+def _words(tokenizer: Path) -> object:
+    """What a tokenizer file says about text; the rest, such as padding, is what its last user did with it."""
+    try:
+        parts = msgspec.json.decode(tokenizer.read_bytes())
+        return parts["model"], parts["added_tokens"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return None
 
 
 def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
-    """A model and its tokenizer from a directory, the bundle or the hub, in float32."""
+    """A model and its tokenizer from a directory, the bundle, a package or the hub, in float32."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source = str(TINY) if name == "tiny" else os.path.expanduser(name)
+    source = os.path.expanduser(name)
+    if name == "tiny":
+        source = str(TINY)
+    elif name == smollm2.NAME:
+        source = str(smollm2.directory())
     is_path = os.path.isdir(source)
     if not is_path and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
@@ -206,5 +234,6 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
         raise ModelError(f"MODEL_NAME={name} cannot be loaded: {reason} {remedy}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ModelError(f"MODEL_NAME={name}: its tokenizer has no fast version or no end-of-sequence token.")
+    tokenizer.backend_tokenizer.no_padding()  # kept in the file, undone by the first use: the hash would change
     log.debug("loaded %s in %.1f s", name, time.monotonic() - started)
     return model, tokenizer

@@ -1,18 +1,25 @@
 """Many completions, fast: all questions times all completions in one batch, each prompt computed once.
 
-Models of the known families take the fast path of `decoder`, all others go through transformers. A
-sequence that has ended leaves the batch, so cost follows the tokens produced and not the longest answer. The log-probability of every sampled token comes along. Results depend on the seed alone.
+Models of the known families take the fast path of `decoder`, on CUDA the recorded kernels of `cuda`; all
+others go through transformers. A sequence that has ended leaves the batch, so cost follows the tokens
+produced and not the longest answer. The log-probability of every sampled token comes along. Results
+depend on the seed alone.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from rl_swarm.learning.decoder import Decoder, GrowingCache, Layout
 from rl_swarm.learning.sequences import Model, run_prompts
+
+if TYPE_CHECKING:
+    from rl_swarm.learning.cuda.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ def sample(
     model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, seed: int
 ) -> list[list[Sample]]:
     """`count` completions of every prompt."""
+    engine = engine_of(model)
+    if engine is not None:
+        return samples(*engine.sample(prompts, count, decoding, seed), decoding.eos, count)
     device = model.device
     generator = torch.Generator(device=device).manual_seed(seed)
     total = len(prompts) * count
@@ -55,7 +65,6 @@ def sample(
     tokens_BT = torch.full((total, decoding.max_new_tokens), decoding.pad, device=device)
     logprobs_BT = torch.zeros(total, decoding.max_new_tokens, device=device)
     eos = torch.tensor(sorted(decoding.eos), device=device)
-    ended_B = torch.zeros(total, dtype=torch.bool, device=device)
     length_B = torch.full((total,), decoding.max_new_tokens, device=device)
     rows = torch.arange(total, device=device)  # the sequences still in the batch
 
@@ -64,7 +73,6 @@ def sample(
         tokens_BT[rows, step], logprobs_BT[rows, step] = token_B, logprob_B
         done_B = torch.isin(token_B, eos)
         if done_B.any():
-            ended_B[rows[done_B]] = True
             length_B[rows[done_B]] = step + 1
             staying = (~done_B).nonzero().squeeze(1)
             if len(staying) == 0:
@@ -74,13 +82,36 @@ def sample(
         if step + 1 < decoding.max_new_tokens:
             going.extend(token_B)
 
-    samples = [
-        Sample(tuple(tokens[:length]), tuple(logprobs[:length]), ended)
-        for tokens, logprobs, length, ended in zip(
-            tokens_BT.tolist(), logprobs_BT.tolist(), length_B.tolist(), ended_B.tolist(), strict=True
+    return samples(tokens_BT, logprobs_BT, length_B, decoding.eos, count)
+
+
+def samples(
+    tokens_BT: Tensor, logprobs_BT: Tensor, length_B: Tensor, eos: frozenset[int], count: int
+) -> list[list[Sample]]:
+    rows = zip(tokens_BT.tolist(), logprobs_BT.tolist(), length_B.tolist(), strict=True)
+    flat = [
+        Sample(
+            tuple(tokens[:length]), tuple(logprobs[:length]), not eos.isdisjoint(tokens[length - 1 : length])
         )
+        for tokens, logprobs, length in rows
     ]
-    return [samples[start : start + count] for start in range(0, total, count)]
+    return [flat[start : start + count] for start in range(0, len(flat), count)]
+
+
+_engines: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
+
+
+def engine_of(model: Model) -> "Engine | None":
+    """What samples from this model on a GPU, where its kernels know the model and can be compiled."""
+    if model.device.type != "cuda" or not Decoder.supports(model) or find_spec("triton") is None:
+        return None
+    from rl_swarm.learning.cuda.engine import Engine
+
+    if model not in _engines:
+        if not Engine.supports(model):
+            return None
+        _engines[model] = Engine(model)
+    return _engines[model]
 
 
 def continuation(

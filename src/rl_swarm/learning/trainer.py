@@ -7,34 +7,26 @@ ratio is 1 and the update is plain policy gradient on their advantages.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rl_swarm.config import Settings
 from rl_swarm.learning import grpo
-from rl_swarm.learning.decoder import Decoder, Layout, SharedPrompts
+from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, micro_batches
+from rl_swarm.learning.decoder import Attend, Decoder
+from rl_swarm.learning.devices import low_precision, release_memory
+from rl_swarm.learning.logprobs import attention_of, packed_logprobs
 from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
 
+if TYPE_CHECKING:
+    from rl_swarm.learning.cuda.attention import Segments
+    from rl_swarm.learning.cuda.recorder import Recorder
+
 log = logging.getLogger(__name__)
-
-LOGITS_AT_ONCE = 1 << 26  # numbers: 256 MB in float32
-
-
-@dataclass(frozen=True)
-class TrainingGroup:
-    """The tokens of a group and what is to be learned from it."""
-
-    prompt: Sequence[int]
-    completions: Sequence[Sequence[int]]
-    advantages: Sequence[float]
-    logprobs: Sequence[Sequence[float]] | None  # under the policy that sampled, if known
-    claimed: bool = False  # by a stranger: their influence is capped
-    trained: Sequence[bool] = field(default=())  # False leaves a completion out; empty means all
 
 
 @dataclass
@@ -45,23 +37,39 @@ class Update:
     loss: float = 0.0
     grad_norm: float = 0.0
     entropy: float = 0.0
+    surprise: float = 0.0  # mean negative log-probability of the tokens, before the step
     clip_share: float = 0.0
     mismatch: float = 0.0  # mean |sampler - trainer| of own tokens' log-probabilities
     kl: float = 0.0
+
+
+# What a micro-batch adds to the figures of its update; the last is the number of tokens sampled here.
+FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_tokens")
 
 
 class Trainer:
     def __init__(self, model: Model, pad: int, settings: Settings) -> None:
         self.model, self.pad, self.settings = model, pad, settings
         self.batch_tokens = settings.batch_tokens
+        self.frugal = False  # whether the inside of layers is computed twice to save memory
+        self.figures = torch.zeros(len(FIGURES), device=model.device)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [p for p in model.parameters() if p.requires_grad],
             lr=settings.step_size(),
             betas=(0.9, 0.99),
             weight_decay=0.0,
             fused=model.device.type != "mps",
         )
         self.reference: Model = copy.deepcopy(model).eval() if settings.kl_weight > 0 else None
+        self.recorder = self._recorder()
+
+    def _recorder(self) -> "Recorder | None":
+        """What runs whole passes on a GPU, where they can be recorded."""
+        if not Decoder.supports(self.model) or not Decoder(self.model).fused:
+            return None
+        from rl_swarm.learning.cuda.recorder import Recorder
+
+        return Recorder(self._recorded, self.model.device)
 
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
         """One step on the groups; the same step in smaller pieces when memory runs out."""
@@ -69,27 +77,31 @@ class Trainer:
             try:
                 return self._update(groups)
             except torch.OutOfMemoryError:
-                if all(_sequences(batch) == 1 for batch in micro_batches(groups, self.batch_tokens)):
-                    raise
-                self.optimizer.zero_grad(set_to_none=True)
-                self.batch_tokens //= 2
-                log.warning("out of memory: micro-batches now hold at most %d tokens", self.batch_tokens)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                self._shrink(groups)
+
+    def _shrink(self, groups: Sequence[TrainingGroup]) -> None:
+        """Asks for less memory at the next try, or gives up."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.recorder is not None:
+            self.recorder.release()
+        release_memory()
+        alone = all(
+            sum(len(g.completions) for g in batch) == 1 for batch in micro_batches(groups, self.batch_tokens)
+        )
+        if not alone:
+            self.batch_tokens = min(self.batch_tokens, sum(g.size for g in groups)) // 2
+            log.warning("out of memory: micro-batches now hold at most %d tokens", self.batch_tokens)
+        elif not self.frugal and Decoder.supports(self.model):
+            self.frugal = True
+            log.warning("out of memory: layers are now computed twice instead of kept")
+        else:
+            raise
 
     def _update(self, groups: Sequence[TrainingGroup]) -> Update:
-        tokens = sum(
-            len(ids)
-            for group in groups
-            for ids, use in zip(group.completions, _used(group), strict=True)
-            if use
-        )
-        report = Update(tokens=tokens)
-        if tokens == 0:
+        report = Update(tokens=count_tokens(groups))
+        if report.tokens == 0:
             return report
-        own_tokens = 0
-        for batch in micro_batches(groups, self.batch_tokens):
-            own_tokens += self._accumulate(batch, tokens, report)
+        own_tokens = self._gradients(groups, report.tokens, report)
         report.mismatch /= max(own_tokens, 1)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         report.grad_norm = float(norm)
@@ -97,163 +109,89 @@ class Trainer:
             self.optimizer.step()
         else:
             log.error("the gradient is not finite: this update is left out")
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.recorder is None)
         return report
 
-    def _accumulate(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
-        """Adds the gradients and figures of one micro-batch; returns how many tokens had the sampler's numbers."""
-        settings, device = self.settings, self.model.device
-        ids_BT = pad_right([ids for g in groups for ids in g.completions], self.pad, torch.long, device)
-        mask_BT = pad_right(
-            [
-                [float(use)] * len(ids)
-                for g in groups
-                for ids, use in zip(g.completions, _used(g), strict=True)
-            ],
-            0.0,
-            torch.float32,
-            device,
-        )
-        advantages_B = torch.tensor([a for g in groups for a in g.advantages], device=device)
-        logprobs_BT, entropy_BT = self._logprobs(self.model, groups, ids_BT)
+    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
+        """Adds up the gradients and figures of all micro-batches; returns how many tokens were sampled here."""
+        self.figures.zero_()
+        for batch in micro_batches(groups, self.batch_tokens):
+            self._accumulate(batch, tokens)
+        *figures, own_tokens = self.figures.tolist()
+        for name, value in zip(FIGURES, figures, strict=False):
+            setattr(report, name, value)
+        return int(own_tokens)
 
-        claimed_B = torch.tensor([g.claimed for g in groups for _ in g.completions], device=device)
-        own_B = torch.tensor(
-            [g.logprobs is not None and not g.claimed for g in groups for _ in g.completions], device=device
-        )
-        given_BT = pad_right(
-            [row for g in groups for row in (g.logprobs or [[0.0] * len(ids) for ids in g.completions])],
-            0.0,
-            torch.float32,
-            device,
-        )
+    def _accumulate(self, groups: Sequence[TrainingGroup], tokens: int) -> None:
+        """Adds the gradients and figures of one micro-batch."""
+        batch, shape = Batch.of(groups, tokens)
+        if self.recorder is not None:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)  # recordings add to these
+            self.recorder.run(batch, shape)
+            return
+        batch = batch.to(self.model.device)
+        if Decoder.supports(self.model):
+            self._backward(batch, *attention_of(Decoder(self.model), shape))
+        else:
+            found = self._plain_logprobs(self.model, groups)
+            self._learn(batch, *found, self._plain_reference(groups))
+
+    def _recorded(self, batch: Batch, segments: "Segments") -> None:
+        self._backward(batch, segments.attention(Decoder(self.model)), segments.positions_N)
+
+    def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
+        """The pass there and back of a model of a known family."""
+        temperature, reference_M = self.settings.temperature, None
+        with low_precision(self.model.device):
+            if self.reference is not None:
+                with torch.no_grad():
+                    decoder = Decoder(self.reference)
+                    reference_M, _ = packed_logprobs(decoder, batch, attend, positions_N, temperature)
+            decoder = Decoder(self.model, frugal=self.frugal)
+            found = packed_logprobs(decoder, batch, attend, positions_N, temperature)
+        self._learn(batch, *found, reference_M)
+
+    def _learn(self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None) -> None:
+        """The loss, its gradients, and the figures."""
+        settings, detached_M = self.settings, logprobs_M.detach()
         # A stranger's numbers stay out of the ratio: where it overflows, the gradient of all others is lost too.
-        behaviour_BT = torch.where(own_B[:, None], given_BT, logprobs_BT.detach())
-        loss_BT, clip_BT = grpo.clipped_loss(
-            logprobs_BT, behaviour_BT, advantages_B, settings.clip_low, settings.clip_high
+        behaviour_M = torch.where(batch.own_M, batch.sampled_M, detached_M)
+        loss_M, clip_M = grpo.clipped_loss(
+            logprobs_M, behaviour_M, batch.advantages_M, settings.clip_low, settings.clip_high
         )
-        if claimed_B.any():
-            capped_BT = grpo.capped_loss(logprobs_BT, given_BT, advantages_B, 1 + settings.clip_high)
-            loss_BT = torch.where(claimed_B[:, None], capped_BT, loss_BT)
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_BT, _ = self._logprobs(self.reference, groups, ids_BT)
-            kl_BT = grpo.kl_k3(logprobs_BT, reference_BT)
-            report.kl += float(grpo.token_mean(kl_BT.detach(), mask_BT, tokens))
-            loss_BT = loss_BT + settings.kl_weight * kl_BT
-        loss = grpo.token_mean(loss_BT, mask_BT, tokens)
+        capped_M = grpo.capped_loss(logprobs_M, batch.sampled_M, batch.advantages_M, 1 + settings.clip_high)
+        loss_M = torch.where(batch.claimed_M, capped_M, loss_M)
+        kl_M = torch.zeros_like(detached_M)
+        if reference_M is not None:
+            kl_M = grpo.kl_k3(logprobs_M, reference_M)
+            loss_M = loss_M + settings.kl_weight * kl_M
+        loss = (loss_M * batch.weights_M).sum()
         loss.backward()  # type: ignore[no-untyped-call]
 
-        report.loss += float(loss.detach())
-        report.entropy += float(grpo.token_mean(entropy_BT, mask_BT, tokens))
-        report.clip_share += float(grpo.token_mean(clip_BT.float(), mask_BT, tokens))
-        own_BT = mask_BT * own_B[:, None]
-        report.mismatch += float(((logprobs_BT.detach() - behaviour_BT).abs() * own_BT).sum())
-        return int(own_BT.sum())
+        weights_M = batch.weights_M
+        own_M = batch.own_M & (weights_M > 0)
+        means = (loss_M, entropy_M, -detached_M, clip_M.float(), kl_M)
+        sums = [(values.detach() * weights_M).sum() for values in means]
+        sums += [((detached_M - behaviour_M).abs() * own_M).sum(), own_M.sum().float()]
+        self.figures += torch.stack(sums)
 
-    def _logprobs(
-        self, model: Model, groups: Sequence[TrainingGroup], ids_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        device = self.model.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            if Decoder.supports(model):
-                return packed_logprobs(Decoder(model), groups, self.settings.temperature)
+    def _plain_reference(self, groups: Sequence[TrainingGroup]) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with torch.no_grad():
+            return self._plain_logprobs(self.reference, groups)[0]
+
+    def _plain_logprobs(self, model: Model, groups: Sequence[TrainingGroup]) -> tuple[Tensor, Tensor]:
+        """The same through transformers, for any model."""
+        device = model.device
+        ids_BT = pad_right([ids for g in groups for ids in g.completions], self.pad, torch.long, device)
+        lengths_B = torch.tensor([len(ids) for g in groups for ids in g.completions], device=device)
+        rows = [number for number, g in enumerate(groups) for _ in g.completions]
+        with low_precision(device):
             prefix = run_prompts(model, [g.prompt for g in groups], self.pad)
-            rows = [number for number, g in enumerate(groups) for _ in g.completions]
             logits_BTV = completion_logits(model, prefix.select(torch.tensor(rows, device=device)), ids_BT)
-        return token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
-
-
-def packed_logprobs(
-    decoder: Decoder, groups: Sequence[TrainingGroup], temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The log-probability of every completion token and the entropy there, [B, T], in one pass over packed tokens.
-
-    A token is predicted by the hidden state before it, so the last token of a completion is not run at all.
-    """
-    device = decoder.model.device
-    prompts, completions = [g.prompt for g in groups], [ids for g in groups for ids in g.completions]
-    rows = [number for number, group in enumerate(groups) for _ in group.completions]
-    prompt_layout = Layout.of([len(p) for p in prompts], device)
-    fed_layout = Layout.of([len(ids) - 1 for ids in completions], device)
-    attend = SharedPrompts(decoder, prompt_layout, fed_layout, torch.tensor(rows, device=device))
-    fed = [*prompts, *(ids[:-1] for ids in completions)]
-    ids_N = torch.tensor([token for ids in fed for token in ids], device=device)
-    hidden = decoder.run(ids_N, attend.positions(), attend)
-
-    ends = list(
-        accumulate(map(len, fed))
-    )  # one past the last token of every prompt, then of every completion
-    before, here = [], ends[len(prompts) - 1]
-    for row, ids in zip(rows, completions, strict=True):
-        before += [ends[row] - 1, *range(here, here + len(ids) - 1)]
-        here += len(ids) - 1
-    targets_N = torch.tensor([token for ids in completions for token in ids], device=device)
-    hidden = hidden[torch.tensor(before, device=device)]
-    logprobs_N, entropy_N = chunked_logprobs(decoder.head, hidden, targets_N, temperature)
-    whole = Layout.of([len(ids) for ids in completions], device)
-    return whole.spread_flat(logprobs_N), whole.spread_flat(entropy_N)
-
-
-def chunked_logprobs(
-    head: Callable[[Tensor], Tensor], hidden_NE: Tensor, targets_N: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies without ever holding the logits of all tokens: chunks are computed again
-    on the way back when there is more than one."""
-
-    def part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(hidden), targets, temperature)
-
-    width: int = getattr(head, "out_features", 1)
-    chunk = max(1, LOGITS_AT_ONCE // width)
-    if len(targets_N) <= chunk:
-        return part(hidden_NE, targets_N)
-    parts = [
-        checkpoint(part, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(torch.split(hidden_NE, chunk), torch.split(targets_N, chunk), strict=True)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
-    """Groups of similar size together, each batch within the budget (a single sequence may exceed it)."""
-    batch: list[TrainingGroup] = []
-    pieces = [piece for group in groups for piece in _pieces(group, budget)]
-    for piece in sorted(pieces, key=lambda g: (len(g.prompt), _longest([g]))):
-        if batch and _padded_size([*batch, piece]) > budget:
-            yield batch
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield batch
-
-
-def _pieces(group: TrainingGroup, budget: int) -> Iterator[TrainingGroup]:
-    """The group, in parts if it is larger than the budget. A stranger decides how large a group is."""
-    count = max(1, (budget - len(group.prompt)) // _longest([group]))
-    for start in range(0, len(group.completions), count):
-        part = slice(start, start + count)
-        yield replace(
-            group,
-            completions=group.completions[part],
-            advantages=group.advantages[part],
-            logprobs=None if group.logprobs is None else group.logprobs[part],
-            trained=group.trained[part],
-        )
-
-
-def _padded_size(groups: Sequence[TrainingGroup]) -> int:
-    return len(groups) * max(len(g.prompt) for g in groups) + _sequences(groups) * _longest(groups)
-
-
-def _sequences(groups: Sequence[TrainingGroup]) -> int:
-    return sum(len(g.completions) for g in groups)
-
-
-def _longest(groups: Sequence[TrainingGroup]) -> int:
-    return max(len(ids) for g in groups for ids in g.completions)
-
-
-def _used(group: TrainingGroup) -> Sequence[bool]:
-    return group.trained or [True] * len(group.completions)
+        there_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
+        logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
+        return logprobs_BT[there_BT], entropy_BT[there_BT]

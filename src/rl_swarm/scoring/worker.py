@@ -10,6 +10,7 @@ It reads one JSON request per line and answers each with one line. What it does 
 code that found another way in could read, create and delete files and open sockets as its user.
 """
 
+import json
 import math
 import os
 import random
@@ -131,6 +132,17 @@ class Tasks:
             "answer": None if answer is None else str(answer),
         }
 
+    def solution(self, number: int, seed: int) -> str | None:
+        """An answer that the task's own scorer takes for right: the stored one, or an example where many are right."""
+        entry = self.entry(number, seed)
+        known = [entry["answer"]]
+        known += [value for key, value in entry.get("metadata", {}).items() if "answer" in key]
+        for value in known:
+            for text in (str(value), json.dumps(value, default=str)):
+                if value is not None and self.score(number, seed, text) > 0.99:
+                    return text
+        return None
+
     def score(self, number: int, seed: int, answer: str) -> float:
         entry = self.entry(number, seed)
         try:
@@ -157,6 +169,8 @@ def serve(requests: int, replies: int) -> None:
                     reply = {"questions": [tasks.question(seed) for seed in request["seeds"]]}
                 elif request["do"] == "held_out":
                     reply = {"questions": tasks.held_out(request["count"])}
+                elif request["do"] == "solutions":
+                    reply = {"solutions": [tasks.solution(*item) for item in request["items"]]}
                 else:
                     reply = {"scores": [tasks.score(*item) for item in request["items"]]}
             except (ValueError, TooSlow) as error:

@@ -1,0 +1,267 @@
+"""What one round costs: our learner against GenRL 0.3.0 and TRL, same model, same machine, same answers.
+
+    python benchmarks/round.py [--model smollm2-135m] [--systems ours,genrl,trl] [--json FILE]
+
+GenRL and TRL come with `pip install -c constraints.txt -e '.[bench]'`. A round answers 8 questions 8 times with up
+to 256 tokens, prompts of 128 tokens, and learns from the answers. Every system generates with its own code; then
+all of them learn from one set of answers, drawn beforehand, in which every group carries signal. Each lives in a
+process of its own, and they take turns. Figures are medians. On a machine with other work use `--threads 1`: threads
+that wait for each other then mostly wait for that work.
+
+Two cases. `fixed`: every answer has full length. `natural`: the answers to learn from have log-normal lengths,
+mean about 80 of 256; for generation some common tokens count as the end, chosen so that our sampler's answers are
+about as long. Where a batch ends together, as it does in the other two, its longest answer sets the cost.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import traceback
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from measure import (
+    MEBIBYTE,
+    Gauge,
+    check_length,
+    choose_device,
+    draw_prompts,
+    machine,
+    options,
+    print_table,
+    progress,
+    write_json,
+)
+from systems import NEEDS, SYSTEMS, Workload, length, missing, pad_of
+
+from rl_swarm.errors import UserError
+
+MEAN_LENGTH = 80 / 256  # of the longest, in the natural case
+SPREAD = 0.7  # of the logarithm of lengths
+
+
+def workloads(args: argparse.Namespace, device: torch.device) -> dict[str, Workload]:
+    """Both cases, from answers that our sampler gives to random prompts."""
+    from rl_swarm.learning.policy import load_model
+    from rl_swarm.learning.sampler import Decoding, sample
+
+    model, tokenizer = load_model(args.model)
+    check_length(model.config, args.prompt + args.tokens)
+    prompts = draw_prompts(tokenizer, args.questions, args.prompt, args.seed)
+    decoding = Decoding(args.tokens, eos=frozenset(), pad=pad_of(tokenizer))
+    groups = sample(model.to(device).eval(), prompts, args.completions, decoding, args.seed)
+    tokens = [[list(one.tokens) for one in group] for group in groups]
+    logprobs = [[list(one.logprobs) for one in group] for group in groups]
+    rewards = [[float(number % 2) for number in range(args.completions)] for _ in prompts]
+    fixed = Workload(prompts, tokens, logprobs, rewards, [], args.tokens)
+
+    mean = max(1.0, MEAN_LENGTH * args.tokens)
+    draw = random.Random(args.seed)
+    lengths = [
+        [min(args.tokens, max(1, round(mean * draw.lognormvariate(-(SPREAD**2) / 2, SPREAD)))) for _ in group]
+        for group in groups
+    ]
+    cut = [[ids[:n] for ids, n in zip(g, row, strict=True)] for g, row in zip(tokens, lengths, strict=True)]
+    cut_logprobs = [
+        [values[:n] for values, n in zip(g, row, strict=True)]
+        for g, row in zip(logprobs, lengths, strict=True)
+    ]
+    flat = [ids for group in tokens for ids in group]
+    natural = Workload(prompts, cut, cut_logprobs, rewards, ending_tokens(flat, mean), args.tokens)
+    return {"fixed": fixed, "natural": natural}
+
+
+def ending_tokens(answers: list[list[int]], mean: float) -> list[int]:
+    """Tokens such that these answers, cut at the first of them, have about that mean length. Common ones are
+    taken first, since some systems sample from the likeliest tokens only."""
+    chosen: list[int] = []
+    for token, _ in Counter(token for ids in answers for token in ids).most_common():
+        if statistics.fmean(length(ids, [*chosen, token]) for ids in answers) >= mean:
+            chosen.append(token)
+    return chosen
+
+
+def serve(name: str, args: argparse.Namespace, batch: int, work: Workload, pipe: Connection) -> None:
+    """The process of one system: does as it is told and reports seconds and memory."""
+    try:
+        device = choose_device(args.device)
+        torch.set_num_threads(args.threads)
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        system = SYSTEMS[name](args.model, device, work, batch)
+        gauge = Gauge(device, system.model)
+        pipe.send(system.precision)
+        while (order := pipe.recv()) is not None:
+            if isinstance(order, Workload):
+                system.take(order)
+                continue
+            seed: int = order
+            made, generated = gauge.measure(lambda seed=seed: system.generate(seed))
+            _, trained = gauge.measure(system.train)
+            pipe.send(
+                {
+                    "tokens": made,
+                    "generate_s": generated.seconds,
+                    "train_s": trained.seconds,
+                    "round_s": generated.seconds + trained.seconds,
+                    "round_cpu_s": generated.cpu_seconds + trained.cpu_seconds,
+                    "generate_bytes": generated.peak,
+                    "train_bytes": trained.peak,
+                }
+            )
+    except EOFError:
+        return  # nobody is there any more
+    except Exception:  # noqa: BLE001 whatever it is, the other side prints it and stops
+        pipe.send(RuntimeError(f"{name} failed:\n{traceback.format_exc()}"))
+
+
+class Player:
+    """A system in its own process, seen from outside."""
+
+    def __init__(self, name: str, args: argparse.Namespace, batch: int, work: Workload) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, args, batch, work, other), daemon=True)
+        self.process.start()
+        other.close()
+        self.precision: str = self._answer()
+
+    def take(self, work: Workload) -> None:
+        self.pipe.send(work)
+
+    def play(self, seed: int) -> dict[str, Any]:
+        self.pipe.send(seed)
+        answer: dict[str, Any] = self._answer()
+        return answer
+
+    def leave(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            raise SystemExit(
+                "The process of a system died; was it out of memory? Try a smaller size."
+            ) from None
+        if isinstance(answer, RuntimeError):
+            raise SystemExit(str(answer))
+        return answer
+
+
+def measure(args: argparse.Namespace, cases: dict[str, Workload], device: torch.device) -> dict[str, Any]:
+    batch = args.trl_batch or (8 if device.type == "cpu" else args.questions * args.completions)
+    players = {}
+    for name in args.systems:
+        progress(f"loading {name}")
+        players[name] = Player(name, args, batch, cases[args.cases[0]])
+    results: dict[str, Any] = {}
+    for case in args.cases:
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in players}
+        for player in players.values():
+            player.take(cases[case])
+        for turn in range(args.repeats + 1):
+            for name, player in players.items():
+                run = player.play(args.seed + turn)
+                runs[name] += [run] if turn else []
+                what = f"run {turn} of {args.repeats}" if turn else "warm-up"
+                progress(f"{case} {name} {what}: {run['generate_s']:.2f} s + {run['train_s']:.2f} s")
+        results[case] = {
+            name: {
+                "precision": players[name].precision,
+                **{key: statistics.median(run[key] for run in of) for key in of[0]},
+                "tokens_per_s": statistics.median(run["tokens"] / run["generate_s"] for run in of),
+                "rounds_s": [run["round_s"] for run in of],
+                "trained_tokens": sum(len(ids) for group in cases[case].completions for ids in group),
+            }
+            for name, of in runs.items()
+        }
+        for figures in results[case].values():
+            if "ours" in players:
+                base = results[case]["ours"]
+                figures["ratio"] = figures["round_s"] / base["round_s"]
+                figures["cpu_ratio"] = figures["round_cpu_s"] / base["round_cpu_s"]
+                figures["generate_ratio"] = figures["generate_s"] / base["generate_s"]
+                figures["train_ratio"] = figures["train_s"] / base["train_s"]
+    for player in players.values():
+        player.leave()
+    return results
+
+
+def show(results: dict[str, Any]) -> None:
+    header = ["case", "system", "precision", "generate s", "tokens", "tokens/s", "train s", "round s"]
+    header += ["generate MiB", "train MiB", "ratio"]
+    rows = [
+        [
+            case,
+            name,
+            r["precision"],
+            f"{r['generate_s']:.2f}",
+            f"{r['tokens']:.0f}",
+            f"{r['tokens_per_s']:.0f}",
+            f"{r['train_s']:.2f}",
+            f"{r['round_s']:.2f}",
+            f"{r['generate_bytes'] / MEBIBYTE:.0f}",
+            f"{r['train_bytes'] / MEBIBYTE:.0f}",
+            f"{r['ratio']:.2f}" if "ratio" in r else "",
+        ]
+        for case, systems in results.items()
+        for name, r in systems.items()
+    ]
+    print_table(header, rows)
+
+
+def main() -> None:
+    parser = options(__doc__ or "")
+    parser.add_argument(
+        "--systems", default="ours,genrl,trl", help="which of ours, genrl and trl, with commas"
+    )
+    parser.add_argument("--cases", default="fixed,natural", help="which of fixed and natural, with commas")
+    parser.add_argument(
+        "--trl-batch",
+        type=int,
+        help="TRL's per_device_train_batch_size (default: 8 on the CPU, else all at once)",
+    )
+    args = parser.parse_args()
+    args.systems, args.cases = args.systems.split(","), args.cases.split(",")
+    for option, given, known in (
+        ("systems", args.systems, NEEDS),
+        ("cases", args.cases, ("fixed", "natural")),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"--{option} {','.join(unknown)}: choose from {', '.join(known)}")
+    if problem := missing(args.systems):
+        raise SystemExit(problem)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    device = choose_device(args.device)
+    torch.set_num_threads(args.threads)
+
+    progress("drawing the answers to learn from")
+    cases = workloads(args, device)
+    results = measure(args, cases, device)
+    if args.json != "-":
+        show(results)
+    headline = results.get("fixed") or results[args.cases[0]]
+    write_json(
+        args.json,
+        {
+            "machine": machine(device, args.threads),
+            "options": {key: value for key, value in vars(args).items() if key != "json"},
+            "ratios": {n: r["ratio"] for n, r in headline.items() if n != "ours" and "ratio" in r},
+            "cases": results,
+        },
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(str(error)) from None

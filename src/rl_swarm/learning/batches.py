@@ -1,0 +1,144 @@
+"""What is learned from, as flat tensors: groups cut into micro-batches by tokens, each one row without padding.
+
+The row holds all prompts of a micro-batch, then all completions. A token is predicted by the state before it, so
+the last token of a completion is never fed. Shapes: N tokens fed, M tokens learned from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainingGroup:
+    """The tokens of a group and what is to be learned from it."""
+
+    prompt: Sequence[int]
+    completions: Sequence[Sequence[int]]
+    advantages: Sequence[float]
+    logprobs: Sequence[Sequence[float]] | None  # under the policy that sampled, if known
+    claimed: bool = False  # by a stranger: their influence is capped
+    trained: Sequence[bool] = field(default=())  # False leaves a completion out; empty means all
+
+    @property
+    def used(self) -> Sequence[bool]:
+        return self.trained or [True] * len(self.completions)
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + sum(map(len, self.completions))
+
+
+def count_tokens(groups: Sequence[TrainingGroup]) -> int:
+    """Tokens that are learned from."""
+    return sum(
+        len(ids) for group in groups for ids, use in zip(group.completions, group.used, strict=True) if use
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The lengths of what lies in the row; completion i continues prompt `rows[i]`."""
+
+    prompts: tuple[int, ...]
+    completions: tuple[int, ...]  # as fed
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. The fields on the right of the row have a number per token learned from."""
+
+    ids_N: Tensor
+    before_M: Tensor  # where in the row the state stands that predicts a token
+    targets_M: Tensor
+    advantages_M: Tensor
+    weights_M: Tensor  # a token's share in the loss; 0 leaves it out
+    sampled_M: Tensor  # log-probabilities under the policy that sampled, where known
+    own_M: Tensor  # whether they are this node's own
+    claimed_M: Tensor  # whether they are a stranger's
+
+    @classmethod
+    def of(cls, groups: Sequence[TrainingGroup], tokens: int) -> tuple["Batch", Shape]:
+        """The batch on the CPU; `tokens` of the whole update share the loss."""
+        rows = [number for number, group in enumerate(groups) for _ in group.completions]
+        completions = [ids for group in groups for ids in group.completions]
+        fed = [*(group.prompt for group in groups), *(ids[:-1] for ids in completions)]
+        shape = Shape(
+            tuple(len(g.prompt) for g in groups), tuple(len(ids) - 1 for ids in completions), tuple(rows)
+        )
+        ends = list(accumulate(map(len, fed)))
+        before, here = [], ends[len(groups) - 1]
+        for row, ids in zip(rows, completions, strict=True):
+            before += [ends[row] - 1, *range(here, here + len(ids) - 1)]
+            here += len(ids) - 1
+
+        def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            lengths = torch.tensor([len(ids) for ids in completions])
+            return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
+
+        known = [group.logprobs or [[0.0] * len(ids) for ids in group.completions] for group in groups]
+        batch = cls(
+            ids_N=torch.tensor([token for ids in fed for token in ids]),
+            before_M=torch.tensor(before),
+            targets_M=torch.tensor([token for ids in completions for token in ids]),
+            advantages_M=per_token([a for g in groups for a in g.advantages], torch.float32),
+            weights_M=per_token([use / max(tokens, 1) for g in groups for use in g.used], torch.float32),
+            sampled_M=torch.tensor([p for rows in known for row in rows for p in row], dtype=torch.float32),
+            own_M=per_token(
+                [g.logprobs is not None and not g.claimed for g in groups for _ in g.completions], torch.bool
+            ),
+            claimed_M=per_token([g.claimed for g in groups for _ in g.completions], torch.bool),
+        )
+        return batch, shape
+
+    @classmethod
+    def reading(cls, ids_N: Tensor) -> "Batch":
+        """Tokens that are only read."""
+        nothing, no = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        return cls(ids_N, no, no, nothing, nothing, nothing, no.bool(), no.bool())
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(value.to(device, non_blocking=True) for value in vars(self).values()))
+
+
+def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
+    """Groups of similar size together, in batches of about equal size within the budget.
+
+    A single sequence may exceed it.
+    """
+    pieces = [piece for group in groups for piece in _pieces(group, budget)]
+    total = sum(piece.size for piece in pieces)
+    enough = total / max(1, -(-total // budget))
+    batch: list[TrainingGroup] = []
+    size = 0
+    for piece in sorted(pieces, key=lambda g: (len(g.prompt), max(map(len, g.completions)))):
+        if batch and (size + piece.size > budget or size >= enough):
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.size
+    if batch:
+        yield batch
+
+
+def _pieces(group: TrainingGroup, budget: int) -> Iterator[TrainingGroup]:
+    """The group, in parts if it is larger than the budget. A stranger decides how large a group is."""
+    start = 0
+    while start < len(group.completions):
+        end, size = start + 1, len(group.prompt) + len(group.completions[start])
+        while end < len(group.completions) and size + len(group.completions[end]) <= budget:
+            size += len(group.completions[end])
+            end += 1
+        part = slice(start, end)
+        yield replace(
+            group,
+            completions=group.completions[part],
+            advantages=group.advantages[part],
+            logprobs=None if group.logprobs is None else group.logprobs[part],
+            trained=group.trained[part],
+        )
+        start = end

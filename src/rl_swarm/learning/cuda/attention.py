@@ -1,0 +1,309 @@
+"""Attention for training, as Triton kernels with their gradients: completions share their prompt.
+
+Keys and values of a prompt are read, and their gradients summed, where they lie, without a copy per completion.
+Shapes: N packed tokens, H query heads, K key heads, D of a head.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_swarm.learning.batches import Shape
+from rl_swarm.learning.decoder import Attend, Decoder
+
+BLOCK = 64  # tokens that one program of attention holds
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where prompts and completions lie in the packed row, for attention.
+
+    A segment sees itself, causally, and all of its parent: a completion's parent is its prompt. The children of
+    a prompt lie side by side.
+    """
+
+    table: Tensor  # of every segment: start, length; start and length of the parent; of the children together
+    blocks: Tensor  # segment and first token, of every block
+    positions_N: Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, tokens: int = 0, count: int = 0) -> "Segments":
+        """The segments of a row, which is filled up to `tokens`, and the tables to `count` segments."""
+        lengths = [*shape.prompts, *shape.completions]
+        parents = [-1] * len(shape.prompts) + list(shape.rows)
+        for start in range(sum(lengths), tokens, BLOCK):  # what fills up attends to itself
+            lengths.append(min(BLOCK, tokens - start))
+            parents.append(-1)
+        lengths += [0] * (count - len(lengths))
+        parents += [-1] * (count - len(parents))
+        starts = [0, *accumulate(lengths)]
+        children = [(0, 0)] * len(lengths)
+        for number, parent in enumerate(parents):
+            if parent >= 0:
+                first, size = children[parent]
+                children[parent] = (first or starts[number], size + lengths[number])
+        table, blocks = [], []
+        places: list[int] = []
+        for number, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+            before = lengths[parent] if parent >= 0 else 0
+            table.append(
+                (starts[number], length, starts[parent] if parent >= 0 else 0, before, *children[number])
+            )
+            blocks += [(number, first) for first in range(0, length, BLOCK)]
+            places += range(before, before + length)
+        blocks.sort(key=lambda block: -children[block[0]][1])  # the longest work first
+        if count:
+            blocks += [(count - 1, 0)] * (cls.most_blocks(tokens, count) - len(blocks))
+        return cls(
+            torch.tensor(table, dtype=torch.int32),
+            torch.tensor(blocks, dtype=torch.int32),
+            torch.tensor(places),
+        )
+
+    @staticmethod
+    def most_blocks(tokens: int, count: int) -> int:
+        return tokens // BLOCK + count
+
+    def to(self, device: torch.device) -> "Segments":
+        return Segments(*(value.to(device, non_blocking=True) for value in vars(self).values()))
+
+    def attention(self, decoder: Decoder) -> Attend:
+        def attend(layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
+            return attention(q_N, k_N, v_N, self, decoder.scale, decoder.windows[layer])
+
+        return attend
+
+
+@triton.jit
+def _segment(blocks, table):
+    block = tl.program_id(0)
+    segment = tl.load(blocks + 2 * block)
+    first = tl.load(blocks + 2 * block + 1)
+    row = table + 6 * segment
+    return (
+        first,
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+    )
+
+
+@triton.jit
+def _scores(q, keys, seen, scale):
+    return tl.where(
+        seen, tl.dot(q, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634), -float("inf")
+    )
+
+
+@triton.jit
+def _near(seen, distance, window, WINDOW: tl.constexpr):
+    if WINDOW:
+        seen &= distance < window
+    return seen
+
+
+@triton.jit
+def _softmax_step(scores, values, top, total, acc):
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total * shrink + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def attention_forward(
+    q_NHD, k_NKD, v_NKD, out_NHD, lse_HN, blocks, table, N, H, scale, window,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    first, base, length, parent, parent_length, _, _ = _segment(blocks, table)
+    head = tl.program_id(1)
+    KH = H // GROUP
+    kv = head // GROUP
+    rows = first + tl.arange(0, B)
+    index = tl.arange(0, BD)[None, :]
+    inside = (rows[:, None] < length) & (index < D)
+    lie = ((base + rows[:, None]).to(tl.int64) * H + head) * D + index
+    q = tl.load(q_NHD + lie, mask=inside, other=0.0)
+    top = tl.full((B,), -1e30, tl.float32)
+    total = tl.zeros((B,), tl.float32)
+    acc = tl.zeros((B, BD), tl.float32)
+    column = tl.arange(0, B)
+    for start in range(0, parent_length, B):
+        at = start + column
+        there = (at[:, None] < parent_length) & (index < D)
+        kept = ((parent + at[:, None]).to(tl.int64) * KH + kv) * D + index
+        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
+        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        seen = _near(at[None, :] < parent_length, parent_length + rows[:, None] - at[None, :], window, WINDOW)
+        top, total, acc = _softmax_step(_scores(q, keys, seen, scale), values, top, total, acc)
+    for start in range(0, tl.minimum(first + B, length), B):
+        at = start + column
+        there = (at[:, None] < length) & (index < D)
+        kept = ((base + at[:, None]).to(tl.int64) * KH + kv) * D + index
+        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
+        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        seen = (at[None, :] <= rows[:, None]) & (at[None, :] < length)
+        seen = _near(seen, rows[:, None] - at[None, :], window, WINDOW)
+        top, total, acc = _softmax_step(_scores(q, keys, seen, scale), values, top, total, acc)
+    tl.store(out_NHD + lie, acc / total[:, None], mask=inside)
+    tl.store(lse_HN + head * N + base + rows, top + tl.log2(total), mask=rows < length)
+
+
+@triton.jit
+def _query_step(q, dout, lse, delta, keys, values, seen, scale, dq):
+    weights = tl.exp2(_scores(q, keys, seen, scale) - lse[:, None])
+    dweights = tl.dot(dout, tl.trans(values), input_precision="ieee")
+    dscores = (weights * (dweights - delta[:, None])).to(keys.dtype)
+    return tl.dot(dscores, keys, dq, input_precision="ieee")
+
+
+@triton.jit
+def attention_backward_queries(
+    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dq_NHD, blocks, table, N, H, scale, window,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    first, base, length, parent, parent_length, _, _ = _segment(blocks, table)
+    head = tl.program_id(1)
+    KH = H // GROUP
+    kv = head // GROUP
+    rows = first + tl.arange(0, B)
+    index = tl.arange(0, BD)[None, :]
+    inside = (rows[:, None] < length) & (index < D)
+    lie = ((base + rows[:, None]).to(tl.int64) * H + head) * D + index
+    q = tl.load(q_NHD + lie, mask=inside, other=0.0)
+    dout = tl.load(dout_NHD + lie, mask=inside, other=0.0)
+    lse = tl.load(lse_HN + head * N + base + rows, mask=rows < length, other=0.0)
+    delta = tl.load(delta_HN + head * N + base + rows, mask=rows < length, other=0.0)
+    dq = tl.zeros((B, BD), tl.float32)
+    column = tl.arange(0, B)
+    for start in range(0, parent_length, B):
+        at = start + column
+        there = (at[:, None] < parent_length) & (index < D)
+        kept = ((parent + at[:, None]).to(tl.int64) * KH + kv) * D + index
+        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
+        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        seen = (at[None, :] < parent_length) & (rows[:, None] < length)
+        seen = _near(seen, parent_length + rows[:, None] - at[None, :], window, WINDOW)
+        dq = _query_step(q, dout, lse, delta, keys, values, seen, scale, dq)
+    for start in range(0, tl.minimum(first + B, length), B):
+        at = start + column
+        there = (at[:, None] < length) & (index < D)
+        kept = ((base + at[:, None]).to(tl.int64) * KH + kv) * D + index
+        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
+        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        seen = (at[None, :] <= rows[:, None]) & (rows[:, None] < length)
+        seen = _near(seen, rows[:, None] - at[None, :], window, WINDOW)
+        dq = _query_step(q, dout, lse, delta, keys, values, seen, scale, dq)
+    tl.store(dq_NHD + lie, dq * scale, mask=inside)
+
+
+@triton.jit
+def _key_step(
+    q_NHD, dout_NHD, lse_HN, delta_HN, at, there, seen, keys, values, head, N, H, scale, dk, dv,
+    D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    index = tl.arange(0, BD)[None, :]
+    lie = (at[:, None].to(tl.int64) * H + head) * D + index
+    inside = there[:, None] & (index < D)
+    q = tl.load(q_NHD + lie, mask=inside, other=0.0)
+    dout = tl.load(dout_NHD + lie, mask=inside, other=0.0)
+    lse = tl.load(lse_HN + head * N + at, mask=there, other=0.0)
+    delta = tl.load(delta_HN + head * N + at, mask=there, other=0.0)
+    weights = tl.exp2(_scores(q, keys, seen, scale) - lse[:, None])
+    dv = tl.dot(tl.trans(weights.to(dout.dtype)), dout, dv, input_precision="ieee")
+    dweights = tl.dot(dout, tl.trans(values), input_precision="ieee")
+    dscores = (weights * (dweights - delta[:, None])).to(q.dtype)
+    dk = tl.dot(tl.trans(dscores), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_keys(
+    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NKD, dv_NKD, positions_N, blocks, table, N, H, scale,
+    window, GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of keys: from later tokens of its own segment, and from all tokens of its children."""
+    first, base, length, _, _, child, child_length = _segment(blocks, table)
+    kv = tl.program_id(1)
+    KH = H // GROUP
+    columns = first + tl.arange(0, B)
+    index = tl.arange(0, BD)[None, :]
+    inside = (columns[:, None] < length) & (index < D)
+    lie = ((base + columns[:, None]).to(tl.int64) * KH + kv) * D + index
+    keys = tl.load(k_NKD + lie, mask=inside, other=0.0)
+    values = tl.load(v_NKD + lie, mask=inside, other=0.0)
+    dk = tl.zeros((B, BD), tl.float32)
+    dv = tl.zeros((B, BD), tl.float32)
+    row = tl.arange(0, B)
+    for number in range(GROUP):
+        head = kv * GROUP + number
+        for start in range(first, length, B):
+            rows = start + row
+            seen = (columns[None, :] <= rows[:, None]) & (rows[:, None] < length)
+            seen = _near(seen, rows[:, None] - columns[None, :], window, WINDOW)
+            dk, dv = _key_step(
+                q_NHD, dout_NHD, lse_HN, delta_HN, base + rows, rows < length, seen, keys, values, head, N, H,
+                scale, dk, dv, D, BD,
+            )  # fmt: skip
+        for start in range(0, child_length, B):
+            rows = start + row
+            seen = (columns[None, :] < length) & (rows[:, None] < child_length)
+            if WINDOW:
+                places = tl.load(positions_N + child + rows, mask=rows < child_length, other=0)
+                seen &= places[:, None] - columns[None, :] < window
+            dk, dv = _key_step(
+                q_NHD, dout_NHD, lse_HN, delta_HN, child + rows, rows < child_length, seen, keys, values, head, N,
+                H, scale, dk, dv, D, BD,
+            )  # fmt: skip
+    tl.store(dk_NKD + lie, dk * scale, mask=inside)
+    tl.store(dv_NKD + lie, dv, mask=inside)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        (N, H, D), group = q.shape, q.shape[1] // k.shape[1]
+        out, lse = torch.empty_like(q), q.new_empty(H, N, dtype=torch.float32)
+        ctx.shape = dict(GROUP=group, WINDOW=window > 0, D=D, BD=max(16, triton.next_power_of_2(D)), B=BLOCK)
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+        attention_forward[(len(segments.blocks), H)](
+            q, k, v, out, lse, segments.blocks, segments.table, N, H, scale, window, **ctx.shape
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        segments, dout = ctx.segments, dout.contiguous()
+        N, H, _ = q.shape
+        delta = (out.float() * dout.float()).sum(-1).t().contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        common = (segments.blocks, segments.table, N, H, ctx.scale, ctx.window)
+        attention_backward_queries[(len(segments.blocks), H)](
+            q, k, v, dout, lse, delta, dq, *common, **ctx.shape
+        )
+        attention_backward_keys[(len(segments.blocks), k.shape[1])](
+            q, k, v, dout, lse, delta, dk, dv, segments.positions_N, *common, **ctx.shape
+        )
+        return dq, dk, dv, None, None, None
+
+
+def attention(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, scale: float, window: int | None
+) -> Tensor:
+    """Every token over its prompt and what stands before it: [N, H * D]."""
+    out: Tensor = _Attention.apply(q_NHD, k_NKD, v_NKD, segments, scale, window or 0)
+    return out.flatten(1)

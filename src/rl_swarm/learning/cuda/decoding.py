@@ -1,0 +1,283 @@
+"""The kernels of one decoding step, in Triton: few, so that a step of a small model is not all launches.
+
+A layer is five of them: norm and projection of queries, keys and values; attention, which also turns,
+stores and reads the cache; output projection onto the residual; norm, gate and activation; and the
+projection back. Norm weights are folded into the projections behind them (see `weights`), so a norm
+costs one sum of squares. Shapes: M rows of the batch, E hidden, N outputs, V words, D of a head.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gelu(x):
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2 * inner)  # the tanh form: 0.5 (1 + tanh(z)) is sigmoid(2 z)
+
+
+@triton.jit
+def linear(
+    x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, new_squares_MS, M, N, E, S, stride, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """out = activation(rms_norm(x) weight + bias), or added to out; gated, the weight holds the gate, then the rest.
+
+    What is added to is the residual stream: it is also written in low precision, with sums of its squares
+    by stretches, so that the norm before the next product costs next to nothing there.
+    """
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, E, BK):
+        inner = start + tl.arange(0, BK)
+        inside = rows[:, None] < M
+        there = columns[:, None] < N
+        if not EVEN:
+            inside &= inner[None, :] < E
+            there &= inner[None, :] < E
+        x = tl.load(x_ME + rows[:, None] * E + inner, mask=inside, other=0.0)
+        weight = tl.load(weight_NE + columns[:, None] * E + inner, mask=there, other=0.0)
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        if GATED:
+            second = tl.load(weight_NE + (columns[:, None] + N) * E + inner, mask=there, other=0.0)
+            up = tl.dot(x, tl.trans(second), up, input_precision="ieee")
+    if NORM:
+        part = tl.arange(0, BS)
+        inside = (rows[:, None] < M) & (part[None, :] < S)
+        squares = tl.sum(tl.load(squares_MS + rows[:, None] * stride + part, mask=inside, other=0.0), 1)
+        scale = tl.rsqrt(squares / E + eps)[:, None]
+        acc *= scale
+        up *= scale
+    if BIAS:
+        acc += tl.load(bias_N + columns, mask=columns < N, other=0.0)
+    if ACTIVATION == "silu":
+        acc = acc * tl.sigmoid(acc)
+    if ACTIVATION == "gelu":
+        acc = _gelu(acc)
+    if GATED:
+        acc *= up
+    place = rows[:, None] * N + columns
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    if ADD:
+        acc += tl.load(out_MN + place, mask=inside, other=0.0)
+        tl.store(low_MN + place, acc, mask=inside)
+        tl.store(new_squares_MS + rows * stride + tl.program_id(0), tl.sum(acc * acc, 1), mask=rows < M)
+    tl.store(out_MN + place, acc, mask=inside)
+
+
+@triton.jit
+def norm(
+    x_ME, weight_E, bias_E, out_ME, low_ME, squares_MS, E, stride, eps,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Layer norm (centred) or RMS norm of a row where it cannot be folded into a product; or added to the stream."""
+    row = tl.program_id(0)
+    index = tl.arange(0, BE)
+    inside = index < E
+    x = tl.load(x_ME + row * E + index, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / E, 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    x *= tl.load(weight_E + index, mask=inside, other=0.0)
+    if CENTRED:
+        x += tl.load(bias_E + index, mask=inside, other=0.0)
+    if ADD:
+        x += tl.load(out_ME + row * E + index, mask=inside, other=0.0)
+        tl.store(out_ME + row * E + index, x, mask=inside)
+        tl.store(squares_MS + row * stride, tl.sum(x * x, 0))
+    tl.store(low_ME + row * E + index, x, mask=inside)
+
+
+@triton.jit
+def embed(
+    slots_M, tokens_BT, lengths_B, prompt_lengths_B, words_VE, places_LE, out_ME, low_ME,
+    squares_MS, T, E, stride, scale, PLACES: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """The last token of every sequence as a vector, with its place where the model has learned places."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_M + row)
+    length = tl.load(lengths_B + slot)
+    token = tl.load(tokens_BT + slot * T + length - 1)
+    index = tl.arange(0, BE)
+    inside = index < E
+    x = tl.load(words_VE + token * E + index, mask=inside, other=0.0).to(tl.float32) * scale
+    if PLACES:
+        place = tl.load(prompt_lengths_B + slot) + length - 1
+        x += tl.load(places_LE + place * E + index, mask=inside, other=0.0)
+    tl.store(out_ME + row * E + index, x, mask=inside)
+    tl.store(low_ME + row * E + index, x, mask=inside)
+    tl.store(squares_MS + row * stride, tl.sum(x * x, 0))
+
+
+@triton.jit
+def _turned(
+    start, index, other, sign, inside, norm_D, cos_LD, sin_LD, place, D, eps,
+    NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Heads [.., D] loaded from `start`, normalised and rotated as the model wants it."""
+    x = tl.load(start + index, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x *= scale * tl.load(norm_D + index, mask=index < D, other=0.0)
+    if TURN:
+        y = tl.load(start + other, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            y *= scale * tl.load(norm_D + other, mask=index < D, other=0.0)
+        cos = tl.load(cos_LD + place * D + index, mask=index < D, other=0.0)
+        sin = tl.load(sin_LD + place * D + index, mask=index < D, other=0.0)
+        x = x * cos + sign * y * sin
+    return x
+
+
+@triton.jit
+def _attended(q, keys, values, seen, top, total, acc, scale):
+    """One block of keys into the running softmax."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.where(seen, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp(scores - new_top[:, None])
+    shrink = tl.exp(top - new_top)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+    return new_top, total * shrink + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def attend(
+    qkv_MN, slots_M, lengths_B, prompt_starts_B, prompt_lengths_B, prompt_keys_NHD, prompt_values_NHD, keys_BHTD,
+    values_BHTD,
+    q_norm_D, k_norm_D, cos_LD, sin_LD, out_MN, T, H, KH, scale, eps, window,
+    NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BG: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attention of one new token over its prompt, which completions share, and what it has written itself.
+
+    One program does the query heads of one key head. What sequences that have ended compute goes nowhere.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_M + row)
+    written = tl.load(lengths_B + slot) - 1  # before this token
+    prompt_length = tl.load(prompt_lengths_B + slot)
+    prompt_start = tl.load(prompt_starts_B + slot).to(tl.int64)
+    place = prompt_length + written
+
+    index = tl.arange(0, BD)[None, :]
+    other = (index + D // 2) % D
+    sign = tl.where(index < D // 2, -1.0, 1.0)
+    group = tl.arange(0, BG)[:, None]
+    width = (H + 2 * KH) * D
+    q_inside = (group < GROUP) & (index < D)
+    q_start = qkv_MN + row * width + (head * GROUP + group) * D
+    k_start = qkv_MN + row * width + (H + head) * D
+    v_start = qkv_MN + row * width + (H + KH + head) * D
+    inside = index < D
+    q = _turned(q_start, index, other, sign, q_inside, q_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
+    key = _turned(k_start, index, other, sign, inside, k_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
+    kind = keys_BHTD.dtype.element_ty
+    key = key.to(kind)
+    value = tl.load(v_start + index, mask=inside, other=0.0).to(kind)
+    base = (slot.to(tl.int64) * KH + head) * T * D
+    tl.store(keys_BHTD + base + written * D + index, key, mask=inside)
+    tl.store(values_BHTD + base + written * D + index, value, mask=inside)
+
+    q = q.to(kind)
+    top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
+    total = tl.full((BG,), 1.0, tl.float32)
+    acc = tl.zeros((BG, BD), tl.float32) + value.to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(place - window + 1, 0)
+    prompt_base = (prompt_start * KH + head) * D
+    for start in range(first // BLOCK * BLOCK, prompt_length, BLOCK):
+        at = start + column
+        seen = (at >= first) & (at < prompt_length)
+        lie = prompt_base + at[:, None] * KH * D + index
+        keys = tl.load(prompt_keys_NHD + lie, mask=seen[:, None] & inside, other=0.0)
+        values = tl.load(prompt_values_NHD + lie, mask=seen[:, None] & inside, other=0.0)
+        top, total, acc = _attended(q, keys, values, seen[None, :], top, total, acc, scale)
+    first = tl.maximum(first - prompt_length, 0)
+    for start in range(first // BLOCK * BLOCK, written, BLOCK):
+        at = start + column
+        seen = (at >= first) & (at < written)
+        lie = base + at[:, None] * D + index
+        keys = tl.load(keys_BHTD + lie, mask=seen[:, None] & inside, other=0.0)
+        values = tl.load(values_BHTD + lie, mask=seen[:, None] & inside, other=0.0)
+        top, total, acc = _attended(q, keys, values, seen[None, :], top, total, acc, scale)
+    out = out_MN + row * H * D + (head * GROUP + group) * D + index
+    tl.store(out, acc / total[:, None], mask=q_inside)
+
+
+@triton.jit
+def survey(
+    logits_MV, slots_M, lengths_B, lowest_M, seed_1, best_MS, where_MS, top_MS, sum_MS, V, T, S, temperature,
+    GREEDY: tl.constexpr, CUT: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One stretch of the vocabulary: its likeliest word after noise (the Gumbel trick), and its share of the sum.
+
+    The noise of a word depends on seed, sequence, step and word alone, not on who else is in the batch.
+    A stretch is read in quarters, since the generator makes four numbers at a time.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_M + row).to(tl.int64)
+    step = tl.load(lengths_B + slot)
+    quarter = tl.arange(0, BV // 4)
+    noise = tl.rand4x(tl.load(seed_1) + slot * T + step, part * (BV // 4) + quarter)
+    total = 0.0
+    top = -float("inf")
+    best = -float("inf")
+    where = 0
+    for number in tl.static_range(4):
+        words = part * BV + number * (BV // 4) + quarter
+        logits = tl.load(logits_MV + row.to(tl.int64) * V + words, mask=words < V, other=-float("inf"))
+        logits /= temperature
+        new_top = tl.maximum(tl.maximum(top, tl.max(logits, 0)), -1e30)
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top), 0)
+        top = new_top
+        score = logits
+        if not GREEDY:
+            uniform = tl.maximum(noise[number], 2.0**-32)
+            score -= tl.log(tl.where(uniform < 1e-3, uniform * (1 + 0.5 * uniform), -tl.log(1 - uniform)))
+        if CUT:
+            score = tl.where(logits >= tl.load(lowest_M + row), score, -float("inf"))
+        new_best = tl.max(score, 0)
+        where = tl.where(new_best > best, part * BV + number * (BV // 4) + tl.argmax(score, 0), where)
+        best = tl.maximum(best, new_best)
+    place = row * S + part
+    tl.store(top_MS + place, top)
+    tl.store(sum_MS + place, total)
+    tl.store(best_MS + place, best)
+    tl.store(where_MS + place, where)
+
+
+@triton.jit
+def pick(
+    logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B, done_B,
+    V, T, S, EOS, temperature, BS: tl.constexpr, BEOS: tl.constexpr,
+):  # fmt: skip
+    """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_M + row)
+    if tl.load(done_B + slot) != 0:
+        return
+    part = tl.arange(0, BS)
+    inside = part < S
+    best = tl.load(best_MS + row * S + part, mask=inside, other=-float("inf"))
+    token = tl.load(where_MS + row * S + tl.argmax(best, 0))
+    tops = tl.load(top_MS + row * S + part, mask=inside, other=-float("inf"))
+    sums = tl.load(sum_MS + row * S + part, mask=inside, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.log(tl.sum(sums * tl.exp(tops - top), 0)) + top
+    step = tl.load(lengths_B + slot)
+    tl.store(tokens_BT + slot * T + step, token)
+    logit = tl.load(logits_MV + row.to(tl.int64) * V + token) / temperature
+    tl.store(logprobs_BT + slot * T + step, logit - total)
+    tl.store(lengths_B + slot, step + 1)
+    number = tl.arange(0, BEOS)
+    ends = tl.load(eos + number, mask=number < EOS, other=-1)
+    ended = tl.max((ends == token).to(tl.int32), 0)
+    last = (step + 1 >= tl.load(limit_1)).to(tl.int32)
+    tl.store(done_B + slot, tl.maximum(ended, last))

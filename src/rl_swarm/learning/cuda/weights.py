@@ -1,0 +1,160 @@
+"""A model's weights as the decoding kernels want them: one low-precision copy, fused and with norms folded in.
+
+The scale of an RMS norm is a factor of the columns of the projection behind it, so it is multiplied into
+the copy. The projections of queries, keys and values are one matrix, and so are gate and up. Embeddings
+are read from the trainer's own weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_swarm.learning.decoder import LLAMA_LIKE, Decoder
+from rl_swarm.learning.lora import merged_weight
+
+ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those that depend on the position alone
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    qkv: Linear
+    o: Linear
+    up: Linear  # gate and up, one after the other, where the model has a gate
+    down: Linear
+    before_attention: Norm | None = None  # None: folded into the product that follows
+    before_mlp: Norm | None = None
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+class Weights:
+    """The copy. `refresh` brings it up to date when the trainer has changed the model."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        self.decoder, self.dtype = decoder, dtype
+        self._writes: list[Callable[[], object]] = []
+        self._seen: list[int] = []
+        self._graph: Any = None
+        body, config, gpt2 = decoder.body, decoder.model.config, decoder.family == "gpt2"
+        self.words: Tensor = body.wte.weight if gpt2 else body.embed_tokens.weight
+        self.places: Tensor | None = body.wpe.weight if gpt2 else None
+        self.word_scale = 1.0 if gpt2 else float(getattr(body.embed_tokens, "embed_scale", 1.0))
+        self.gated, self.activation = not gpt2, "silu" if decoder.family in LLAMA_LIKE else "gelu"
+        self.eps = float(config.layer_norm_epsilon if gpt2 else config.rms_norm_eps)
+        make = self._gpt2_layer if gpt2 else self._llama_layer
+        self.layers = [make(layer) for layer in decoder.layers]
+        self.last_norm = self._norm(decoder.last_norm) if gpt2 else None
+        self.head = self._linear([decoder.head], None if gpt2 else decoder.last_norm)
+
+    @staticmethod
+    def supports(decoder: Decoder) -> bool:
+        """Whether the kernels compute what this model does."""
+        config = decoder.model.config
+        if decoder.family == "gpt2":
+            plain = not (config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn)
+            return bool(plain and config.scale_attn_weights and decoder.plain_gate)
+        rope = getattr(config, "rope_parameters", None) or {}
+        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+        kinds = {part.get("rope_type", "default") for part in parts}
+        return decoder.plain_gate and kinds <= ROTATIONS and not getattr(config, "mlp_bias", False)
+
+    def refresh(self) -> None:
+        versions = [parameter._version for parameter in self.decoder.model.parameters()]
+        if versions != self._seen:
+            self._seen = versions
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Hundreds of small kernels, so on a GPU they are recorded."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for write in self._writes:
+            write()
+        if self.words.device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                for write in self._writes:
+                    write()
+
+    @property
+    def inner(self) -> int:
+        return self.layers[0].down.weight.shape[1]
+
+    def _llama_layer(self, layer: Any) -> Layer:
+        attention, mlp, gemma = layer.self_attn, layer.mlp, self.decoder.family == "gemma3_text"
+        normed = self.decoder.family in ("qwen3", "gemma3_text")
+        before_mlp = layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm
+        return Layer(
+            qkv=self._linear([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_layernorm),
+            o=self._linear([attention.o_proj]),
+            up=self._linear([mlp.gate_proj, mlp.up_proj], before_mlp),
+            down=self._linear([mlp.down_proj]),
+            after_attention=self._norm(layer.post_attention_layernorm) if gemma else None,
+            after_mlp=self._norm(layer.post_feedforward_layernorm) if gemma else None,
+            q_norm=self._norm(attention.q_norm).weight if normed else None,
+            k_norm=self._norm(attention.k_norm).weight if normed else None,
+        )
+
+    def _gpt2_layer(self, layer: Any) -> Layer:
+        return Layer(
+            qkv=self._linear([layer.attn.c_attn]),
+            o=self._linear([layer.attn.c_proj]),
+            up=self._linear([layer.mlp.c_fc]),
+            down=self._linear([layer.mlp.c_proj]),
+            before_attention=self._norm(layer.ln_1),
+            before_mlp=self._norm(layer.ln_2),
+        )
+
+    def _linear(self, modules: list[Any], norm: Any = None) -> Linear:
+        sizes = [matrix(module).shape[0] for module in modules]
+        device = self.words.device
+        weight = torch.empty(sum(sizes), matrix(modules[0]).shape[1], dtype=self.dtype, device=device)
+        for part, module in zip(torch.split(weight, sizes), modules, strict=True):
+            self._writes.append(partial(self._write_matrix, part, module, norm))
+        biases: list[Any] = [getattr(module, "bias", None) for module in modules]
+        if biases[0] is None:
+            return Linear(weight)
+        bias = torch.empty(sum(sizes), device=device)
+        for part, given in zip(torch.split(bias, sizes), biases, strict=True):
+            self._writes.append(partial(part.copy_, given.detach()))
+        return Linear(weight, bias)
+
+    def _norm(self, module: Any) -> Norm:
+        weight = torch.empty_like(module.weight, dtype=torch.float32)
+        self._writes.append(lambda: weight.copy_(self._scale(module)))
+        return Norm(weight, getattr(module, "bias", None))
+
+    def _scale(self, norm: Any) -> Tensor:
+        weight: Tensor = norm.weight.detach()
+        return 1 + weight if self.decoder.family == "gemma3_text" else weight
+
+    def _write_matrix(self, part: Tensor, module: Any, norm: Any) -> None:
+        if norm is None:
+            part.copy_(matrix(module))
+        else:
+            torch.mul(matrix(module), self._scale(norm), out=part)
+
+
+def matrix(module: Any) -> Tensor:
+    """The weight of a linear module as [outputs, inputs]; GPT-2 keeps it the other way round."""
+    weight = merged_weight(module).detach()
+    return weight.t() if type(getattr(module, "base_layer", module)).__name__ == "Conv1D" else weight

@@ -1,0 +1,117 @@
+"""LoRA: small trained matrices beside frozen weights, for models whose optimiser would not fit.
+
+A linear map W becomes W + scale * B A, with A and B of a small rank. peft puts them onto the model's own
+modules, in place, so everything that calls those modules (transformers, `decoder`) computes with them.
+A checkpoint holds the ordinary model with the adapters added in, and beside it the adapters alone,
+from which a node goes on without rounding anything.
+"""
+
+import hashlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_swarm.config import ConfigError
+from rl_swarm.learning.checkpoints import CheckpointError
+
+log = logging.getLogger(__name__)
+
+FILE = "adapters.safetensors"
+SCALE = 2.0  # whatever the rank, so that one learning rate serves all of them
+BASE = "base"  # in the file: a digest of a frozen weight
+
+
+def adapt(model: Any, rank: int, seed: int) -> None:
+    """Puts adapters on every linear map but the last, which so far change nothing, and freezes all the rest."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"lora_rank={rank} needs peft, which is not installed. Run `{sys.executable} -m pip install peft`, "
+            "or set lora_rank=0 to train all weights."
+        ) from error
+    config = LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules="all-linear")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about GPT-2's transposed weights, which peft takes care of
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    log.info("LoRA of rank %d: %s of %s parameters are trained", rank, f"{trained:,}", f"{total:,}")
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether this linear map, or any in this model, has an adapter."""
+    return any(hasattr(part, "lora_A") for part in module.modules())
+
+
+def merged_weight(linear: Any) -> Tensor:
+    """The weight that a linear map, adapted or not, multiplies by; laid out as in the map without an adapter."""
+    if not hasattr(linear, "lora_A"):
+        plain: Tensor = linear.weight
+        return plain
+    merged: Tensor = linear.base_layer.weight + linear.get_delta_weight("default")
+    return merged
+
+
+@torch.no_grad()
+def merged_state(model: Any) -> dict[str, Tensor]:
+    """The weights of the same model without adapters. Those that no adapter changes are not copied."""
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    state = {}
+    for name, value in model.state_dict().items():
+        owner, _, kind = name.rpartition(".base_layer.")
+        if owner not in adapted:
+            if ".lora_" not in name:
+                state[name] = value
+        else:
+            state[f"{owner}.{kind}"] = merged_weight(adapted[owner]).cpu() if kind == "weight" else value
+    return state
+
+
+def save_adapters(model: Any, folder: Path) -> None:
+    save_file(_adapters(model), folder / FILE, {BASE: _digest(model)})
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Gives a model the adapters of a checkpoint; both must have them, of one rank, or neither."""
+    there, here = (folder / FILE).exists(), is_adapted(model)
+    if there and not here:
+        raise ConfigError(f"lora_rank=0, but {folder} was made with LoRA. Set lora_rank as it was then.")
+    if here and not there:
+        raise ConfigError(f"lora_rank is above 0, but {folder} was made without LoRA. Set lora_rank=0.")
+    if not here:
+        return
+    try:
+        with safe_open(folder / FILE, "pt") as file:
+            base = (file.metadata() or {}).get(BASE)
+        saved = load_file(folder / FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}") from error
+    ours = _adapters(model)
+    if base != _digest(model) or saved.keys() != ours.keys():
+        raise ConfigError(f"The adapters in {folder} belong to another model than MODEL_NAME names.")
+    for name, value in saved.items():
+        if value.shape != ours[name].shape:
+            ranks = [len(t) if ".lora_A." in name else t.shape[1] for t in (ours[name], value)]
+            raise ConfigError(f"lora_rank={ranks[0]}, but {folder} was made with lora_rank={ranks[1]}.")
+        ours[name].copy_(value)
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    """The adapters' own weights, not copies of them."""
+    return {name: value.detach() for name, value in model.named_parameters() if ".lora_" in name}
+
+
+def _digest(model: Any) -> str:
+    """Tells models of one shape apart, by the first weight that has an adapter."""
+    first = next(module for module in model.modules() if hasattr(module, "lora_A"))
+    weight = first.base_layer.weight.detach().cpu().contiguous()
+    return hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

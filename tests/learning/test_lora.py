@@ -1,0 +1,207 @@
+"""With LoRA only the adapters learn, everything computes with them, and a checkpoint is still an ordinary model."""
+
+import copy
+import dataclasses
+import logging
+import sys
+
+import pytest
+import torch
+from msgspec.structs import replace
+from small_models import FAST, KINDS, PAD, gradients_at_step, plain_logprobs, save_small, small_model
+from test_checkpoints import newest, place, resumed, teach
+from transformers import AutoModelForCausalLM
+
+from rl_swarm.config import ConfigError, Settings
+from rl_swarm.learning import lora
+from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.checkpoints import CheckpointError, save
+from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.trainer import Trainer
+
+RANK = 3
+PROMPTS = [[5, 6, 7, 8], [9, 10]]
+GROUPS = [
+    TrainingGroup(PROMPTS[0], [[11, 12, 13], [14, 15]], [1.0, -1.0], None),
+    TrainingGroup(PROMPTS[1], [[16], [17, 18, 19, 20]], [-0.5, 0.5], None),
+]
+
+
+def adapted(kind, seed=0):
+    """A small model whose adapters are as large as its weights, so that they matter."""
+    model = small_model(kind, seed)
+    lora.adapt(model, RANK, seed)
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def merged(kind, model):
+    """The same function as an ordinary model."""
+    plain = small_model(kind, seed=99)
+    plain.load_state_dict(lora.merged_state(model))
+    return plain
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def settings(folder):
+    return Settings(model=str(folder), max_new_tokens=16, learning_rate=1e-2, cpu_only=True, lora_rank=RANK)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_at_first_change_nothing_and_later_are_added_to_the_weights(kind):
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    first = small_model(kind)
+    expected = first(input_ids=ids).logits.clone()
+    lora.adapt(first, RANK, 0)
+    torch.testing.assert_close(first(input_ids=ids).logits, expected)
+    model = adapted(kind)
+    logits = model(input_ids=ids).logits
+    assert (logits - expected).abs().max() > 0.1
+    torch.testing.assert_close(merged(kind, model)(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_merged_weight_is_what_a_linear_map_multiplies_by(kind):
+    plain, model = small_model(kind), adapted(kind)
+    names = dict(plain.named_modules())
+    changed = 0
+    for name, module in model.named_modules():
+        if name in names and (name.endswith(("proj", "c_attn", "c_fc", "head"))):
+            weight, base = lora.merged_weight(module), names[name].weight
+            assert weight.shape == base.shape
+            x = torch.randn(2, base.shape[0] if type(names[name]).__name__ == "Conv1D" else base.shape[1])
+            twin = copy.deepcopy(names[name])
+            twin.weight.data = weight.detach()
+            torch.testing.assert_close(module(x), twin(x), rtol=1e-4, atol=1e-4)
+            changed += not torch.equal(weight, base)
+    assert changed == {"llama": 14, "gpt2": 8}[kind]
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_the_sampler_and_the_trainer_compute_with_the_adapters(kind):
+    model = adapted(kind)
+    decoding = Decoding(max_new_tokens=6, eos=frozenset({1}), pad=PAD)
+    for prompt, group in zip(PROMPTS, sample(model, PROMPTS, 3, decoding, 0), strict=True):
+        for s in group:
+            expected = plain_logprobs(merged(kind, model), prompt, list(s.tokens))
+            torch.testing.assert_close(torch.tensor(s.logprobs), expected, rtol=1e-4, atol=1e-4)
+    plain = merged(kind, model)
+    with torch.no_grad():
+        known = [
+            dataclasses.replace(
+                group,
+                logprobs=[plain_logprobs(plain, group.prompt, ids).tolist() for ids in group.completions],
+            )
+            for group in GROUPS
+        ]
+    assert Trainer(model, PAD, Settings()).update(known).mismatch < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
+def test_only_the_adapters_learn_by_the_gradient_of_the_plain_loss(kind):
+    model = adapted(kind)
+    before = copy.deepcopy(model)
+    trainer = Trainer(model, PAD, Settings(learning_rate=1e-2, max_grad_norm=1e9))
+    seen = gradients_at_step(trainer)
+    trainer.update(GROUPS)
+    loss = sum(
+        (-a * plain_logprobs(before, g.prompt, ids)).sum()
+        for g in GROUPS
+        for ids, a in zip(g.completions, g.advantages, strict=True)
+    )
+    (loss / sum(len(ids) for g in GROUPS for ids in g.completions)).backward()
+    trained = [p for p in before.parameters() if p.requires_grad]
+    for found, expected in zip(seen[0], (p.grad for p in trained), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    for (name, old), new in zip(before.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(old, new) == (".lora_" not in name), name
+
+
+def test_the_optimiser_keeps_moments_of_the_adapters_only(settings):
+    sizes = {}
+    for rank in (0, RANK):
+        policy = Policy.load(replace(settings, lora_rank=rank), "")
+        teach(policy, "4", "7")
+        state = policy.trainer.optimizer.state_dict()["state"].values()
+        sizes[rank] = sum(v.numel() for values in state for v in values.values() if v.dim())
+    total = sum(p.numel() for p in Policy.load(settings, "").model.parameters() if p.requires_grad)
+    assert sizes[RANK] == 2 * total < sizes[0] / 5
+
+
+def test_what_is_trained_is_said_at_the_start(settings, caplog):
+    with caplog.at_level(logging.INFO, "rl_swarm"):
+        Policy.load(settings, "")
+    assert "LoRA of rank 3: 2,784 of " in caplog.text
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_saved_model_is_an_ordinary_one_and_saving_disturbs_nothing(kind, tmp_path):
+    model = adapted(kind)
+    before = copy.deepcopy(model.state_dict())
+    lora.save_adapters(model, tmp_path)
+    model.save_pretrained(tmp_path, state_dict=lora.merged_state(model))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(loaded) is type(model) and not lora.is_adapted(loaded)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    torch.testing.assert_close(
+        loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.5])
+def test_going_on_from_a_checkpoint_with_adapters_is_going_on(settings, tmp_path, kl_weight):
+    """To the last bit."""
+    settings = replace(settings, kl_weight=kl_weight)
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    teach(policy, "four", "nine")
+    save(policy, place(1), tmp_path, "node", keep=2)
+    other = resumed(settings, newest(tmp_path)[0])
+    for one in (policy, other):
+        teach(one, "5", "six", "x")
+    for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ordinary = Policy.load(Settings(model=str(newest(tmp_path)[0]), cpu_only=True, max_new_tokens=16), "")
+    assert not lora.is_adapted(ordinary.model)
+    again = resumed(settings, newest(tmp_path)[0])
+    texts = [[c.text for c in p.sample(["Hi"], 1, 0, greedy=True)[0]] for p in (ordinary, again)]
+    assert texts[0] == texts[1]
+
+
+def test_a_checkpoint_of_another_kind_is_refused_in_words(settings, tmp_path):
+    save(Policy.load(settings, ""), place(1), tmp_path / "with", "node", keep=2)
+    save(Policy.load(replace(settings, lora_rank=0), ""), place(1), tmp_path / "without", "node", keep=2)
+    there = newest(tmp_path / "with")[0]
+    with pytest.raises(ConfigError, match=r"lora_rank=0, but .* was made with LoRA"):
+        resumed(replace(settings, lora_rank=0), there)
+    with pytest.raises(ConfigError, match=r"lora_rank=5, but .* was made with lora_rank=3"):
+        resumed(replace(settings, lora_rank=5), there)
+    with pytest.raises(ConfigError, match="made without LoRA"):
+        resumed(settings, newest(tmp_path / "without")[0])
+    other = save_small(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match="belong to another model"):
+        resumed(replace(settings, model=str(other)), there)
+    (there / lora.FILE).write_bytes(b"half")
+    with pytest.raises(CheckpointError):
+        resumed(settings, there)
+
+
+def test_without_peft_the_error_says_what_to_install(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"lora_rank=3 needs peft.*pip install peft"):
+        Policy.load(settings, "")
+
+
+def test_adapters_learn_faster_by_default():
+    assert Settings(lora_rank=8).step_size() == pytest.approx(10 * Settings().step_size())
+    assert Settings(lora_rank=8, learning_rate=1e-3).step_size() == 1e-3

@@ -1,0 +1,259 @@
+"""A node on two devices does what it does on one, and its helper never outlives it."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from msgspec.structs import replace
+from processes import until
+from small_models import save_small
+
+from rl_swarm.config import ConfigError, Settings
+from rl_swarm.environments.base import Question
+from rl_swarm.learning import checkpoints
+from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.team import Leader, TeamError, check_devices, share
+from rl_swarm.rollouts import Completion, Group
+
+PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9 minus 7, then?", "Hi"]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = save_small(tmp_path_factory.mktemp("model"))
+    return Settings(
+        model=str(folder), max_new_tokens=12, learning_rate=1e-2, cpu_only=True, devices_per_node=2
+    )
+
+
+@pytest.fixture
+def lead():
+    """Makes leaders whose helpers are gone after the test."""
+    made = []
+
+    def make(settings, path=None):
+        leader = Leader.load(settings, "Answer well.", path)
+        made.append(leader)
+        return leader
+
+    yield make
+    for leader in made:
+        leader.close()
+
+
+def single(settings):
+    return Policy.load(replace(settings, devices_per_node=1), "Answer well.")
+
+
+def groups_of(policy, seed=0):
+    """Own answers with the sampler's log-probabilities, and a stranger's without."""
+    answered = zip(PROMPTS, policy.sample(PROMPTS, 4, seed), strict=True)
+    own = [
+        Group("me", Question("chain_sum", n, n, prompt, "4"), tuple(found), (1.0, 0.0, 0.5, 0.0), False)
+        for n, (prompt, found) in enumerate(answered)
+    ]
+    words = tuple(Completion(text, True) for text in ("<answer>4</answer>", "seven and more", "7"))
+    return [*own, Group("peer", Question("chain_sum", 9, 9, PROMPTS[0], "4"), words, (1.0, 0.0, 0.0), True)]
+
+
+def same(update, other):
+    for name, value in dataclasses.asdict(update).items():
+        assert getattr(other, name) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def close(one, other):
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"batch_tokens": 64, "kl_weight": 0.1}, {"lora_rank": 4, "learning_rate": 1e-4}]
+)
+def test_two_learn_what_one_learns(settings, lead, changes):
+    settings = replace(settings, **changes)
+    alone, leader = single(settings), lead(settings)
+    for number in range(3):
+        groups = groups_of(alone, number)
+        one, both = alone.learn(groups), leader.learn(groups)
+        assert one.tokens > 50 and one.grad_norm > 0
+        same(one, both)
+        close(alone, leader)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_learn_what_one_learns(settings, lead):
+    settings = replace(settings, cpu_only=False, device="cuda")
+    alone, leader = single(settings), lead(settings)
+    groups = groups_of(alone)
+    one, both = alone.learn(groups), leader.learn(groups)
+    assert both.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+    assert both.loss == pytest.approx(one.loss, abs=1e-3)
+    leader.helpers[0].process.kill()
+    with pytest.raises(TeamError, match="helper 1"):
+        leader.learn(groups)
+
+
+def test_a_question_is_answered_with_the_draws_of_one_device(settings, lead):
+    alone, leader = single(settings), lead(settings)
+    alone.batch = 3 * 4  # three questions at once, as many as each of the two gets
+    expected, found = (policy.sample(PROMPTS, 4, seed=5) for policy in (alone, leader))
+    assert len({c.text for group in expected for c in group}) > 5
+    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in expected]
+    for group, other in zip(found, expected, strict=True):
+        for a, b in zip(group, other, strict=True):
+            assert (a.text, a.ended) == (b.text, b.ended)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert leader.sample([], 4, 0) == []
+    texts = [[g[0].text for g in p.sample(PROMPTS[:1], 1, 0, greedy=True)] for p in (alone, leader)]
+    assert texts[0] == texts[1]
+
+
+def test_a_member_with_nothing_to_do_takes_the_same_step(settings, lead):
+    alone, leader = single(settings), lead(replace(settings, devices_per_node=3))
+    words = (Completion("4", True), Completion("7", True))
+    group = Group("peer", Question("t", 0, 0, "Hi", "4"), words, (1.0, 0.0), True)
+    training = [alone._tokens(group)]
+    assert [len(share(training, rank, 3)) for rank in range(3)] == [1, 0, 1]
+    same(alone.learn([group]), leader.learn([group]))
+    close(alone, leader)
+    assert leader.learn([dataclasses.replace(group, rewards=(1.0, 1.0))]).tokens == 0
+
+
+def test_a_team_goes_on_from_a_checkpoint(settings, lead, tmp_path):
+    """The helper gets weights and moments from its leader, wherever those came from."""
+    alone = single(settings)
+    alone.learn(groups_of(alone))
+    place = checkpoints.Place("swarm", "me", "m", 0, 0, 1)
+    folder = checkpoints.save(alone, place, tmp_path, "node", 1)
+    leader = lead(settings, folder)
+    checkpoints.restore_optimizer(leader, folder)
+    groups = groups_of(alone, 1)
+    same(alone.learn(groups), leader.learn(groups))
+    close(alone, leader)
+    pid = leader.helpers[0].process.pid
+    leader.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_memory_that_runs_out_on_one_device_makes_all_take_smaller_pieces(settings, lead, monkeypatch):
+    alone, leader = single(settings), lead(settings)
+    leader.start()
+    accumulate, calls = leader.trainer._accumulate, []
+
+    def short_of_memory(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no more")
+        return accumulate(*args)
+
+    monkeypatch.setattr(leader.trainer, "_accumulate", short_of_memory)
+    groups = groups_of(alone)
+    same(alone.learn(groups), leader.learn(groups))
+    close(alone, leader)
+    assert 0 < leader.trainer.batch_tokens <= settings.batch_tokens // 2
+
+
+def test_a_helper_that_is_killed_is_an_error_and_not_a_wait(settings, lead):
+    leader = lead(settings)
+    groups = groups_of(leader)
+    leader.helpers[0].process.kill()
+    with pytest.raises(TeamError, match="helper 1 ended with exit code -9"):
+        leader.learn(groups)
+    with pytest.raises(TeamError, match="helper 1"):
+        leader.sample(PROMPTS, 4, 0)
+
+
+def test_a_helper_that_is_killed_during_an_update_is_one_too(settings, lead, monkeypatch):
+    leader = lead(settings)
+    groups = groups_of(leader)
+    pid = leader.helpers[0].process.pid
+    os.kill(pid, signal.SIGSTOP)  # it will not get to adding up
+    accumulate = leader.trainer._accumulate
+
+    def and_kill(*args):
+        os.kill(pid, signal.SIGKILL)
+        return accumulate(*args)
+
+    monkeypatch.setattr(leader.trainer, "_accumulate", and_kill)
+    with pytest.raises(TeamError, match="helper 1 ended with exit code -9"):
+        leader.learn(groups)
+
+
+def test_what_a_helper_cannot_do_is_said_in_its_words(settings, lead, tmp_path):
+    folder = save_small(tmp_path / "model")
+    leader = lead(replace(settings, model=str(folder)))
+    (folder / "config.json").unlink()
+    with pytest.raises(TeamError, match=r"helper 1 failed: ModelError: .* cannot be loaded"):
+        leader.sample(PROMPTS, 1, 0)
+
+
+def test_weights_that_differ_are_noticed(settings, lead):
+    leader = lead(settings)
+    groups = groups_of(leader)
+    with torch.no_grad():
+        next(leader.model.parameters())[0, 0] += 1e-3
+    with pytest.raises(TeamError, match="other weights"):
+        leader.learn(groups)
+
+
+def test_helpers_end_with_their_leader_however_it_ends(settings):
+    script = (
+        "import sys, time; from rl_swarm.config import Settings; from rl_swarm.learning.team import Leader\n"
+        f"leader = Leader.load(Settings(model={settings.model!r}, cpu_only=True, devices_per_node=3), '')\n"
+        "leader.start(); print(leader.folder.name, *[h.process.pid for h in leader.helpers], flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        folder, *pids = process.stdout.readline().split()
+        helpers = [psutil.Process(int(pid)) for pid in pids]
+        assert len(helpers) == 2 and os.path.isdir(folder)
+        for helper in helpers:
+            helper.terminate()  # meant for all processes of a terminal: the leader decides
+        process.kill()
+        process.wait(10)
+        until(lambda: not any(h.is_running() and h.status() != "zombie" for h in helpers), 10)
+        assert not os.path.exists(folder)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_more_devices_than_there_are_is_refused_in_words():
+    check_devices(2, 2)
+    with pytest.raises(
+        ConfigError, match=r"devices_per_node=4, but this node sees 2 GPUs. Use devices_per_node=2"
+    ):
+        check_devices(4, 2)
+
+
+def test_shares_are_whole_and_even():
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(most):
+        return torch.randint(1, 40, (int(torch.randint(1, most, (), generator=generator)),)).tolist()
+
+    groups = []
+    for _ in range(6):
+        completions = [tokens(30) for _ in range(5)]
+        logprobs = [[-float(token) for token in ids] for ids in completions]
+        groups.append(
+            TrainingGroup(tokens(20), completions, [float(len(ids)) for ids in completions], logprobs)
+        )
+    parts = [share(groups, rank, 4) for rank in range(4)]
+    assert [ids for part in parts for g in part for ids in g.completions] == [
+        ids for g in groups for ids in g.completions
+    ]
+    sizes = [sum(len(ids) for g in part for ids in g.completions) for part in parts]
+    assert max(sizes) - min(sizes) <= 60
+    assert sum(len(part) for part in parts) <= len(groups) + 3  # prompts computed twice
+    for group in (g for part in parts for g in part):
+        assert group.advantages == [float(len(ids)) for ids in group.completions]
+        assert group.logprobs == [[-float(token) for token in ids] for ids in group.completions]
+    assert share(groups, 0, 1) == groups

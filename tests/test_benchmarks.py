@@ -1,0 +1,50 @@
+"""The speed benchmarks run, small, and their figures add up."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SMALL = ["--questions", "2", "--completions", "2", "--tokens", "8", "--prompt", "16", "--repeats", "1"]
+SMALL += ["--device", "cpu", "--threads", "1"]
+
+
+def figures(script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / script), *SMALL, *arguments, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_round_of_ours_is_measured_in_both_cases() -> None:
+    result = figures("round.py", "--systems", "ours")
+    fixed, natural = result["cases"]["fixed"]["ours"], result["cases"]["natural"]["ours"]
+    assert fixed["tokens"] == fixed["trained_tokens"] == 2 * 2 * 8
+    assert natural["tokens"] <= fixed["tokens"]
+    assert natural["trained_tokens"] < fixed["trained_tokens"]
+    assert fixed["round_s"] == pytest.approx(fixed["generate_s"] + fixed["train_s"])
+    assert fixed["round_s"] > 0
+    assert fixed["ratio"] == 1
+    assert result["ratios"] == {}
+
+
+def test_our_sampler_is_measured_against_transformers() -> None:
+    result = figures("sampler.py", "--samplers", "ours,dynamic")
+    samplers = result["samplers"]
+    assert set(samplers) == {"ours", "dynamic"}
+    assert all(row["tokens"] == 2 * 2 * 8 and row["seconds"] > 0 for row in samplers.values())
+    assert result["limit_ms"] > 0
+    expected = samplers["dynamic"]["seconds"] / samplers["ours"]["seconds"]
+    assert result["ratios"]["dynamic"] == pytest.approx(expected)
+
+
+def test_unknown_systems_are_refused_with_the_known_ones() -> None:
+    command = [sys.executable, str(BENCHMARKS / "round.py"), "--systems", "ours,theirs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "--systems theirs: choose from ours, genrl, trl" in done.stderr

@@ -1,0 +1,68 @@
+"""Every node of `up` gets GPUs of its own, in turn, and sees no other."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from rl_swarm import swarm
+from rl_swarm.config import Settings
+from rl_swarm.swarm import LocalSwarm, gpu_environ, gpus_of, visible_gpus
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "each", "expected"),
+    [
+        (4, 1, 1, [[0], [0], [0], [0]]),
+        (3, 4, 1, [[0], [1], [2]]),
+        (5, 2, 1, [[0], [1], [0], [1], [0]]),
+        (2, 4, 2, [[0, 1], [2, 3]]),
+        (3, 3, 2, [[0, 1], [2, 0], [1, 2]]),
+        (1, 2, 4, [[0, 1]]),  # the node will say that there are too few
+    ],
+)
+def test_nodes_take_gpus_in_turn_and_share_when_they_run_out(nodes, count, each, expected):
+    assert [gpus_of(node, count, each) for node in range(nodes)] == expected
+
+
+def test_gpus_keep_the_names_that_the_user_gave_them():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-af01,5"}) == ["3", "GPU-af01", "5"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert gpu_environ(1, ["3", "GPU-af01", "5"], 1) == {"CUDA_VISIBLE_DEVICES": "GPU-af01"}
+    assert gpu_environ(1, ["3", "4", "5"], 2) == {"CUDA_VISIBLE_DEVICES": "5,3"}
+    assert gpu_environ(1, [], 1) == {}
+
+
+def test_gpus_are_counted_when_none_are_named(tmp_path: Path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: a)\n  MIG 1g\nGPU 1: H200 (UUID: b)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert visible_gpus({}) == ["0", "1"]
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert visible_gpus({}) == []
+
+
+def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    monkeypatch.setattr(swarm, "uses_gpu", lambda settings: not settings.cpu_only)
+    for cpu_only, expected in ((False, ["6", "7", "6"]), (True, [None] * 3)):
+        settings = Settings(cpu_only=cpu_only)
+        made = LocalSwarm(tmp_path, settings, {name: settings for name in "abc"})
+        workers = [child for child in made.children if child.role == "worker"]
+        assert [child.environ.get("CUDA_VISIBLE_DEVICES") for child in workers] == expected
+        assert made.children[0].environ == {}
+
+
+def test_a_child_has_its_environment_before_it_does_anything(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    seen = []
+    monkeypatch.setattr(swarm, "join", lambda *args: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(swarm.signal, "signal", lambda *args: None)
+    settings = Settings(cpu_only=True)
+    ours, theirs = swarm.multiprocessing.Pipe()
+    before = threading.active_count()
+    swarm._child_main("worker", "node", tmp_path, settings, gpu_environ(1, ["6", "7"], 1), theirs)
+    assert seen == ["7"] and threading.active_count() == before + 1
+    ours.send_bytes(b"")  # the watching thread ends without ending this process
