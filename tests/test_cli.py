@@ -72,7 +72,13 @@ def test_chat_answers(tmp_path: Path) -> None:
 
 def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None:
     code, output = run(tmp_path, "models")
-    assert code == 0 and "Qwen" in output and "fits" in output
+    assert code == 0 and "Qwen/Qwen2.5-0.5B-Instruct" in output and "fits" in output and "GiB" in output
+    code, output = run(tmp_path, "models", "--json", "--set", "lora_rank=8")
+    found = json.loads(output[output.index("{") :])
+    assert code == 0 and found["available"] > 0
+    assert [row["model"] for row in found["models"]][:2] == ["tiny", "smollm2-135m"]
+    assert all(row["plan"]["needed"] > 0 and row["seconds"] > 0 for row in found["models"])
+    assert found["models"][0]["plan"]["fits"]
     code, output = run(tmp_path, "doctor")
     assert code == 0, output
     assert "All is well" in output

@@ -8,7 +8,7 @@ import pytest
 
 from rl_swarm import swarm
 from rl_swarm.config import Settings
-from rl_swarm.swarm import LocalSwarm, gpu_environ, gpus_of, visible_gpus
+from rl_swarm.swarm import LocalSwarm, gpu_environ, gpus_of, nodes_sharing, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,20 @@ from rl_swarm.swarm import LocalSwarm, gpu_environ, gpus_of, visible_gpus
 )
 def test_nodes_take_gpus_in_turn_and_share_when_they_run_out(nodes, count, each, expected):
     assert [gpus_of(node, count, each) for node in range(nodes)] == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "each", "expected"),
+    [
+        (4, 0, 1, [4, 4, 4, 4]),  # no GPU: they share the machine
+        (4, 1, 1, [4, 4, 4, 4]),
+        (3, 4, 1, [1, 1, 1]),
+        (5, 2, 1, [3, 2, 3, 2, 3]),
+        (3, 3, 2, [2, 2, 2]),
+    ],
+)
+def test_a_node_knows_how_many_use_its_busiest_gpu(nodes, count, each, expected):
+    assert [nodes_sharing(node, nodes, count, each) for node in range(nodes)] == expected
 
 
 def test_gpus_keep_the_names_that_the_user_gave_them():
@@ -47,11 +61,12 @@ def test_gpus_are_counted_when_none_are_named(tmp_path: Path, monkeypatch):
 def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr(swarm, "uses_gpu", lambda settings: not settings.cpu_only)
-    for cpu_only, expected in ((False, ["6", "7", "6"]), (True, [None] * 3)):
+    for cpu_only, expected, shared in ((False, ["6", "7", "6"], [2, 1, 2]), (True, [None] * 3, [3] * 3)):
         settings = Settings(cpu_only=cpu_only)
         made = LocalSwarm(tmp_path, settings, {name: settings for name in "abc"})
         workers = [child for child in made.children if child.role == "worker"]
         assert [child.environ.get("CUDA_VISIBLE_DEVICES") for child in workers] == expected
+        assert [child.settings.nodes_per_device for child in workers] == shared
         assert made.children[0].environ == {}
 
 

@@ -92,6 +92,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     devices_per_node: Annotated[
         int, _setting("GPUs that one node uses together; on a CPU, processes", ge=1, le=64)
     ] = 1
+    nodes_per_device: Annotated[
+        int,
+        _setting(
+            "nodes that share this node's GPU, or on a CPU the machine's memory; 0: `up` counts its own, and any other "
+            "node is alone",
+            ge=0,
+            le=64,
+        ),
+    ] = 0
     threads: Annotated[int, _setting("CPU threads per node; 0: share the cores among the nodes", ge=0)] = 0
     hf_token: Annotated[
         str | None, _setting("access token of the Hugging Face hub", "HF_TOKEN, HUGGINGFACE_ACCESS_TOKEN")
@@ -141,7 +150,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 0.0
     mask_truncated: Annotated[bool, _setting("leave completions that were cut off out of the loss")] = False
     max_grad_norm: Annotated[float, _setting("gradient norm is clipped here", gt=0)] = 1.0
-    batch_tokens: Annotated[int, _setting("most tokens in one micro-batch of training", ge=64)] = 4096
+    batch_tokens: Annotated[
+        int,
+        _setting(
+            "most tokens in one micro-batch of training, at least 64; 0: as many as memory has room for", ge=0
+        ),
+    ] = 0
     share_logprobs: Annotated[bool, _setting("publish token ids and log-probabilities beside the text")] = (
         False
     )
@@ -443,6 +457,11 @@ def _check(settings: Settings) -> None:
     if settings.cpu_only and settings.device not in ("auto", "cpu"):
         raise ConfigError(
             f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them."
+        )
+    if 0 < settings.batch_tokens < 64:
+        raise ConfigError(
+            f"batch_tokens={settings.batch_tokens} is too small for a micro-batch. Use at least 64, or 0: as many as "
+            "memory has room for."
         )
     if settings.external_correction == "capped" and not settings.share_logprobs:
         raise ConfigError(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -68,6 +69,10 @@ class LocalSwarm:
         gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
         for number, (name, settings) in enumerate(workers.items()):
             environ = gpu_environ(number, gpus, settings.devices_per_node)
+            sharing = settings.nodes_per_device or nodes_sharing(
+                number, len(workers), len(gpus), settings.devices_per_node
+            )
+            settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
             self.children.append(Child(name, "worker", settings, environ))
         self.restarts = 0
         self.context: SpawnContext | ForkServerContext
@@ -156,6 +161,14 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 def gpus_of(node: int, count: int, each: int) -> list[int]:
     """Which of `count` GPUs the node of this number (from 0) uses: `each`, in turn, shared when they run out."""
     return [(node * each + k) % count for k in range(min(each, count))]
+
+
+def nodes_sharing(node: int, nodes: int, count: int, each: int) -> int:
+    """How many nodes, this one included, use the busiest of its GPUs; without any, all share the machine."""
+    if count == 0:
+        return nodes
+    used = Counter(gpu for other in range(nodes) for gpu in gpus_of(other, count, each))
+    return max(used[gpu] for gpu in gpus_of(node, count, each))
 
 
 def gpu_environ(node: int, gpus: Sequence[str], each: int) -> dict[str, str]:

@@ -132,6 +132,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
         policy.name,
         policy.device,
     )
+    log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
 
     node.prepare()
     peer = PeerInfo(

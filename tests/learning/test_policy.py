@@ -379,5 +379,8 @@ def test_the_device_is_the_one_asked_for_or_an_error():
 )
 def test_auto_takes_a_model_from_the_pool_for_this_machine(monkeypatch, kind, memory, model):
     monkeypatch.setattr(devices, "total_memory", lambda device: memory << 30)
+    monkeypatch.setattr(devices.memory, "available", lambda device, nodes: (memory << 30) // nodes)
     assert devices.pick_model(Settings(model="auto"), torch.device(kind)) == model
     assert devices.pick_model(Settings(model="mine"), torch.device(kind)) == "mine"
+    shared = Settings(model="auto", nodes_per_device=64)
+    assert devices.pick_model(shared, torch.device(kind)) == "tiny"

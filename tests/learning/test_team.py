@@ -156,7 +156,7 @@ def test_memory_that_runs_out_on_one_device_makes_all_take_smaller_pieces(settin
     groups = groups_of(alone)
     same(alone.learn(groups), leader.learn(groups))
     close(alone, leader)
-    assert 0 < leader.trainer.batch_tokens <= settings.batch_tokens // 2
+    assert 0 < leader.trainer.batch_tokens <= leader.plan.batch_tokens // 2
 
 
 def test_a_helper_that_is_killed_is_an_error_and_not_a_wait(settings, lead):

@@ -321,11 +321,15 @@ def chat(
 
 
 @app.command(name="models")
-def models_() -> None:
-    """List the models that nodes use, and which fit this machine."""
+def models_(
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    sets: Sets = None,
+) -> None:
+    """List the models that nodes use: which fit this machine, and about how long a round takes."""
     from rl_swarm.cli import models
 
-    models.list_models(_settings("models", {}, None, None).settings)
+    models.list_models(_settings("models", {}, None, sets, device=device).settings, as_json)
 
 
 @app.command()

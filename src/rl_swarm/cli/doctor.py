@@ -50,7 +50,8 @@ def packages() -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    from rl_swarm.learning.devices import GIB, free_disk, pick_device, total_memory
+    from rl_swarm.learning.devices import free_disk, pick_device, total_memory
+    from rl_swarm.learning.memory import GIB
 
     settings = config.load().settings
     device = pick_device(settings)

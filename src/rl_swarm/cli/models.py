@@ -1,6 +1,7 @@
 """Commands about models: score one, talk to one, list those that fit."""
 
 import json
+from dataclasses import asdict, dataclass
 
 import msgspec
 from msgspec.structs import replace
@@ -10,7 +11,9 @@ from rich.table import Table
 from rl_swarm.config import Settings
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.evaluation import evaluate as score
-from rl_swarm.learning.devices import CATALOGUE, GIB, pick_device, pick_model, total_memory
+from rl_swarm.learning import memory
+from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
+from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.policy import Policy
 
 
@@ -68,20 +71,50 @@ def chat(model: str, settings: Settings, prompt: str | None) -> None:
             print(answer(question))
 
 
-def list_models(settings: Settings) -> None:
+@dataclass(frozen=True)
+class Row:
+    model: str
+    pool: str
+    parameters: int
+    plan: memory.Plan
+    seconds: float  # of a round, about
+
+
+def list_models(settings: Settings, as_json: bool) -> None:
     device = pick_device(settings)
-    memory = total_memory(device)
-    table = Table(box=None, padding=(0, 2))
-    for title in ("model", "pool", "parameters", "needs about", "fits"):
-        table.add_column(title)
+    free = memory.available(device, memory.sharing(settings, device))
+    speeds = [speed(device, rows) for rows in (max(1, settings.local) * settings.generations, 1024)]
+    auto = pick_model(replace(settings, model="auto"), device)
+    rows = []
     for card in CATALOGUE:
-        fits = "yes" if card.memory <= memory else "no"
-        table.add_row(card.name, card.pool, f"{card.parameters:g} B", f"{card.memory / GIB:.1f} GiB", fits)
+        theirs = replace(settings, model=card.name)
+        plan = memory.plan(card.shape, free, theirs, device.type)
+        seconds = round_seconds(card.shape, theirs, *speeds)
+        rows.append(Row(card.name, card.pool, card.shape.parameters, plan, round(seconds, 3)))
+    if as_json:
+        found = {"device": str(device), "available": free, "auto": auto, "models": list(map(asdict, rows))}
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(box=None, padding=(0, 1))
+    for title in ("model", "pool", "parameters", "needs", "fits", "a round"):
+        table.add_column(title, justify="left" if title in ("model", "pool", "fits") else "right")
+    for row in rows:
+        parameters, needs = f"{row.parameters / 1e6:,.0f} M", f"{row.plan.needed / GIB:.1f} GiB"
+        fits = "yes" if row.plan.fits else "no"
+        table.add_row(row.model, row.pool, parameters, needs, fits, f"about {duration(row.seconds)}")
     console = Console(highlight=False)
-    console.print(
-        f"{device} with {memory / GIB:.1f} GiB; MODEL_NAME=auto takes {pick_model(replace(settings, model='auto'), device)}"
-    )
+    console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)
+    console.print(
+        f"For one node with {settings.local} questions and {settings.external} groups from others a round, "
+        f"{settings.generations} answers each, all as long as allowed. Estimates: docs/hardware.md says how."
+    )
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"
 
 
 def for_model(model: str, settings: Settings) -> Settings:

@@ -3,39 +3,41 @@
 import gc
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rl_swarm.config import ConfigError, Settings
+from rl_swarm.learning import memory
+from rl_swarm.learning.memory import GIB
+from rl_swarm.learning.sizes import Shape
 
-GIB = 1 << 30
 LARGE_POOL_FROM = 40 * GIB  # of GPU memory
+OVERHEAD = 1.5  # what a round takes beside its matrix products, as a factor
+WIDE_ENOUGH = 256  # below this hidden size a CPU spends more on converting than it saves
 
 TINY = Path(__file__).parent / "models" / "tiny"
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model of the pools. A round needs weights, gradients and two Adam moments in float32, and activations."""
+    """A model of the pools."""
 
     name: str
     pool: str
-    parameters: float  # in billions
-
-    @property
-    def memory(self) -> int:
-        return int(self.parameters * 1e9 * 16) + (2 * GIB if self.parameters > 0.1 else GIB // 4)
+    shape: Shape  # layers, hidden, inner, heads, key heads, head size, vocabulary
 
 
 CATALOGUE = (
-    ModelCard("tiny", "bundled", 0.003),
-    ModelCard("smollm2-135m", "offline", 0.135),
-    ModelCard("Qwen/Qwen2.5-0.5B-Instruct", "small", 0.49),
-    ModelCard("Qwen/Qwen3-0.6B", "small", 0.6),
-    ModelCard("Qwen/Qwen2.5-1.5B-Instruct", "large", 1.54),
-    ModelCard("Qwen/Qwen3-1.7B", "large", 1.72),
+    ModelCard("tiny", "bundled", Shape(3, 256, 768, 8, 8, 32, 305)),
+    ModelCard("smollm2-135m", "offline", Shape(30, 576, 1536, 9, 3, 64, 49152)),
+    ModelCard("Qwen/Qwen2.5-0.5B-Instruct", "small", Shape(24, 896, 4864, 14, 2, 64, 151936)),
+    ModelCard("Qwen/Qwen3-0.6B", "small", Shape(28, 1024, 3072, 16, 8, 128, 151936)),
+    ModelCard("Qwen/Qwen2.5-1.5B-Instruct", "large", Shape(28, 1536, 8960, 12, 2, 128, 151936)),
+    ModelCard("Qwen/Qwen3-1.7B", "large", Shape(28, 2048, 6144, 16, 8, 128, 151936)),
 )
 
 
@@ -66,15 +68,51 @@ def pick_model(settings: Settings, device: torch.device) -> str:
     """The model that the settings name; for `auto` the first of the right pool that fits."""
     if settings.model != "auto":
         return settings.model
-    memory = total_memory(device)
-    pool = "large" if device.type == "cuda" and memory >= LARGE_POOL_FROM else "small"
-    fitting = [card.name for card in CATALOGUE if card.pool == pool and card.memory <= memory]
-    return fitting[0] if fitting else "tiny"
+    free = memory.available(device, memory.sharing(settings, device))
+    pool = "large" if device.type == "cuda" and total_memory(device) >= LARGE_POOL_FROM else "small"
+    fitting = (
+        c for c in CATALOGUE if c.pool == pool and memory.plan(c.shape, free, settings, device.type).fits
+    )
+    return next((card.name for card in fitting), "tiny")
 
 
-def low_precision(device: torch.device) -> torch.autocast:
+def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:
+    """Operations a second in products of so many rows with a matrix too large for a cache."""
+    low = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
+    dtype, width = torch.bfloat16 if low else torch.float32, 8192 if device.type == "cuda" else 2048
+    left = torch.ones(rows, width, device=device, dtype=dtype)
+    right = torch.ones(width, width, device=device, dtype=dtype)
+    done, started = -1, 0.0  # the first product is for getting ready
+    while done < 0 or time.perf_counter() - started < seconds:
+        (left @ right)[0, 0].item()
+        done, started = (done + 1, started) if started else (0, time.perf_counter())
+    return 2.0 * rows * width * width * done / (time.perf_counter() - started)
+
+
+def round_seconds(shape: Shape, settings: Settings, sampling: float, training: float) -> float:
+    """About how long a round takes at these speeds, when all completions are as long as can be."""
+    group = memory.prompt_tokens(settings) + settings.generations * settings.completion_tokens()
+    sampled, trained = settings.local * group, (settings.local + settings.external) * group
+    return OVERHEAD * shape.parameters * (2 * sampled / sampling + 6 * trained / training)
+
+
+def prefers_bfloat16(model: Any) -> bool:
+    """Whether matrix products of this model run faster in bfloat16 where it is."""
+    if model.device.type == "cuda":
+        return True
+    if model.device.type != "cpu" or getattr(model.config, "hidden_size", 0) < WIDE_ENOUGH:
+        return False
+    return cpu_has_bfloat16()
+
+
+def cpu_has_bfloat16() -> bool:
+    cpu: Any = torch.cpu
+    return any(getattr(cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
+def low_precision(model: Any) -> torch.autocast:
     """The context in which matrix products run in bfloat16, where that is faster than float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=prefers_bfloat16(model))
 
 
 def release_memory() -> None:

@@ -18,7 +18,7 @@ def packed_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of every token learned from and the entropy there, [M], in one pass."""
     hidden_NE = decoder.run(batch.ids_N, positions_N, attend)
-    return chunked_logprobs(decoder, hidden_NE[batch.before_M], batch.targets_M, temperature)
+    return chunked_logprobs(decoder, hidden_NE.index_select(0, batch.before_M), batch.targets_M, temperature)
 
 
 def attention_of(decoder: Decoder, shape: Shape) -> tuple[Attend, Tensor]:

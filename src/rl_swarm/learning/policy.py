@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from safetensors import SafetensorError
 
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.learning import grpo, lora, smollm2
+from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.devices import TINY, pick_device, pick_model
+from rl_swarm.learning.devices import TINY, pick_device, pick_model, release_memory
 from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.rollouts import Completion, Group
 
@@ -35,14 +37,18 @@ class Policy:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.system_prompt, self.settings = system_prompt, settings
         self.version = 0  # updates done
-        self.batch = 512  # sequences sampled at once
+        device = model.device
+        free = memory.available(device, memory.sharing(settings, device))
+        self.plan = memory.plan(Shape.of(model.config), free, settings, device.type)
+        self.batch = self.plan.sequences  # sampled at once
         self.tokenizer_hash = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
         eos = model.generation_config.eos_token_id
         self.eos = frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
         self.eos -= {None}
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.trainer = self.trainer_class(model, self.pad, settings)
+        planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
+        self.trainer = self.trainer_class(model, self.pad, planned)
 
     @classmethod
     def load(cls, settings: Settings, system_prompt: str, path: Path | None = None) -> "Policy":
@@ -96,15 +102,15 @@ class Policy:
             step = max(1, self.batch // count)
             ids = [self.prompt_ids(prompt) for prompt in prompts[start : start + step]]
             try:
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                    samples = sample(self.model, ids, count, decoding, seed + start)
-            except torch.OutOfMemoryError:
+                samples = sample(self.model, ids, count, decoding, seed + start)
+            except torch.OutOfMemoryError as error:
                 if len(ids) == 1:
                     raise
                 self.batch = len(ids) * count // 2
                 log.warning("out of memory: now sampling at most %d sequences at once", self.batch)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                traceback.clear_frames(error.__traceback__)  # they hold what did fit
+                sampler.release(self.model)
+                release_memory()
                 continue
             done += [
                 [

@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 
 from rl_swarm.learning.decoder import Decoder, GrowingCache, Layout
+from rl_swarm.learning.devices import prefers_bfloat16
 from rl_swarm.learning.sequences import Model, run_prompts
+from rl_swarm.learning.steps import Steps
+from rl_swarm.learning.weights import Weights
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.engine import Engine
+
+
+CROWDED = 0.75  # a batch in which fewer than this share still grow is made smaller
 
 
 @dataclass(frozen=True)
@@ -58,30 +64,33 @@ def sample(
     engine = engine_of(model)
     if engine is not None:
         return samples(*engine.sample(prompts, count, decoding, seed), decoding.eos, count)
-    device = model.device
-    generator = torch.Generator(device=device).manual_seed(seed)
+    device, limit = model.device, decoding.max_new_tokens
     total = len(prompts) * count
+    generator = torch.Generator(device=device).manual_seed(seed)
+    uniform_BT = torch.rand(total, limit, generator=generator, device=device)
     going = continuation(model, prompts, count, decoding)
-    tokens_BT = torch.full((total, decoding.max_new_tokens), decoding.pad, device=device)
-    logprobs_BT = torch.zeros(total, decoding.max_new_tokens, device=device)
+    tokens_BT = torch.full((total, limit), decoding.pad, device=device)
+    logprobs_BT = torch.zeros(total, limit, device=device)
     eos = torch.tensor(sorted(decoding.eos), device=device)
-    length_B = torch.full((total,), decoding.max_new_tokens, device=device)
+    length_B = torch.full((total,), limit, device=device)
     rows = torch.arange(total, device=device)  # the sequences still in the batch
+    done_B = torch.zeros(total, dtype=torch.bool, device=device)  # of those
 
-    for step in range(decoding.max_new_tokens):
-        token_B, logprob_B = draw(going.logits_BV, decoding, generator)
+    for step in range(limit):
+        token_B, logprob_B = draw(going.logits_BV, decoding, uniform_BT[rows, step])
         tokens_BT[rows, step], logprobs_BT[rows, step] = token_B, logprob_B
-        done_B = torch.isin(token_B, eos)
-        if done_B.any():
-            length_B[rows[done_B]] = step + 1
+        ends_B = torch.isin(token_B, eos) & ~done_B
+        if ends_B.any():
+            length_B[rows[ends_B]] = step + 1
+            done_B = done_B | ends_B
             staying = (~done_B).nonzero().squeeze(1)
             if len(staying) == 0:
                 break
-            rows, token_B = rows[staying], token_B[staying]
-            going.keep(staying)
-        if step + 1 < decoding.max_new_tokens:
+            if len(staying) <= CROWDED * len(rows):  # to leave costs a copy of the others' cache
+                rows, token_B, done_B = rows[staying], token_B[staying], done_B[staying]
+                going.keep(staying)
+        if step + 1 < limit:
             going.extend(token_B)
-
     return samples(tokens_BT, logprobs_BT, length_B, decoding.eos, count)
 
 
@@ -98,6 +107,25 @@ def samples(
     return [flat[start : start + count] for start in range(0, len(flat), count)]
 
 
+def low_weights(model: Model) -> Weights | None:
+    """The model's weights in low precision, where a CPU computes faster with them."""
+    if model.device.type != "cpu" or not prefers_bfloat16(model) or not Weights.supports(Decoder(model)):
+        return None
+    if model not in _weights:
+        _weights[model] = Weights(Decoder(model), torch.bfloat16)
+    _weights[model].refresh()
+    return _weights[model]
+
+
+def release(model: Model) -> None:
+    """Gives the memory back that is kept for sampling from this model."""
+    _weights.pop(model, None)
+    engine = _engines.pop(model, None)
+    if engine is not None:
+        engine.release()
+
+
+_weights: "weakref.WeakKeyDictionary[Model, Weights]" = weakref.WeakKeyDictionary()
 _engines: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
 
 
@@ -120,6 +148,9 @@ def continuation(
     """The prompts, each of them run once and then continued `count` times."""
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(count)
     if Decoder.supports(model):
+        weights = low_weights(model)
+        if weights is not None:
+            return Steps(weights, prompts, count, decoding.max_new_tokens)
         return Packed(Decoder(model), prompts, rows, decoding.max_new_tokens)
     return Plain(model, prompts, rows, decoding.pad)
 
@@ -161,15 +192,20 @@ class Plain:
         self.prefix = self.prefix.select(rows)
 
 
-def draw(logits_BV: Tensor, decoding: Decoding, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(logits_BV: Tensor, decoding: Decoding, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """The next token of every sequence and its log-probability (before top-k and top-p cut anything away)."""
-    logprobs_BV = (logits_BV.float() / decoding.temperature).log_softmax(-1)
+    chances_BV = (logits_BV.float() / decoding.temperature).softmax(-1)
     if decoding.greedy:
-        token_B = logprobs_BV.argmax(-1)
+        token_B = chances_BV.argmax(-1)
     else:
-        weights_BV = truncated(logprobs_BV, decoding.top_k, decoding.top_p).exp()
-        token_B = torch.multinomial(weights_BV, 1, generator=generator).squeeze(1)
-    return token_B, logprobs_BV.gather(1, token_B[:, None]).squeeze(1)
+        kept_BV = chances_BV
+        if decoding.top_k or decoding.top_p < 1:
+            kept_BV = truncated(chances_BV.log(), decoding.top_k, decoding.top_p).exp()
+        heap_BV = kept_BV.cumsum(-1)
+        aim_B1 = uniform_B[:, None] * heap_BV[:, -1:]
+        token_B = torch.searchsorted(heap_BV, aim_B1, right=True).squeeze(1)
+        token_B = torch.minimum(token_B, (heap_BV < heap_BV[:, -1:]).sum(-1))  # where the aim is rounded up
+    return token_B, chances_BV.gather(1, token_B[:, None]).squeeze(1).log()
 
 
 def truncated(logprobs_BV: Tensor, top_k: int, top_p: float) -> Tensor:

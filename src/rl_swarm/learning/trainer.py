@@ -7,6 +7,7 @@ ratio is 1 and the update is plain policy gradient on their advantages.
 
 import copy
 import logging
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, micro_
 from rl_swarm.learning.decoder import Attend, Decoder
 from rl_swarm.learning.devices import low_precision, release_memory
 from rl_swarm.learning.logprobs import attention_of, packed_logprobs
+from rl_swarm.learning.memory import most_tokens
 from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_t
 class Trainer:
     def __init__(self, model: Model, pad: int, settings: Settings) -> None:
         self.model, self.pad, self.settings = model, pad, settings
-        self.batch_tokens = settings.batch_tokens
+        self.batch_tokens = settings.batch_tokens or most_tokens(model.device.type)
         self.frugal = False  # whether the inside of layers is computed twice to save memory
         self.figures = torch.zeros(len(FIGURES), device=model.device)
         self.optimizer = torch.optim.AdamW(
@@ -76,7 +78,8 @@ class Trainer:
         while True:
             try:
                 return self._update(groups)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # they hold what did fit
                 self._shrink(groups)
 
     def _shrink(self, groups: Sequence[TrainingGroup]) -> None:
@@ -144,7 +147,7 @@ class Trainer:
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
         """The pass there and back of a model of a known family."""
         temperature, reference_M = self.settings.temperature, None
-        with low_precision(self.model.device):
+        with low_precision(self.model):
             if self.reference is not None:
                 with torch.no_grad():
                     decoder = Decoder(self.reference)
@@ -189,7 +192,7 @@ class Trainer:
         ids_BT = pad_right([ids for g in groups for ids in g.completions], self.pad, torch.long, device)
         lengths_B = torch.tensor([len(ids) for g in groups for ids in g.completions], device=device)
         rows = [number for number, g in enumerate(groups) for _ in g.completions]
-        with low_precision(device):
+        with low_precision(model):
             prefix = run_prompts(model, [g.prompt for g in groups], self.pad)
             logits_BTV = completion_logits(model, prefix.select(torch.tensor(rows, device=device)), ids_BT)
         there_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]

@@ -16,8 +16,8 @@ from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.cuda import decoding as kernels
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.recorder import Recorder
-from rl_swarm.learning.cuda.weights import Layer, Linear, Norm, Weights
 from rl_swarm.learning.decoder import Decoder
+from rl_swarm.learning.weights import Layer, Linear, Norm, Weights
 
 if TYPE_CHECKING:
     from rl_swarm.learning.sampler import Decoding

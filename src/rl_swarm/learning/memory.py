@@ -1,0 +1,181 @@
+"""Memory that adapts: how much there is for a node, what a round needs, and the sizes at which it fits.
+
+The estimates are sums over what a model's shape says; their factors were measured on small models. Where
+they err, `Trainer` and `Policy.sample` still take smaller pieces when memory runs out.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rl_swarm.config import Settings
+from rl_swarm.learning.logprobs import LOGITS_AT_ONCE
+from rl_swarm.learning.sizes import Shape
+
+GIB = 1 << 30
+BASE = GIB // 2  # the interpreter, libraries and their workspaces
+USABLE = 0.9  # of what is available: the rest is lost between blocks
+MOST_SEQUENCES = 512  # sampled at once
+
+
+def most_tokens(device_type: str) -> int:
+    """The largest micro-batch that is planned: larger ones are hardly faster."""
+    return 4608 if device_type == "cuda" else 4096
+
+
+def staying(shape: Shape, settings: Settings) -> int:
+    """Bytes that are there all the time: weights, gradients and two moments in float32, and two copies in bfloat16,
+    one for sampling and one for the products of training."""
+    weights, gradients = 4 * shape.parameters, 4 * shape.trained(settings.lora_rank)
+    reference = weights if settings.kl_weight > 0 else 0
+    return BASE + weights + 3 * gradients + weights + reference
+
+
+def training(shape: Shape, settings: Settings, device_type: str, tokens: int) -> int:
+    """Bytes that a micro-batch of so many tokens takes: what layers keep for the way back, and some logits."""
+    asked = shape.heads * shape.head_size
+    all_heads = asked + 2 * shape.key_heads * shape.head_size
+    if device_type == "cuda":  # the residual stream in float32, everything else in bfloat16
+        layer = 12 * shape.hidden + 2 * all_heads + 2 * asked + (6 if shape.gated else 4) * shape.inner
+        number, copies = 2, 1
+    else:
+        layer = 4 * (7 * shape.hidden + 2 * (all_heads + asked) + (5 if shape.gated else 2) * shape.inner)
+        number, copies = 4, 5
+    logits = tokens * shape.vocabulary
+    if shape.packed:
+        logits = min(logits, LOGITS_AT_ONCE)
+    else:
+        number, copies = 4, 5
+    head = (
+        0 if settings.lora_rank else (8 if device_type == "cuda" else 4) * shape.words
+    )  # before it is added
+    return tokens * shape.layers * layer + number * copies * logits + head
+
+
+def sampling(shape: Shape, settings: Settings, device_type: str, sequences: int) -> int:
+    """Bytes that so many sequences take: keys and values of every token, and the logits of the next."""
+    per_token = 2 * shape.layers * shape.key_heads * shape.head_size
+    room = settings.completion_tokens()
+    if device_type == "cuda":  # prompts are kept once for all their completions
+        tokens = room + prompt_tokens(settings) / settings.generations
+        return int(sequences * (2 * per_token * tokens + 4 * shape.vocabulary))
+    half_again = 1.5  # when the sequences that go on are copied
+    return int(
+        sequences * (4 * per_token * half_again * (prompt_tokens(settings) + room) + 4 * 4 * shape.vocabulary)
+    )
+
+
+def prompt_tokens(settings: Settings) -> int:
+    """Of a long question with its instruction."""
+    return 24 if settings.model == "tiny" else 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    batch_tokens: int
+    sequences: int
+    needed: int
+    available: int
+    fits: bool
+
+    def __str__(self) -> str:
+        sizes = f"micro-batches of {self.batch_tokens} tokens, {self.sequences} sequences at once"
+        need = f"{self.available / GIB:.1f} GiB available, a round needs about {self.needed / GIB:.1f} GiB"
+        if self.fits:
+            return f"{need}: {sizes}"
+        return (
+            f"{need} even with {sizes}. Memory may run out: use a smaller model, lora_rank=16, fewer nodes or a "
+            "lower max_new_tokens."
+        )
+
+
+def plan(shape: Shape, available: int, settings: Settings, device_type: str) -> Plan:
+    """The largest sizes that fit. What takes more is halved until all fits or nothing can be halved.
+
+    Sizes come in steps, so that small differences in free memory do not change what a run computes.
+    """
+    longest = prompt_tokens(settings) + settings.completion_tokens()
+    groups, count = max(1, settings.local + settings.external), settings.generations
+    whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
+    tokens = settings.batch_tokens or most_tokens(device_type)
+    sequences = max(1, MOST_SEQUENCES // count) * count
+    fixed = staying(shape, settings)
+    together = sum if device_type == "cuda" else max  # there the sampler keeps its memory during training
+    while True:
+        train = training(shape, settings, device_type, max(longest, min(tokens, whole)))
+        sample = sampling(shape, settings, device_type, sequences)
+        fits = fixed + together([train, sample]) <= USABLE * available
+        less_tokens = tokens > longest and not settings.batch_tokens
+        less_sequences = sequences > count
+        if fits or not (less_tokens or less_sequences):
+            in_a_round = min(sequences, max(1, settings.local) * count)  # a held-out score samples more
+            sample = sampling(shape, settings, device_type, in_a_round)
+            return Plan(tokens, sequences, fixed + together([train, sample]), available, fits)
+        if less_tokens and (train >= sample or not less_sequences):
+            tokens = min(tokens, whole) // 2
+        else:
+            sequences = sequences // 2 // count * count or count
+
+
+def available(device: torch.device, nodes: int = 1) -> int:
+    """Bytes that a node may use where so many share the device: its share, and not more than is free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+        return int(min(free + torch.cuda.memory_reserved(device), fraction * total, total / nodes))
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free, mine = total, 0
+    if Path("/proc/meminfo").exists():
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), total)
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        mine = page * (resident - shared)
+    for limit, used in cgroups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return int(min(free + mine, total / nodes))
+
+
+def sharing(settings: Settings, device: torch.device) -> int:
+    """How many processes share the device's memory. On a CPU the helpers of a node do too."""
+    helpers = settings.devices_per_node if device.type != "cuda" else 1
+    return max(1, settings.nodes_per_device) * helpers
+
+
+def cgroups(root: Path, listing: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of every control group that this process is in and that has a limit, of either version."""
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        base = root / "memory" if kinds else root
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        )
+        here = base / path.lstrip("/")
+        for folder in (here, *here.parents):
+            if not folder.is_relative_to(base):
+                break
+            limit, used = (_number(folder / name) for name in names)
+            if limit is not None and limit < 1 << 60:  # version 1 writes a huge number for none
+                idle = _idle(folder / "memory.stat")
+                yield limit, max(0, (used or 0) - idle)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _idle(stat: Path) -> int:
+    """Bytes of files kept in memory, which make way."""
+    try:
+        pairs = dict(line.split() for line in stat.read_text().splitlines())
+        return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0

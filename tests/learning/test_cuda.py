@@ -1,0 +1,345 @@
+"""The kernels of the CUDA path compute what transformers and the plain path compute.
+
+They run here on the CPU, through Triton's interpreter, which `conftest` asks for. It is slow, so everything is small.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
+
+triton = pytest.importorskip(
+    "triton", "3.7", "needs Triton 3.7 or newer, which is made for Linux on x86-64; pip install triton"
+)
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: ./run_tests.sh -m gpu", allow_module_level=True)
+assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFunction), (
+    "triton was imported before tests/learning/conftest.py could ask for its interpreter"
+)
+
+from rl_swarm.config import Settings
+from rl_swarm.learning import decoder, logprobs, lora
+from rl_swarm.learning.batches import Batch, TrainingGroup
+from rl_swarm.learning.cuda import attention, engine, recorder
+from rl_swarm.learning.cuda.attention import Segments
+from rl_swarm.learning.cuda.engine import Engine, size_for
+from rl_swarm.learning.cuda.recorder import Recorder
+from rl_swarm.learning.decoder import Decoder
+from rl_swarm.learning.sampler import Decoding, samples, truncated
+from rl_swarm.learning.trainer import Trainer
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], list(range(20, 38))]
+EOS = frozenset(range(3, VOCABULARY, 6))
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy, about numbers that are masked
+
+
+@pytest.fixture(autouse=True)
+def several_blocks_even_of_little(monkeypatch):
+    """Blocks so small that a few tokens take more than one; and no more noise than words, since it is slow."""
+    monkeypatch.setattr(engine, "STRETCH", 64)
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(recorder, "BLOCK", 16)
+
+
+@torch.no_grad()
+def drawn(engine, prompts, count, decoding, seed=1):
+    return samples(*engine.sample(prompts, count, decoding, seed), decoding.eos, count)
+
+
+@torch.no_grad()
+def check_logprobs(model, prompts, groups, temperature=1.0):
+    assert len(prompts) == len(groups)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for s in group:
+            expected = plain_logprobs(model, prompt, s.tokens, temperature)
+            np.testing.assert_allclose(s.logprobs, expected, atol=1e-4)
+
+
+def train(model):
+    """One step of the real trainer, large enough to see."""
+    groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
+    Trainer(model, PAD, Settings(learning_rate=0.05)).update(groups)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_log_probabilities_are_those_of_a_plain_forward_pass(kind):
+    model = small_model(kind)
+    groups = drawn(Engine(model, torch.float32), PROMPTS, 2, Decoding(3, frozenset(), PAD))
+    assert all(len(s.tokens) == 3 for group in groups for s in group)
+    assert len({s.tokens for group in groups for s in group}) > 6
+    check_logprobs(model, PROMPTS, groups)
+
+
+def test_the_temperature_counts_and_words_that_are_looked_at_in_stretches(monkeypatch):
+    monkeypatch.setattr(engine, "STRETCH", 16)
+    model = small_model()
+    groups = drawn(Engine(model, torch.float32), PROMPTS, 1, Decoding(3, EOS, PAD, temperature=0.6))
+    check_logprobs(model, PROMPTS, groups, 0.6)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_greedy_is_what_transformers_generates(kind, monkeypatch):
+    monkeypatch.setattr(engine, "STRETCH", 16)
+    model = small_model(kind, seed=3)
+    groups = drawn(Engine(model, torch.float32), PROMPTS[1:], 1, Decoding(4, EOS, PAD, greedy=True))
+    for prompt, (found,) in zip(PROMPTS[1:], groups, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=4,
+            eos_token_id=sorted(EOS),
+            pad_token_id=PAD,
+        )
+        assert list(found.tokens) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
+    model = small_model(kind)
+    one = Engine(model, torch.float32)
+    drawn(one, PROMPTS[:2], 1, Decoding(2, frozenset(), PAD))
+    longer = [[*PROMPTS[3], *PROMPTS[1]], PROMPTS[0]]
+    check_logprobs(model, longer, drawn(one, longer, 1, Decoding(3, frozenset(), PAD)))
+    before = copy.deepcopy(model)
+    train(model)
+    groups = drawn(one, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD))  # less of everything than before
+    check_logprobs(model, PROMPTS[:1], groups)
+    with pytest.raises(AssertionError):
+        check_logprobs(before, PROMPTS[:1], groups)
+
+
+def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
+    model = small_model()
+    weights = Engine(model, torch.float32).weights
+    written = []
+    monkeypatch.setattr(weights, "_rewrite", lambda: written.append(1))
+    weights.refresh()
+    weights.refresh()
+    assert len(written) == 1
+    train(model)
+    weights.refresh()
+    assert len(written) == 2
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(1)
+    weights.refresh()
+    assert len(written) == 3
+
+
+def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
+    one = Engine(small_model(), torch.float32)
+    decoding = Decoding(4, EOS, PAD)
+    expected = drawn(one, PROMPTS, 3, decoding)  # too short for a look at who has ended
+    sizes, step = [], one._step
+    monkeypatch.setattr(engine, "LOOK_EVERY", 1)
+    monkeypatch.setattr(one, "_step", lambda rows, how: (sizes.append(rows), step(rows, how)))
+    groups = drawn(one, PROMPTS, 3, decoding)
+    found = [s for group in groups for s in group]
+    assert [s.tokens for s in found] == [s.tokens for group in expected for s in group]
+    check_logprobs(one.decoder.model, PROMPTS, groups)
+    assert {s.ended for s in found} == {True, False}
+    for s in found:
+        assert s.ended == (s.tokens[-1] in EOS)
+        assert s.ended or len(s.tokens) == 4
+        assert not EOS & set(s.tokens[:-1])
+    going = [sum(len(s.tokens) > done for s in found) for done in range(1, 4)]
+    assert sizes == [size_for(count) for count in going if count]
+    assert sizes[-1] < size_for(len(found))
+
+
+def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
+    one = Engine(small_model(), torch.float32)
+    monkeypatch.setattr(engine, "LOOK_EVERY", 1)
+    monkeypatch.setattr(one, "_step", None)
+    groups = drawn(one, PROMPTS, 1, Decoding(5, frozenset(range(VOCABULARY)), PAD))
+    assert all(s.ended and len(s.tokens) == 1 for (s,) in groups)
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch():
+    model = small_model()
+    decoding = Decoding(3, frozenset(), PAD)
+    one = Engine(model, torch.float32)
+    everyone = drawn(one, PROMPTS, 2, decoding, seed=5)
+    fewer = drawn(one, PROMPTS[:2], 2, decoding, seed=5)
+    fresh = drawn(Engine(model, torch.float32), PROMPTS[:1], 2, decoding, seed=5)
+    others = drawn(one, PROMPTS[:2], 2, decoding, seed=6)
+    tokens = [[[s.tokens for s in group] for group in groups] for groups in (everyone, fewer, fresh, others)]
+    assert tokens[1] == tokens[0][:2]
+    assert tokens[2] == tokens[0][:1]
+    assert all(a != b for a, b in zip(tokens[3], tokens[1], strict=True))
+
+
+def test_what_is_drawn_does_not_depend_on_what_was_drawn_before():
+    model = small_model()
+    decoding = Decoding(2, frozenset(), PAD)
+    fresh, used = Engine(model, torch.float32), Engine(model, torch.float32)
+    drawn(used, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD))
+    first, second = (drawn(one, PROMPTS[:1], 4, decoding, seed=5)[0] for one in (fresh, used))
+    assert [s.tokens for s in first] == [s.tokens for s in second]
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says():
+    model, count = small_model(vocabulary=8), 240
+    with torch.no_grad():
+        expected = count * model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(0)
+    (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], count, Decoding(1, frozenset(), PAD))
+    found = torch.bincount(torch.tensor([s.tokens[0] for s in group]), minlength=8)
+    assert ((found - expected) ** 2 / expected).sum() < 24.3  # chi-square of 7 degrees: once in a thousand
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}])
+def test_top_k_and_top_p_leave_what_the_plain_sampler_leaves(cut):
+    model = small_model(vocabulary=20)
+    decoding = Decoding(1, frozenset(), PAD, temperature=0.7, **cut)
+    with torch.no_grad():
+        logits_BV = model(torch.tensor([PROMPTS[0]])).logits[:, -1] / 0.7
+    kept_V = truncated(logits_BV.log_softmax(-1), decoding.top_k, decoding.top_p)[0] > -torch.inf
+    (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], 32, decoding)
+    assert 1 < kept_V.sum() < 6
+    assert {s.tokens[0] for s in group} == set(kept_V.nonzero()[:, 0].tolist())
+    check_logprobs(model, PROMPTS[:1], [group], 0.7)  # as they are before anything is cut
+
+
+def training_groups():
+    def tokens(length):
+        return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+
+    generator = torch.Generator().manual_seed(0)
+    return [
+        TrainingGroup(tokens(17), [tokens(18), tokens(1), tokens(3)], [1.0, -0.5, 0.3], None),
+        TrainingGroup(tokens(3), [tokens(2), tokens(4)], [-1.0, 0.7], None),
+    ]
+
+
+def passes(model, how, batch, attend, positions_N):
+    """Log-probabilities, entropies, and all gradients of a pass there and back."""
+    model.zero_grad()
+    logprobs_M, entropy_M = logprobs.packed_logprobs(how, batch, attend, positions_N, 1.3)
+    (logprobs_M * batch.advantages_M * batch.weights_M).sum().backward()
+    return logprobs_M.detach(), entropy_M.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def same_pass(found, expected):
+    count = len(expected[0])
+    np.testing.assert_allclose(found[0][:count], expected[0], atol=1e-4)
+    np.testing.assert_allclose(found[1][:count], expected[1], atol=1e-4)
+    largest = max(float(gradient.abs().max()) for gradient in expected[2])
+    assert largest > 1e-2
+    for a, b in zip(found[2], expected[2], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1, largest))
+
+
+@pytest.mark.parametrize("kind", FAST)  # of which gemma3 has a sliding window
+def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
+    model = small_model(kind)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 10 * VOCABULARY)  # the tokens in several chunks
+    batch, shape = Batch.of(training_groups(), 28)
+    plain, fused = Decoder(model, fused=False), Decoder(model, fused=True)
+    expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
+    same_pass(passes(model, fused, batch, *logprobs.attention_of(fused, shape)), expected)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
+    """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
+    model = small_model(kind)
+    batch, shape = Batch.of(training_groups(), 28)
+    plain, frugal = Decoder(model, fused=False), Decoder(model, fused=True, frugal=True)
+    expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
+    tokens = Recorder.size_for(len(batch.ids_N) + 1)
+    assert tokens > max(len(batch.ids_N), len(batch.targets_M))
+
+    def filled(values):
+        return torch.cat([values, values.new_zeros(tokens - len(values))])
+
+    filled_batch = Batch(*(filled(values) for values in vars(batch).values()))
+    segments = Segments.of(shape, tokens, 10)
+    assert len(segments.table) == 10 and len(segments.positions_N) == tokens
+    same_pass(passes(model, frugal, filled_batch, segments.attention(frugal), segments.positions_N), expected)
+
+
+def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():
+    """Windows that end in the prompt, in the completion, and in another block than their token."""
+    torch.manual_seed(0)
+    _, shape = Batch.of(training_groups(), 1)
+    segments = Segments.of(shape)
+    owners = [*range(len(shape.prompts)), *shape.rows]
+    numbers_N = torch.arange(len(owners)).repeat_interleave(
+        torch.tensor([*shape.prompts, *shape.completions])
+    )
+    parents = torch.tensor([-1] * len(shape.prompts) + list(shape.rows))
+    places_N = segments.positions_N
+    distance = places_N[:, None] - places_N
+    own = (numbers_N[:, None] == numbers_N) & (distance >= 0)
+    seen = own | (parents[numbers_N][:, None] == numbers_N)
+    q, k, v = (torch.randn(len(places_N), heads, 12, requires_grad=True) for heads in (4, 2, 2))
+    for window in (1, 6, 18):
+        near = seen & (distance < window)
+        scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(2, 1)) * 0.3
+        weights = scores.masked_fill(~near, -torch.inf).softmax(-1)
+        expected = torch.einsum("hnm,mhd->nhd", weights, v.repeat_interleave(2, 1)).flatten(1)
+        found = attention.attention(q, k, v, segments, 0.3, window)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        given = torch.randn_like(found)
+        for a, b in zip(*(torch.autograd.grad(x, (q, k, v), given) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+
+
+def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch):
+    settings = Settings(learning_rate=1e-2, kl_weight=0.2, batch_tokens=40)
+    calm, model = small_model(), small_model()
+    plain = Trainer(calm, PAD, settings)
+    expected = gradients_at_step(plain)
+    reports = [plain.update(training_groups()) for _ in range(2)]
+    monkeypatch.setattr(decoder, "has_kernels", lambda model: True)
+    trainer = Trainer(model, PAD, settings)
+    assert plain.recorder is None and trainer.recorder is not None
+    seen = gradients_at_step(trainer)
+    for report in reports:
+        found = trainer.update(training_groups())
+        assert found.loss == pytest.approx(report.loss, abs=1e-5)
+        assert found.grad_norm == pytest.approx(report.grad_norm, rel=1e-3)
+        assert found.entropy == pytest.approx(report.entropy, abs=1e-4)
+        assert found.kl == pytest.approx(report.kl, abs=1e-4)
+    for step in range(2):
+        for a, b in zip(seen[step], expected[step], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
+    model = small_model(kind)
+    lora.adapt(model, rank=2, seed=0)
+    one = Engine(model, torch.float32)
+    decoding = Decoding(2, frozenset(), PAD)
+    before = drawn(one, PROMPTS[:2], 1, decoding)
+    check_logprobs(small_model(kind), PROMPTS[:2], before)  # a new adapter changes nothing
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    after = drawn(one, PROMPTS[:2], 1, decoding)
+    check_logprobs(model, PROMPTS[:2], after)
+    assert [g[0].logprobs for g in after] != [g[0].logprobs for g in before]
+    train(model)
+    check_logprobs(model, PROMPTS[:2], drawn(one, PROMPTS[:2], 1, decoding))
+
+
+def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
+    assert all(Engine.supports(small_model(kind)) for kind in FAST)
+    for kind, unknown in (
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"activation_function": "relu"}),
+        ("llama", {"hidden_act": "relu"}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ):
+        model = small_model(kind)
+        for name, value in unknown.items():
+            setattr(model.config, name, value)
+        assert not Engine.supports(model), unknown
