@@ -16,7 +16,8 @@ ALWAYS = (
     "seed", "rounds", "round_end", "local", "external", "generations", "temperature", "max_new_tokens", "learning_rate",
     "clip_low", "clip_high", "kl_weight",
 )  # fmt: skip
-NEVER = ("threads", "nodes_per_device", "poll_interval", "hub_every", "log_level", "debug")  # they do not change the model
+# They do not change the model.
+NEVER = ("threads", "nodes_per_device", "poll_interval", "hub_every", "log_level", "debug")
 
 
 class Trained(msgspec.Struct, frozen=True):

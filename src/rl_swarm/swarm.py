@@ -27,6 +27,7 @@ import msgspec
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
+from rl_swarm.mps import SharedGpu
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.worker import coordinate, join
 
@@ -75,6 +76,7 @@ class LocalSwarm:
             settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
             self.children.append(Child(name, "worker", settings, environ))
         self.restarts = 0
+        self.shared_gpu = SharedGpu(os.environ)
         self.context: SpawnContext | ForkServerContext
         if uses_gpu(coordinator):
             self.context = multiprocessing.get_context("spawn")
@@ -83,6 +85,10 @@ class LocalSwarm:
             self.context.set_forkserver_preload(["rl_swarm.learning.preload"])
 
     def start(self) -> None:
+        if any(child.environ and child.settings.nodes_per_device > 1 for child in self.children):
+            variables = self.shared_gpu.start()
+            for child in self.children:
+                child.environ.update(variables)
         for child in self.children:
             self._start(child)
 
@@ -112,6 +118,7 @@ class LocalSwarm:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self.shared_gpu.stop()
 
     def _start(self, child: Child) -> None:
         child.pipe, theirs = self.context.Pipe()

@@ -3,6 +3,8 @@
 They run here on the CPU, through Triton's interpreter, which `conftest` asks for. It is slow, so everything is small.
 """
 
+# ruff: noqa: E402 (what needs Triton is imported where there is one)
+
 import copy
 
 import numpy as np
@@ -71,7 +73,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(kind):
     model = small_model(kind)
     groups = drawn(Engine(model, torch.float32), PROMPTS, 2, Decoding(3, frozenset(), PAD))
     assert all(len(s.tokens) == 3 for group in groups for s in group)
-    assert len({s.tokens for group in groups for s in group}) > 6
+    assert len({s.tokens for group in groups for s in group}) > 3
     check_logprobs(model, PROMPTS, groups)
 
 
@@ -133,20 +135,21 @@ def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
 
 def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
     one = Engine(small_model(), torch.float32)
-    decoding = Decoding(4, EOS, PAD)
-    expected = drawn(one, PROMPTS, 3, decoding)  # too short for a look at who has ended
+    ends = frozenset(range(2, VOCABULARY, 4))
+    decoding = Decoding(4, ends, PAD)
+    expected = drawn(one, PROMPTS, 2, decoding)  # too short for a look at who has ended
     sizes, step = [], one._step
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     monkeypatch.setattr(one, "_step", lambda rows, how: (sizes.append(rows), step(rows, how)))
-    groups = drawn(one, PROMPTS, 3, decoding)
+    groups = drawn(one, PROMPTS, 2, decoding)
     found = [s for group in groups for s in group]
     assert [s.tokens for s in found] == [s.tokens for group in expected for s in group]
     check_logprobs(one.decoder.model, PROMPTS, groups)
     assert {s.ended for s in found} == {True, False}
     for s in found:
-        assert s.ended == (s.tokens[-1] in EOS)
+        assert s.ended == (s.tokens[-1] in ends)
         assert s.ended or len(s.tokens) == 4
-        assert not EOS & set(s.tokens[:-1])
+        assert not ends & set(s.tokens[:-1])
     going = [sum(len(s.tokens) > done for s in found) for done in range(1, 4)]
     assert sizes == [size_for(count) for count in going if count]
     assert sizes[-1] < size_for(len(found))
@@ -184,7 +187,7 @@ def test_what_is_drawn_does_not_depend_on_what_was_drawn_before():
 
 
 def test_tokens_are_drawn_as_often_as_their_probability_says():
-    model, count = small_model(vocabulary=8), 240
+    model, count = small_model(vocabulary=8), 160
     with torch.no_grad():
         expected = count * model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(0)
     (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], count, Decoding(1, frozenset(), PAD))
@@ -192,17 +195,17 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     assert ((found - expected) ** 2 / expected).sum() < 24.3  # chi-square of 7 degrees: once in a thousand
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}])
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 4, "top_p": 0.7}])
 def test_top_k_and_top_p_leave_what_the_plain_sampler_leaves(cut):
     model = small_model(vocabulary=20)
-    decoding = Decoding(1, frozenset(), PAD, temperature=0.7, **cut)
+    decoding = Decoding(1, frozenset(), PAD, temperature=2.5, **cut)
     with torch.no_grad():
-        logits_BV = model(torch.tensor([PROMPTS[0]])).logits[:, -1] / 0.7
+        logits_BV = model(torch.tensor([PROMPTS[0]])).logits[:, -1] / 2.5
     kept_V = truncated(logits_BV.log_softmax(-1), decoding.top_k, decoding.top_p)[0] > -torch.inf
-    (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], 32, decoding)
+    (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], 48, decoding)
     assert 1 < kept_V.sum() < 6
     assert {s.tokens[0] for s in group} == set(kept_V.nonzero()[:, 0].tolist())
-    check_logprobs(model, PROMPTS[:1], [group], 0.7)  # as they are before anything is cut
+    check_logprobs(model, PROMPTS[:1], [group], 2.5)  # as they are before anything is cut
 
 
 def training_groups():
@@ -244,7 +247,7 @@ def test_training_passes_and_their_gradients_are_those_without_kernels(kind, mon
     same_pass(passes(model, fused, batch, *logprobs.attention_of(fused, shape)), expected)
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])  # the layers of the others are llama's
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
     """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
     model = small_model(kind)
@@ -291,17 +294,21 @@ def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():
 
 
 def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch):
-    settings = Settings(learning_rate=1e-2, kl_weight=0.2, batch_tokens=40)
+    settings = Settings(learning_rate=1e-2, kl_weight=0.2, batch_tokens=9)  # two micro-batches
+    groups = [
+        TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None),
+        TrainingGroup([9, 8], [[7, 6], [5, 4, 3]], [0.5, -0.7], None),
+    ]
     calm, model = small_model(), small_model()
     plain = Trainer(calm, PAD, settings)
     expected = gradients_at_step(plain)
-    reports = [plain.update(training_groups()) for _ in range(2)]
+    reports = [plain.update(groups) for _ in range(2)]
     monkeypatch.setattr(decoder, "has_kernels", lambda model: True)
     trainer = Trainer(model, PAD, settings)
     assert plain.recorder is None and trainer.recorder is not None
     seen = gradients_at_step(trainer)
     for report in reports:
-        found = trainer.update(training_groups())
+        found = trainer.update(groups)
         assert found.loss == pytest.approx(report.loss, abs=1e-5)
         assert found.grad_norm == pytest.approx(report.grad_norm, rel=1e-3)
         assert found.entropy == pytest.approx(report.entropy, abs=1e-4)

@@ -86,6 +86,11 @@ def test_the_catalogue_has_the_published_sizes():
         assert BY_NAME[name].parameters == pytest.approx(parameters, rel=1e-3)
 
 
+def test_the_documented_table_is_the_one_in_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text()
+    assert devices.memory_table() in text, "replace it by what `python -m rl_swarm.learning.devices` prints"
+
+
 def test_what_lora_trains_is_counted_as_peft_does():
     pytest.importorskip("peft")
     from rl_swarm.learning import lora
@@ -127,6 +132,23 @@ def test_nodes_that_share_a_machine_share_its_memory():
     assert sharing(Settings(nodes_per_device=3, devices_per_node=2), cpu) == 6
     assert sharing(Settings(nodes_per_device=3, devices_per_node=2), torch.device("cuda")) == 3
     assert sharing(Settings(), cpu) == 1
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "fraction", "nodes", "expected"),
+    [(70, 5, 1.0, 1, 75), (70, 5, 1.0, 2, 40), (10, 5, 1.0, 2, 15), (70, 5, 0.25, 1, 20)],
+)
+def test_on_a_gpu_a_node_has_its_share_of_what_is_free(monkeypatch, free, held, fraction, nodes, expected):
+    answers = {
+        "current_device": lambda: 0,
+        "mem_get_info": lambda index: (free * GIB, 80 * GIB),
+        "memory_reserved": lambda index: held * GIB,
+        "get_per_process_memory_fraction": lambda index: fraction,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer, raising=False)
+    assert available(torch.device("cuda"), nodes) == expected * GIB
+    assert available(torch.device("cuda", 1), nodes) == expected * GIB
 
 
 def write(file: Path, text: str) -> None:

@@ -86,6 +86,7 @@ def test_two_learn_what_one_learns(settings, lead, changes):
         close(alone, leader)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_learn_what_one_learns(settings, lead):
     settings = replace(settings, cpu_only=False, device="cuda")

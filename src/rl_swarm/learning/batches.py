@@ -106,39 +106,46 @@ class Batch:
 
 
 def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
-    """Groups of similar size together, in batches of about equal size within the budget.
+    """Groups of similar length together, in as few batches as the budget allows, of about equal size.
 
-    A single sequence may exceed it.
+    A group may be cut up, its prompt going with every part; a single sequence may exceed the budget. A stranger
+    decides how large a group is.
     """
-    pieces = [piece for group in groups for piece in _pieces(group, budget)]
-    total = sum(piece.size for piece in pieces)
-    enough = total / max(1, -(-total // budget))
+    total = sum(group.size for group in groups)
+    longest_prompt = max((len(group.prompt) for group in groups), default=0)
+    enough = min(budget, -(-total // max(1, -(-total // budget))) + longest_prompt)
     batch: list[TrainingGroup] = []
     size = 0
-    for piece in sorted(pieces, key=lambda g: (len(g.prompt), max(map(len, g.completions)))):
-        if batch and (size + piece.size > budget or size >= enough):
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.size
+    for group in sorted(groups, key=lambda g: (len(g.prompt), max(map(len, g.completions)))):
+        start = 0
+        while start < len(group.completions):
+            end = _fitting(group, start, enough - size)
+            if end == start and batch:
+                yield batch
+                batch, size = [], 0
+                continue
+            batch.append(_part(group, start, max(end, start + 1)))
+            size += batch[-1].size
+            start = max(end, start + 1)
     if batch:
         yield batch
 
 
-def _pieces(group: TrainingGroup, budget: int) -> Iterator[TrainingGroup]:
-    """The group, in parts if it is larger than the budget. A stranger decides how large a group is."""
-    start = 0
-    while start < len(group.completions):
-        end, size = start + 1, len(group.prompt) + len(group.completions[start])
-        while end < len(group.completions) and size + len(group.completions[end]) <= budget:
-            size += len(group.completions[end])
-            end += 1
-        part = slice(start, end)
-        yield replace(
-            group,
-            completions=group.completions[part],
-            advantages=group.advantages[part],
-            logprobs=None if group.logprobs is None else group.logprobs[part],
-            trained=group.trained[part],
-        )
-        start = end
+def _fitting(group: TrainingGroup, start: int, room: int) -> int:
+    """Up to which completion, from `start`, the group fits."""
+    room -= len(group.prompt)
+    while start < len(group.completions) and len(group.completions[start]) <= room:
+        room -= len(group.completions[start])
+        start += 1
+    return start
+
+
+def _part(group: TrainingGroup, start: int, end: int) -> TrainingGroup:
+    part = slice(start, end)
+    return replace(
+        group,
+        completions=group.completions[part],
+        advantages=group.advantages[part],
+        logprobs=None if group.logprobs is None else group.logprobs[part],
+        trained=group.trained[part],
+    )

@@ -128,15 +128,18 @@ class Decoder:
         return rotated(q, cos, sin), rotated(k, cos, sin), v
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        kind = "silu" if self.family in LLAMA_LIKE else "gelu"
-        if self.fused and self.plain_gate:
+        gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
+        if (
+            self.fused
+            and self.plain_gate
+            and type(down) is torch.nn.Linear
+            and getattr(down, "bias", None) is None
+        ):
             from rl_swarm.learning.cuda import fused
 
-            inner = fused.gated(gate, up, kind)
-        else:
-            inner = mlp.act_fn(gate) * up
-        out: Tensor = mlp.down_proj(inner)
+            kind = "silu" if self.family in LLAMA_LIKE else "gelu"
+            return fused.gated_product(gate, up, down.weight, kind)
+        out: Tensor = down(mlp.act_fn(gate) * up)
         return out
 
     def _llama_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:

@@ -115,6 +115,11 @@ def low_precision(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=prefers_bfloat16(model))
 
 
+def gpu_name(device: torch.device) -> str:
+    """What this GPU is called in every process that sees it."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", "gpu"))
+
+
 def release_memory() -> None:
     """Gives back to the device what is cached for reuse."""
     gc.collect()
@@ -135,3 +140,21 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_table() -> str:
+    """What a round with the default settings needs, as the Markdown table of docs/hardware.md."""
+    kinds = (("CPU", "cpu", 0), ("CPU, LoRA", "cpu", 16), ("GPU", "cuda", 0), ("GPU, LoRA", "cuda", 16))
+    rows = [("model", "parameters", *(title for title, *_ in kinds)), ("---", *["---:"] * (1 + len(kinds)))]
+    for card in CATALOGUE:
+        cells = []
+        for _, kind, rank in kinds:
+            settings = Settings(model=card.name, lora_rank=rank)
+            plans = [memory.plan(card.shape, free, settings, kind) for free in (0, 1 << 50)]
+            cells.append(" to ".join(f"{plan.needed / GIB:.1f}" for plan in plans))
+        rows.append((f"`{card.name}`", f"{card.shape.parameters / 1e6:,.0f} M", *cells))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    print(memory_table(), end="")

@@ -10,7 +10,7 @@ from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.sequences import token_logprobs
 
-LOGITS_AT_ONCE = 1 << 26  # numbers: 256 MB in float32
+LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MB in float32
 
 
 def packed_logprobs(

@@ -17,6 +17,7 @@ from rl_swarm.learning.sizes import Shape
 
 GIB = 1 << 30
 BASE = GIB // 2  # the interpreter, libraries and their workspaces
+COMMON_CARD = 24 * GIB
 USABLE = 0.9  # of what is available: the rest is lost between blocks
 MOST_SEQUENCES = 512  # sampled at once
 
@@ -120,12 +121,22 @@ def plan(shape: Shape, available: int, settings: Settings, device_type: str) -> 
             sequences = sequences // 2 // count * count or count
 
 
+def crowded(plan: Plan, settings: Settings, device: torch.device) -> bool:
+    """Whether nodes on one GPU had better keep nothing there between turns: together they would outgrow a
+    consumer's card, or what there is."""
+    nodes = settings.nodes_per_device
+    return (
+        device.type == "cuda" and nodes > 1 and plan.needed * nodes > min(COMMON_CARD, plan.available * nodes)
+    )
+
+
 def available(device: torch.device, nodes: int = 1) -> int:
     """Bytes that a node may use where so many share the device: its share, and not more than is free."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
-        return int(min(free + torch.cuda.memory_reserved(device), fraction * total, total / nodes))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        free, total = torch.cuda.mem_get_info(index)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)(index)
+        return int(min(free + torch.cuda.memory_reserved(index), fraction * total, total / nodes))
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free, mine = total, 0

@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.devices import TINY, pick_device, pick_model, release_memory
+from rl_swarm.learning.devices import TINY, gpu_name, pick_device, pick_model, release_memory
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
+from rl_swarm.learning.turns import seat
 from rl_swarm.rollouts import Completion, Group
 
 log = logging.getLogger(__name__)
+
+
+CROWDED_SEQUENCES = 32  # sampled at once where several nodes crowd one GPU
 
 
 class ModelError(UserError):
@@ -49,6 +54,10 @@ class Policy:
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
         self.trainer = self.trainer_class(model, self.pad, planned)
+        self.crowded = memory.crowded(self.plan, settings, device)  # on this GPU, with other nodes
+        if self.crowded:
+            self.trainer.keep_little()
+            self.batch = min(self.batch, max(settings.generations, CROWDED_SEQUENCES))
 
     @classmethod
     def load(cls, settings: Settings, system_prompt: str, path: Path | None = None) -> "Policy":
@@ -131,7 +140,10 @@ class Policy:
         training = [self._tokens(group) for group in groups if group.has_signal]
         if not training:
             return Update()
-        update = self.trainer.update(training)
+        with seat(gpu_name(self.device)) if self.crowded else nullcontext():
+            update = self.trainer.update(training)
+            if self.crowded:
+                release_memory()
         self.version += 1
         return update
 
@@ -193,7 +205,8 @@ class Policy:
         self.tokenizer.save_pretrained(path)
 
     def close(self) -> None:
-        """Ends what works for this policy: here nothing does."""
+        """Gives back what is kept for this policy."""
+        sampler.release(self.model)
 
 
 def is_tiny(model: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from rl_swarm.config import Settings
 from rl_swarm.learning import grpo
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from rl_swarm.learning.cuda.recorder import Recorder
 
 log = logging.getLogger(__name__)
+
+
+CROWDED_TOKENS = 1152  # most tokens of a micro-batch where several nodes crowd one GPU
 
 
 @dataclass
@@ -73,6 +77,10 @@ class Trainer:
 
         return Recorder(self._recorded, self.model.device)
 
+    def keep_little(self) -> None:
+        """For a crowded GPU: recorded passes would keep the memory of a whole micro-batch between updates."""
+        self.recorder, self.batch_tokens = None, min(self.batch_tokens, CROWDED_TOKENS)
+
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
         """One step on the groups; the same step in smaller pieces when memory runs out."""
         while True:
@@ -110,6 +118,10 @@ class Trainer:
         report.grad_norm = float(norm)
         if torch.isfinite(norm):
             self.optimizer.step()
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                increment_version(
+                    parameter
+                )  # which the fused step does not do, and copies of weights go by it
         else:
             log.error("the gradient is not finite: this update is left out")
         self.optimizer.zero_grad(set_to_none=self.recorder is None)

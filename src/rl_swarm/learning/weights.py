@@ -1,4 +1,4 @@
-"""A model's weights as the decoding kernels want them: one low-precision copy, fused and with norms folded in.
+"""A model's weights as sampling wants them: one low-precision copy, fused and with norms folded in.
 
 The scale of an RMS norm is a factor of the columns of the projection behind it, so it is multiplied into
 the copy. The projections of queries, keys and values are one matrix, and so are gate and up. Embeddings
@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rl_swarm.learning.decoder import LLAMA_LIKE, Decoder
+from rl_swarm.learning.decoder import LLAMA_LIKE, Attend, Decoder, rotated
 from rl_swarm.learning.lora import merged_weight
 
 ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those that depend on the position alone
@@ -95,6 +96,54 @@ class Weights:
                 for write in self._writes:
                     write()
 
+    def run_layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """The hidden state after the last layer: what `Decoder.run_layers` does, with the copy."""
+        decoder = self.decoder
+        hidden_NE = F.embedding(ids_N, self.words).float() * self.word_scale
+        if self.places is not None:
+            hidden_NE = hidden_NE + self.places[positions_N]
+        turns = decoder.rotations(hidden_NE, positions_N)
+        for number, layer in enumerate(self.layers):
+            x = product(self.normed(hidden_NE, layer.before_attention), layer.qkv)
+            q, k, v = self._heads(x, layer, turns.get(decoder.kinds[number]))
+            attended = product(attend(number, q, k, v), layer.o)
+            hidden_NE = hidden_NE + self._after(layer.after_attention, attended)
+            inner = product(self.normed(hidden_NE, layer.before_mlp), layer.up)
+            mixed = product(self._activated(inner), layer.down)
+            hidden_NE = hidden_NE + self._after(layer.after_mlp, mixed)
+        return hidden_NE
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        return product(self.normed(hidden_NE, self.last_norm), self.head).float()
+
+    def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Before a product; None is an RMS norm whose scale the product contains."""
+        if norm is None:
+            return F.rms_norm(x, x.shape[-1:], None, self.eps)
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.eps)
+
+    def _after(self, norm: Norm | None, x: Tensor) -> Tensor:
+        return x if norm is None else F.rms_norm(x.float(), x.shape[-1:], norm.weight, self.eps)
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        if not self.gated:
+            return F.gelu(inner, approximate="tanh")
+        gate, up = inner.chunk(2, -1)
+        return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def _heads(self, qkv: Tensor, layer: Layer, turn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values in float32, normalised and rotated."""
+        decoder = self.decoder
+        asking, width = decoder.heads + decoder.key_heads, decoder.head_size
+        heads = qkv.float().view(len(qkv), -1, width)
+        qk, values = heads[:, :asking], heads[:, asking:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            parts = (layer.q_norm.expand(decoder.heads, -1), layer.k_norm.expand(decoder.key_heads, -1))
+            qk = F.rms_norm(qk, (width,), None, self.eps) * torch.cat(parts)
+        if turn is not None:
+            qk = rotated(qk, *turn)
+        return qk[:, : decoder.heads], qk[:, decoder.heads :], values
+
     @property
     def inner(self) -> int:
         return self.layers[0].down.weight.shape[1]
@@ -152,6 +201,11 @@ class Weights:
             part.copy_(matrix(module))
         else:
             torch.mul(matrix(module), self._scale(norm), out=part)
+
+
+def product(x: Tensor, linear: Linear) -> Tensor:
+    out = F.linear(x.to(linear.weight.dtype), linear.weight)
+    return out if linear.bias is None else out + linear.bias
 
 
 def matrix(module: Any) -> Tensor:

@@ -213,7 +213,7 @@ def attend(
 
 @triton.jit
 def survey(
-    logits_MV, slots_M, lengths_B, lowest_M, seed_1, best_MS, where_MS, top_MS, sum_MS, V, T, S, temperature,
+    logits_MV, slots_M, lengths_B, lowest_M, seed_1, best_MS, where_MS, top_MS, sum_MS, V, S, temperature,
     GREEDY: tl.constexpr, CUT: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One stretch of the vocabulary: its likeliest word after noise (the Gumbel trick), and its share of the sum.
@@ -225,15 +225,15 @@ def survey(
     slot = tl.load(slots_M + row).to(tl.int64)
     step = tl.load(lengths_B + slot)
     quarter = tl.arange(0, BV // 4)
-    noise = tl.rand4x(tl.load(seed_1) + slot * T + step, part * (BV // 4) + quarter)
+    noise = tl.rand4x(tl.load(seed_1) + (slot << 24) + step, part * (BV // 4) + quarter)
     total = 0.0
     top = -float("inf")
     best = -float("inf")
     where = 0
     for number in tl.static_range(4):
         words = part * BV + number * (BV // 4) + quarter
-        logits = tl.load(logits_MV + row.to(tl.int64) * V + words, mask=words < V, other=-float("inf"))
-        logits /= temperature
+        raw = tl.load(logits_MV + row.to(tl.int64) * V + words, mask=words < V, other=-float("inf"))
+        logits = raw / temperature
         new_top = tl.maximum(tl.maximum(top, tl.max(logits, 0)), -1e30)
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top), 0)
         top = new_top
@@ -242,7 +242,7 @@ def survey(
             uniform = tl.maximum(noise[number], 2.0**-32)
             score -= tl.log(tl.where(uniform < 1e-3, uniform * (1 + 0.5 * uniform), -tl.log(1 - uniform)))
         if CUT:
-            score = tl.where(logits >= tl.load(lowest_M + row), score, -float("inf"))
+            score = tl.where(raw >= tl.load(lowest_M + row), score, -float("inf"))
         new_best = tl.max(score, 0)
         where = tl.where(new_best > best, part * BV + number * (BV // 4) + tl.argmax(score, 0), where)
         best = tl.maximum(best, new_best)

@@ -152,15 +152,14 @@ class Engine:
 
     @torch.no_grad()
     def _read(self, batch: Batch, segments: Segments) -> None:
-        decoder = self.decoder
-        attention = segments.attention(decoder)
+        attention = segments.attention(self.decoder)
 
         def attend(layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
+            q_N, k_N, v_N = (part.to(self.dtype) for part in (q_N, k_N, v_N))
             self.prompt_keys[layer, : len(k_N)], self.prompt_values[layer, : len(v_N)] = k_N, v_N
             return attention(layer, q_N, k_N, v_N)
 
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden_NE = decoder.run_layers(batch.ids_N, segments.positions_N, attend)
+        hidden_NE = self.weights.run_layers(batch.ids_N, segments.positions_N, attend)
         self.read_NE[: len(hidden_NE)] = hidden_NE
 
     def _replay(self, rows: int, decoding: "Decoding") -> None:
@@ -273,12 +272,13 @@ class Engine:
         self._product(rows, self._before(rows, weights.last_norm), weights.head, self.logits_MV)
         cut = bool(decoding.top_k) or decoding.top_p < 1
         if cut and not decoding.greedy:
-            logits_MV = self.logits_MV[:rows] / decoding.temperature
-            kept_MV = truncated(logits_MV.log_softmax(-1), decoding.top_k, decoding.top_p) > -torch.inf
+            logits_MV = self.logits_MV[:rows]
+            logprobs_MV = (logits_MV / decoding.temperature).log_softmax(-1)
+            kept_MV = truncated(logprobs_MV, decoding.top_k, decoding.top_p) > -torch.inf
             self.lowest_M[:rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
         kernels.survey[(rows, self.stretches)](
             self.logits_MV, self.slots_M, self.lengths_B, self.lowest_M, self.seed_1, self.best_MS, self.where_MS,
-            self.top_MS, self.sum_MS, words, self.room.tokens, self.stretches, decoding.temperature,
+            self.top_MS, self.sum_MS, words, self.stretches, decoding.temperature,
             GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, BV=STRETCH,
         )  # fmt: skip
         if decoding.eos not in self.ends:

@@ -89,27 +89,36 @@ def gate_backward(gate, up, dout, dgate, dup, size, KIND: tl.constexpr, B: tl.co
     tl.store(dup + at, given * value, mask=inside)
 
 
-class _Gate(torch.autograd.Function):
+class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        ctx.kind, out = kind, torch.empty_like(gate)
-        gate_forward[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), KIND=kind, B=2048)
-        return out
+        ctx.save_for_backward(gate, up, weight)
+        ctx.kind = kind
+        return _gated(gate, up, kind) @ weight.to(gate.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        dout, dgate, dup = dout.contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        gate, up, weight = ctx.saved_tensors
+        dout = dout.to(gate.dtype)
+        dweight = (
+            (dout.t() @ _gated(gate, up, ctx.kind)).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        )
+        dinner, dgate, dup = dout @ weight.to(gate.dtype), torch.empty_like(gate), torch.empty_like(up)
         grid = (triton.cdiv(gate.numel(), 2048),)
-        gate_backward[grid](gate, up, dout, dgate, dup, gate.numel(), KIND=ctx.kind, B=2048)
-        return dgate, dup, None
+        gate_backward[grid](gate, up, dinner, dgate, dup, gate.numel(), KIND=ctx.kind, B=2048)
+        return dgate, dup, dweight, None
 
 
-def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) * up, keeping only the two for the way back."""
-    out: Tensor = _Gate.apply(gate, up, kind)
+def _gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    out = torch.empty_like(gate)
+    gate_forward[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), KIND=kind, B=2048)
+    return out
+
+
+def gated_product(gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:
+    """(activation(gate) * up) weight, keeping only gate and up for the way back."""
+    out: Tensor = _GatedProduct.apply(gate, up, weight, kind)
     return out
 
 

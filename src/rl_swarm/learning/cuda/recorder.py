@@ -29,6 +29,7 @@ class Recorder:
         self.step, self.device = step, device
         self.recordings = dict[tuple[int, int], Recording]()
         self.pool: Any = None
+        self.aside: Any = None  # one stream for all rehearsals, since each has workspaces of its own
 
     def run(self, batch: Batch, shape: Shape) -> None:
         if self.device.type != "cuda":
@@ -62,7 +63,9 @@ class Recorder:
         stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
         shape = Shape(tuple(len(stretch) for stretch in stretches), (), ())
         segments = Segments.of(shape, tokens, count).to(self.device)
-        aside = torch.cuda.Stream(self.device)
+        if self.aside is None:
+            self.aside = torch.cuda.Stream(self.device)
+        aside = self.aside
         aside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(aside):
             self.step(batch, segments)  # compiles what is new

@@ -1,0 +1,272 @@
+"""On a real GPU: compiled kernels, recorded passes, and memory that is really short. `./run_tests.sh -m gpu`"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.base import Question
+from rl_swarm.learning import sampler
+from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.devices import release_memory
+from rl_swarm.learning.policy import Policy, load_model
+from rl_swarm.learning.sampler import Decoding, sample, samples
+from rl_swarm.learning.trainer import Trainer
+from rl_swarm.rollouts import Group
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here"),
+]
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [n % 40 + 1 for n in range(100)]]
+EOS = frozenset({3, 14, 25, 36})
+
+
+@pytest.fixture
+def capped():
+    """Limits the memory of this process to so many bytes, until the test ends."""
+
+    def cap(limit):
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+
+    yield cap
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    release_memory()
+
+
+def warnings(caplog):
+    return [record.message for record in caplog.records if "out of memory" in record.message]
+
+
+def gentle_model(kind):
+    """On the CPU; with weights so small that bfloat16 is precise enough to compare."""
+    model = small_model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(0.5)
+    return model
+
+
+def drawn(engine, decoding, count=4, seed=1):
+    with torch.no_grad():
+        return samples(*engine.sample(PROMPTS, count, decoding, seed), decoding.eos, count)
+
+
+def errors(model, groups, temperature=1.0):
+    """Of all log-probabilities, against float32 in transformers."""
+    found, expected = [], []
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for s in group:
+            found += s.logprobs
+            with torch.no_grad():
+                expected += plain_logprobs(model, prompt, s.tokens, temperature).tolist()
+    return np.abs(np.array(found) - np.array(expected))
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_float32_engine_computes_what_transformers_does(kind):
+    from rl_swarm.learning.cuda.engine import Engine
+
+    plain = small_model(kind)
+    engine = Engine(copy.deepcopy(plain).cuda(), torch.float32)
+    for seed in range(3):  # recorded, and replayed
+        groups = drawn(engine, Decoding(20, EOS, PAD), seed=seed)
+        assert len({len(s.tokens) for group in groups for s in group}) > 3
+        assert errors(plain, groups).max() < 1e-4
+    groups = drawn(engine, Decoding(30, EOS, PAD, temperature=0.7), count=40)
+    assert errors(plain, groups, 0.7).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_what_is_sampled_in_bfloat16_is_near_float32_also_after_learning(kind):
+    plain = gentle_model(kind)
+    model = copy.deepcopy(plain).cuda()
+    decoding = Decoding(20, EOS, PAD)
+    assert errors(plain, sample(model, PROMPTS, 8, decoding, 1)).mean() < 0.02
+    groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
+    trainer = Trainer(model, PAD, Settings(learning_rate=0.02))
+    for seed in range(2):
+        trainer.update(groups)
+        learned = copy.deepcopy(plain)
+        learned.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+        found = sample(model, PROMPTS, 8, decoding, seed)
+        assert errors(learned, found).mean() < 0.02
+        assert errors(plain, found).mean() > 0.04
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
+    from rl_swarm.learning.cuda.engine import Engine
+
+    plain = small_model(kind, seed=3)
+    engine = Engine(copy.deepcopy(plain).cuda(), torch.float32)
+    groups = drawn(engine, Decoding(20, EOS, PAD, greedy=True), count=1)
+    for prompt, (found,) in zip(PROMPTS, groups, strict=True):
+        expected = plain.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=sorted(EOS),
+            pad_token_id=PAD,
+        )
+        assert list(found.tokens) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 0.9, 1.0, 1.7])
+def test_the_likeliest_word_stays_when_all_others_are_cut(temperature):
+    from rl_swarm.learning.cuda.engine import Engine
+
+    engine = Engine(small_model().cuda(), torch.float32)
+    greedy = drawn(engine, Decoding(20, EOS, PAD, temperature, greedy=True))
+    for cut in ({"top_k": 1}, {"top_p": 1e-6}):
+        found = drawn(engine, Decoding(20, EOS, PAD, temperature, **cut))
+        assert [[s.tokens for s in group] for group in found] == [
+            [s.tokens for s in group] for group in greedy
+        ]
+
+
+def random_groups(seed, model, count):
+    """Groups of a model on the CPU, with the log-probabilities of a sampler that is a little off."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(count):
+        prompt = rng.integers(1, VOCABULARY, rng.integers(1, 90)).tolist()
+        completions = [rng.integers(1, VOCABULARY, rng.integers(1, 80)).tolist() for _ in range(4)]
+        with torch.no_grad():
+            exact = [plain_logprobs(model, prompt, ids).numpy() for ids in completions]
+        logprobs = [(row + rng.normal(0, 0.02, len(row))).tolist() for row in exact]
+        groups.append(TrainingGroup(prompt, completions, rng.normal(0, 1, 4).tolist(), logprobs))
+    return groups
+
+
+def difference(found, expected):
+    """Of two gradients, as a share of their length."""
+    square = sum(float(((a.cpu() - b.cpu()) ** 2).sum()) for a, b in zip(found, expected, strict=True))
+    return (square / sum(float((b.cpu() ** 2).sum()) for b in expected)) ** 0.5
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_recorded_updates_are_those_that_are_not_recorded(kind):
+    plain = gentle_model(kind)
+    rounds = [random_groups(seed, plain, count) for seed, count in ((0, 6), (1, 11), (2, 6), (0, 6))]
+    made = []
+    for device, recorded in (("cuda", True), ("cuda", False), ("cpu", False)):
+        settings = Settings(learning_rate=1e-6, max_grad_norm=1e9, kl_weight=0.1)
+        trainer = Trainer(copy.deepcopy(plain).to(device), PAD, settings)
+        assert (trainer.recorder is not None) == (device == "cuda")
+        if not recorded:
+            trainer.recorder = None
+        gradients = gradients_at_step(trainer)
+        made.append(([trainer.update(groups) for groups in rounds], gradients))
+    (recorded, gradients), *others = made
+    for (updates, expected), most in zip(others, (0.03, 0.06), strict=True):
+        for number, update in enumerate(updates):
+            assert recorded[number].tokens == update.tokens
+            assert recorded[number].loss == pytest.approx(update.loss, abs=5e-3)
+            assert recorded[number].grad_norm == pytest.approx(update.grad_norm, rel=most)
+            assert recorded[number].entropy == pytest.approx(update.entropy, rel=1e-2)
+            assert difference(gradients[number], expected[number]) < most
+
+
+def tiny_trainer():
+    """Of the bundled model, after an update: what stays in memory is there."""
+    model, _ = load_model("tiny")
+    trainer = Trainer(model.cuda(), 0, Settings(learning_rate=1e-5, batch_tokens=1 << 15))
+    trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])
+    release_memory()
+    return trainer
+
+
+def test_an_update_that_does_not_fit_is_done_in_pieces_that_do(capped, caplog):
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(length):
+        return torch.randint(1, 300, (length,), generator=generator).tolist()
+
+    groups = [
+        TrainingGroup(tokens(32), [tokens(60) for _ in range(8)], [1.0, -1.0] * 4, None) for _ in range(64)
+    ]
+    trainer = tiny_trainer()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    whole = trainer.update(groups)
+    peak = torch.cuda.max_memory_reserved()
+    assert trainer.batch_tokens == 1 << 15 and not warnings(caplog)
+    del trainer
+    release_memory()
+
+    trainer = tiny_trainer()
+    capped((before + peak) // 2)
+    update = trainer.update(groups)
+    remembered = trainer.batch_tokens
+    assert warnings(caplog)
+    assert remembered < 1 << 15
+    assert update.tokens == whole.tokens == 64 * 8 * 60
+    assert update.grad_norm == pytest.approx(whole.grad_norm, rel=0.02)
+    assert update.surprise == pytest.approx(whole.surprise, rel=1e-3)
+    caplog.clear()
+    trainer.update(groups)
+    assert trainer.batch_tokens == remembered and not warnings(caplog)
+
+
+@pytest.fixture
+def policy():
+    """Makes policies of the bundled model whose memory is free after the test."""
+    made = []
+
+    def make(**changes):
+        settings = Settings(model="tiny", device="cuda", learning_rate=1e-5, **changes)
+        made.append(Policy.load(settings, "Answer well."))
+        return made[-1]
+
+    yield make
+    for one in made:
+        sampler.release(one.model)
+    made.clear()
+    release_memory()
+
+
+def test_samples_that_do_not_fit_at_once_are_drawn_in_turns(policy, capped, caplog):
+    prompts = [f"What is {n} plus {n + 3}?" for n in range(64)]
+    one = policy(max_new_tokens=1024)
+    one.batch, one.eos = 512, frozenset()  # nobody ends early
+    one.sample(prompts[:1], 8, 0)
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    one.sample(prompts, 8, 0)
+    peak = torch.cuda.max_memory_reserved()
+    assert one.batch == 512 and not warnings(caplog)
+    sampler.release(one.model)
+    release_memory()
+
+    capped((before + peak) // 2)
+    groups = one.sample(prompts, 8, 0)
+    remembered = one.batch
+    assert warnings(caplog)
+    assert 8 <= remembered < 512
+    assert [len(group) for group in groups] == [8] * 64
+    for completion in (c for group in groups for c in group):
+        assert len(completion.tokens) == 1024 and np.isfinite(completion.logprobs).all()
+    caplog.clear()
+    one.sample(prompts, 8, 1)
+    assert one.batch == remembered and not warnings(caplog)
+
+
+def test_memory_does_not_grow_from_round_to_round(policy):
+    one = policy(max_new_tokens=32)
+    one.eos = frozenset()  # all completions have one length, so that rounds repeat their shapes
+    reserved = []
+    for number in range(60):
+        prompts = [f"What is {n} plus {n + 2}?" for n in range(4 + 3 * (number % 2))]
+        groups = [
+            Group("me", Question("chain_sum", n, n, prompts[n], "4"), tuple(found), (1.0, 0.0) * 4, False)
+            for n, found in enumerate(one.sample(prompts, 8, number))
+        ]
+        assert one.learn(groups).grad_norm > 0
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[10:])) == 1, reserved
