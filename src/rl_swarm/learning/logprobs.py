@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rl_swarm.learning.attention import PackedAttention
 from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.sequences import token_logprobs
@@ -29,6 +30,9 @@ def attention_of(decoder: Decoder, shape: Shape) -> tuple[Attend, Tensor]:
 
         segments = Segments.of(shape).to(device)
         return segments.attention(decoder), segments.positions_N
+    if PackedAttention.fits(decoder, shape):
+        packed = PackedAttention(decoder, shape)
+        return packed, packed.positions_N
     layouts = Layout.of(shape.prompts, device), Layout.of(shape.completions, device)
     attend = SharedPrompts(decoder, *layouts, torch.tensor(shape.rows, device=device))
     return attend, attend.positions()
