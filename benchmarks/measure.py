@@ -70,7 +70,7 @@ class Cost:
 class Gauge:
     """Seconds and peak memory of a piece of work.
 
-    On CUDA the most that torch had allocated. On the CPU the peak of this process's resident memory, less what it
+    On CUDA the most that torch held, memory that recorded graphs keep included. On the CPU the peak of this process's resident memory, less what it
     was without the model: make the gauge when the weights are loaded and nothing has run yet.
     """
 
@@ -88,6 +88,7 @@ class Gauge:
 
     def _start(self) -> None:
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         elif Path("/proc/self/clear_refs").exists():
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
@@ -99,7 +100,7 @@ class Gauge:
 
     def _peak(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
+            return torch.cuda.max_memory_reserved()
         return max(0, resident("VmHWM") - self.libraries)
 
 

@@ -8,18 +8,17 @@ all of them learn from one set of answers, drawn beforehand, in which every grou
 process of its own, and they take turns. Figures are medians. On a machine with other work use `--threads 1`: threads
 that wait for each other then mostly wait for that work.
 
-Two cases. `fixed`: every answer has full length. `natural`: the answers to learn from have log-normal lengths,
-mean about 80 of 256; for generation some common tokens count as the end, chosen so that our sampler's answers are
-about as long. Where a batch ends together, as it does in the other two, its longest answer sets the cost.
+Two cases. `natural`: questions of the model's own tasks, with examples before them to make up the length, and
+answers that end where the model ends them. `fixed`: the same questions, every answer of full length, no end. Where
+a batch ends together, as it does in the other two, its longest answer sets the cost. `ratios` in the JSON are
+those of the first case.
 """
 
 import argparse
 import multiprocessing
 import os
-import random
 import statistics
 import traceback
-from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,60 +28,57 @@ from measure import (
     Gauge,
     check_length,
     choose_device,
-    draw_prompts,
     machine,
     options,
     print_table,
     progress,
     write_json,
 )
-from systems import NEEDS, SYSTEMS, Workload, length, missing, pad_of
+from systems import NEEDS, SYSTEMS, Workload, missing, pad_of
 
 from rl_swarm.errors import UserError
 
-MEAN_LENGTH = 80 / 256  # of the longest, in the natural case
-SPREAD = 0.7  # of the logarithm of lengths
-
 
 def workloads(args: argparse.Namespace, device: torch.device) -> dict[str, Workload]:
-    """Both cases, from answers that our sampler gives to random prompts."""
-    from rl_swarm.learning.policy import load_model
+    """The cases, with answers that our sampler gives."""
     from rl_swarm.learning.sampler import Decoding, sample
 
-    model, tokenizer = load_model(args.model)
+    model, tokenizer, prompts, eos = asked(args)
     check_length(model.config, args.prompt + args.tokens)
-    prompts = draw_prompts(tokenizer, args.questions, args.prompt, args.seed)
-    decoding = Decoding(args.tokens, eos=frozenset(), pad=pad_of(tokenizer))
-    groups = sample(model.to(device).eval(), prompts, args.completions, decoding, args.seed)
-    tokens = [[list(one.tokens) for one in group] for group in groups]
-    logprobs = [[list(one.logprobs) for one in group] for group in groups]
     rewards = [[float(number % 2) for number in range(args.completions)] for _ in prompts]
-    fixed = Workload(prompts, tokens, logprobs, rewards, [], args.tokens)
-
-    mean = max(1.0, MEAN_LENGTH * args.tokens)
-    draw = random.Random(args.seed)
-    lengths = [
-        [min(args.tokens, max(1, round(mean * draw.lognormvariate(-(SPREAD**2) / 2, SPREAD)))) for _ in group]
-        for group in groups
-    ]
-    cut = [[ids[:n] for ids, n in zip(g, row, strict=True)] for g, row in zip(tokens, lengths, strict=True)]
-    cut_logprobs = [
-        [values[:n] for values, n in zip(g, row, strict=True)]
-        for g, row in zip(logprobs, lengths, strict=True)
-    ]
-    flat = [ids for group in tokens for ids in group]
-    natural = Workload(prompts, cut, cut_logprobs, rewards, ending_tokens(flat, mean), args.tokens)
-    return {"fixed": fixed, "natural": natural}
+    cases = {}
+    for case, ends in (("natural", eos), ("fixed", frozenset[int]())):
+        decoding = Decoding(args.tokens, eos=ends, pad=pad_of(tokenizer))
+        groups = sample(model.to(device).eval(), prompts, args.completions, decoding, args.seed)
+        tokens = [[list(one.tokens) for one in group] for group in groups]
+        logprobs = [[list(one.logprobs) for one in group] for group in groups]
+        cases[case] = Workload(prompts, tokens, logprobs, rewards, sorted(ends), args.tokens)
+    return cases
 
 
-def ending_tokens(answers: list[list[int]], mean: float) -> list[int]:
-    """Tokens such that these answers, cut at the first of them, have about that mean length. Common ones are
-    taken first, since some systems sample from the likeliest tokens only."""
-    chosen: list[int] = []
-    for token, _ in Counter(token for ids in answers for token in ids).most_common():
-        if statistics.fmean(length(ids, [*chosen, token]) for ids in answers) >= mean:
-            chosen.append(token)
-    return chosen
+def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozenset[int]]:
+    """The model, its tokenizer, questions of its tasks as prompts of the wanted length, and its end tokens."""
+    from rl_swarm.config import Settings
+    from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm.learning.policy import Policy, load_model
+
+    model, tokenizer = load_model(args.model)
+    settings = Settings(model=args.model, cpu_only=True)
+    policy = Policy(model, tokenizer, args.model, Reasoning.system_prompt, settings)
+    environment = Reasoning(settings.task_list(), False)
+    try:
+        shown = environment.questions([args.seed * 1000 + number for number in range(40)])
+    finally:
+        environment.close()
+    prompts = []
+    for number in range(args.questions):
+        ids: list[int] = []
+        for question in [*shown[number + 1 :], *shown[:number]]:  # examples
+            ids += policy.prompt_ids(question.prompt)
+            ids += [*tokenizer(f"<answer>{question.answer}</answer>")["input_ids"], tokenizer.eos_token_id]
+        ids += policy.prompt_ids(shown[number].prompt)
+        prompts.append(ids[-args.prompt :])
+    return model, tokenizer, prompts, policy.eos
 
 
 def serve(name: str, args: argparse.Namespace, batch: int, work: Workload, pipe: Connection) -> None:
@@ -222,7 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--systems", default="ours,genrl,trl", help="which of ours, genrl and trl, with commas"
     )
-    parser.add_argument("--cases", default="fixed,natural", help="which of fixed and natural, with commas")
+    parser.add_argument("--cases", default="natural,fixed", help="which of natural and fixed, with commas")
     parser.add_argument(
         "--trl-batch",
         type=int,
@@ -232,7 +228,7 @@ def main() -> None:
     args.systems, args.cases = args.systems.split(","), args.cases.split(",")
     for option, given, known in (
         ("systems", args.systems, NEEDS),
-        ("cases", args.cases, ("fixed", "natural")),
+        ("cases", args.cases, ("natural", "fixed")),
     ):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"--{option} {','.join(unknown)}: choose from {', '.join(known)}")
@@ -248,7 +244,7 @@ def main() -> None:
     results = measure(args, cases, device)
     if args.json != "-":
         show(results)
-    headline = results.get("fixed") or results[args.cases[0]]
+    headline = results[args.cases[0]]
     write_json(
         args.json,
         {

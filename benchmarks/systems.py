@@ -63,21 +63,18 @@ def missing(names: Sequence[str]) -> str | None:
 class Ours:
     """What a node does: `sample`, then one update."""
 
-    precision = "float32"
-
     def __init__(self, model: str, device: torch.device, workload: Workload, batch: int) -> None:
         from rl_swarm.config import Settings
-        from rl_swarm.learning.policy import load_model
-        from rl_swarm.learning.trainer import Trainer
+        from rl_swarm.learning.devices import prefers_bfloat16
+        from rl_swarm.learning.policy import Policy, load_model
 
-        if device.type == "cuda":
-            self.precision = "bf16 over float32"
         loaded, tokenizer = load_model(model)
         self.model, self.pad = loaded.to(device), pad_of(tokenizer)
+        self.precision = "bf16 over float32" if prefers_bfloat16(self.model) else "float32"
         self.settings = Settings(
             model=model, learning_rate=1e-6
         )  # 1e-6 is also what the other two default to
-        self.trainer = Trainer(self.model, self.pad, self.settings)
+        self.trainer = Policy(self.model, tokenizer, model, "", self.settings).trainer
         self.take(workload)
 
     def take(self, workload: Workload) -> None:

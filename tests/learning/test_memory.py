@@ -31,11 +31,11 @@ def test_more_memory_never_means_smaller_sizes_and_none_is_ever_zero(name, devic
         found = plan(BY_NAME[name], gib * GIB, REAL, device)
         assert found.batch_tokens >= 64
         assert found.sequences >= REAL.generations and found.sequences % REAL.generations == 0
-        assert found.sequences <= 512 and found.batch_tokens <= memory.most_tokens(device)
+        assert found.sequences <= 512 and found.batch_tokens <= memory.MOST_TOKENS(device)
         assert found.batch_tokens >= before[0] and found.sequences >= before[1]
         assert found.needed <= 0.9 * gib * GIB if found.fits else found.sequences == REAL.generations
         before = (found.batch_tokens, found.sequences)
-    assert before == (memory.most_tokens(device), 512)
+    assert before == (memory.MOST_TOKENS(device), 512)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +61,7 @@ def test_a_model_that_cannot_fit_is_said_to_and_what_would_help():
     found = plan(SHAPE, 4 * GIB, REAL, "cuda")
     assert not found.fits
     assert "4.0 GiB available" in str(found) and "lora_rank" in str(found)
-    assert "micro-batches of 4608 tokens, 512 sequences at once" in str(plan(SHAPE, 80 * GIB, REAL, "cuda"))
+    assert "micro-batches of 4096 tokens, 512 sequences at once" in str(plan(SHAPE, 80 * GIB, REAL, "cuda"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,11 +20,7 @@ BASE = GIB // 2  # the interpreter, libraries and their workspaces
 COMMON_CARD = 24 * GIB
 USABLE = 0.9  # of what is available: the rest is lost between blocks
 MOST_SEQUENCES = 512  # sampled at once
-
-
-def most_tokens(device_type: str) -> int:
-    """The largest micro-batch that is planned: larger ones are hardly faster."""
-    return 4608 if device_type == "cuda" else 4096
+MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
 
 
 def staying(shape: Shape, settings: Settings) -> int:
@@ -101,7 +97,7 @@ def plan(shape: Shape, available: int, settings: Settings, device_type: str) -> 
     longest = prompt_tokens(settings) + settings.completion_tokens()
     groups, count = max(1, settings.local + settings.external), settings.generations
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
-    tokens = settings.batch_tokens or most_tokens(device_type)
+    tokens = settings.batch_tokens or MOST_TOKENS
     sequences = max(1, MOST_SEQUENCES // count) * count
     fixed = staying(shape, settings)
     together = sum if device_type == "cuda" else max  # there the sampler keeps its memory during training

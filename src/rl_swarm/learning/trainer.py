@@ -22,7 +22,7 @@ from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, micro_
 from rl_swarm.learning.decoder import Attend, Decoder
 from rl_swarm.learning.devices import low_precision, release_memory
 from rl_swarm.learning.logprobs import attention_of, packed_logprobs
-from rl_swarm.learning.memory import most_tokens
+from rl_swarm.learning.memory import MOST_TOKENS
 from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_t
 class Trainer:
     def __init__(self, model: Model, pad: int, settings: Settings) -> None:
         self.model, self.pad, self.settings = model, pad, settings
-        self.batch_tokens = settings.batch_tokens or most_tokens(model.device.type)
+        self.batch_tokens = settings.batch_tokens or MOST_TOKENS
         self.frugal = False  # whether the inside of layers is computed twice to save memory
         self.figures = torch.zeros(len(FIGURES), device=model.device)
         self.optimizer = torch.optim.AdamW(
