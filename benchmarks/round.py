@@ -38,6 +38,8 @@ from systems import NEEDS, SYSTEMS, Workload, missing, pad_of
 
 from rl_swarm.errors import UserError
 
+SHORT = 8  # tokens
+
 
 def workloads(args: argparse.Namespace, device: torch.device) -> dict[str, Workload]:
     """The cases, with answers that our sampler gives."""
@@ -125,7 +127,10 @@ class Player:
         self.process = context.Process(target=serve, args=(name, args, batch, work, other), daemon=True)
         self.process.start()
         other.close()
-        self.precision: str = self._answer()
+        self.precision = ""
+
+    def wait(self) -> None:
+        self.precision = self._answer()
 
     def take(self, work: Workload) -> None:
         self.pipe.send(work)
@@ -154,16 +159,23 @@ class Player:
 def measure(args: argparse.Namespace, cases: dict[str, Workload], device: torch.device) -> dict[str, Any]:
     batch = args.trl_batch or (8 if device.type == "cpu" else args.questions * args.completions)
     players = {}
+    progress(f"loading {', '.join(args.systems)}")
     for name in args.systems:
-        progress(f"loading {name}")
         players[name] = Player(name, args, batch, cases[args.cases[0]])
+    for player in players.values():
+        player.wait()
     results: dict[str, Any] = {}
     for case in args.cases:
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in players}
-        for player in players.values():
+        for name, player in players.items():
+            if not SYSTEMS[name].compiles:  # a short warm-up is enough
+                player.take(cases[case].cut(SHORT))
+                player.play(args.seed)
             player.take(cases[case])
         for turn in range(args.repeats + 1):
             for name, player in players.items():
+                if not turn and not SYSTEMS[name].compiles:
+                    continue
                 run = player.play(args.seed + turn)
                 runs[name] += [run] if turn else []
                 what = f"run {turn} of {args.repeats}" if turn else "warm-up"

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +37,18 @@ class Workload:
     def count(self) -> int:
         return len(self.completions[0])
 
+    def cut(self, tokens: int) -> "Workload":
+        """The same with short answers."""
+        return replace(
+            self,
+            completions=[[ids[:tokens] for ids in group] for group in self.completions],
+            logprobs=[[values[:tokens] for values in group] for group in self.logprobs],
+            tokens=min(tokens, self.tokens),
+        )
+
 
 class System(Protocol):
+    compiles: bool  # or records anything at a first run, and needs one of full size
     precision: str
     model: Any
 
@@ -62,6 +72,8 @@ def missing(names: Sequence[str]) -> str | None:
 
 class Ours:
     """What a node does: `sample`, then one update."""
+
+    compiles = True
 
     def __init__(self, model: str, device: torch.device, workload: Workload, batch: int) -> None:
         from rl_swarm.config import Settings
@@ -105,6 +117,7 @@ class Ours:
 class GenRL:
     """GenRL's `GRPOLanguageTrainerModule`: its `generate`, its `train`, its defaults (float32, minibatches of 2)."""
 
+    compiles = False
     precision = "float32"
 
     def __init__(self, model: str, device: torch.device, workload: Workload, batch: int) -> None:
@@ -124,6 +137,7 @@ class GenRL:
         self.eos = workload.eos or [NO_TOKEN]
         self.module.generation_config.eos_token_id = self.eos
         self.model.generation_config.eos_token_id = self.eos
+        self.module.generation_config.max_new_tokens = workload.tokens
 
     def generate(self, seed: int) -> int:
         torch.manual_seed(seed)
@@ -177,6 +191,7 @@ class TRL:
     Its defaults, among them bf16 autocast over float32 weights and gradient checkpointing; no KL, no vLLM.
     """
 
+    compiles = False
     precision = "bf16 over float32"
 
     def __init__(self, model: str, device: torch.device, workload: Workload, batch: int) -> None:
@@ -227,6 +242,7 @@ class TRL:
         trainer.eos_token_ids = workload.eos or [NO_TOKEN]
         trainer.generation_config.eos_token_id = trainer.eos_token_ids
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+        trainer.generation_config.max_new_tokens = workload.tokens
         trainer.given_prompts = [prompt for prompt in workload.prompts for _ in range(workload.count)]
         trainer.given_completions = [ids for group in workload.completions for ids in group]
 

@@ -48,6 +48,10 @@ class SwarmError(UserError):
     """A child that cannot work; the message is the child's own."""
 
 
+# Lets torch give back memory from the middle of what it holds, so that nodes on one GPU can lend it to each other.
+FRUGAL_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 @dataclass
 class Child:
     name: str
@@ -86,7 +90,7 @@ class LocalSwarm:
 
     def start(self) -> None:
         if any(child.environ and child.settings.nodes_per_device > 1 for child in self.children):
-            variables = self.shared_gpu.start()
+            variables = {**self.shared_gpu.start(), **FRUGAL_ALLOCATOR}
             for child in self.children:
                 child.environ.update(variables)
         for child in self.children:

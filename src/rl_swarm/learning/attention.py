@@ -18,7 +18,9 @@ from torch import Tensor
 from rl_swarm.learning.batches import Shape
 from rl_swarm.learning.decoder import Decoder
 
-STRETCH = 256  # queries at a time; shorter ones would leave out more of what is masked, and cost more than that
+STRETCH = (
+    256  # queries at a time; shorter ones would leave out more of what is masked, and cost more than that
+)
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

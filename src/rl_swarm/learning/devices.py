@@ -1,6 +1,5 @@
 """What this machine can run: device, memory, and the model that fits."""
 
-import gc
 import os
 import shutil
 import time
@@ -122,7 +121,6 @@ def gpu_name(device: torch.device) -> str:
 
 def release_memory() -> None:
     """Gives back to the device what is cached for reuse."""
-    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

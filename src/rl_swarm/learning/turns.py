@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SEATS = 2
+SEATS = 3
 
 
 @contextmanager
