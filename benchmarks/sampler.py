@@ -4,7 +4,7 @@
 
 8 questions times 8 completions of 256 tokens each, prompts of 128 tokens, no end of sequence. Of transformers:
 `generate` in one batch with its dynamic and its static cache, and continuous batching (`generate_batch`). On CUDA
-transformers runs in bf16, as its users would; on the CPU all run in float32. They take turns; figures are medians.
+transformers runs in bf16, as its users would; on the CPU in float32, and ours in what it finds faster. They take turns; figures are medians.
 
 A decoding step has to read the weights once and every sequence's keys and values. The limit is those bytes over the
 bandwidth at which this device copies memory, measured here; a model that fits into a CPU's cache can beat it.

@@ -133,6 +133,8 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
         policy.device,
     )
     log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
+    if policy.crowded:
+        log.info("this GPU is crowded: smaller batches, nothing recorded, and turns at training")
 
     node.prepare()
     peer = PeerInfo(

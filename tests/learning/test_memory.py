@@ -31,11 +31,11 @@ def test_more_memory_never_means_smaller_sizes_and_none_is_ever_zero(name, devic
         found = plan(BY_NAME[name], gib * GIB, REAL, device)
         assert found.batch_tokens >= 64
         assert found.sequences >= REAL.generations and found.sequences % REAL.generations == 0
-        assert found.sequences <= 512 and found.batch_tokens <= memory.MOST_TOKENS(device)
+        assert found.sequences <= 512 and found.batch_tokens <= memory.MOST_TOKENS
         assert found.batch_tokens >= before[0] and found.sequences >= before[1]
         assert found.needed <= 0.9 * gib * GIB if found.fits else found.sequences == REAL.generations
         before = (found.batch_tokens, found.sequences)
-    assert before == (memory.MOST_TOKENS(device), 512)
+    assert before == (memory.MOST_TOKENS, 512)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -64,7 +64,7 @@ def groups_of(policy, seed=0):
 
 def same(update, other):
     for name, value in dataclasses.asdict(update).items():
-        assert getattr(other, name) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        assert getattr(other, name) == pytest.approx(value, rel=1e-4, abs=5e-6), name
 
 
 def close(one, other):

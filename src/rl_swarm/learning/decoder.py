@@ -1,9 +1,8 @@
 """The fast path: a transformers model run on packed tokens, with our own attention around its own layers.
 
 All tokens of a batch, prompts and completions of every length, lie end to end in one row without
-padding, so that the matrix products, which are nearly all of the work, cost what the tokens cost. Only
-attention looks at rectangles. Its layers, norms and projections are the model's own modules, called
-one by one: what is trained is what is sampled from, and adapters put on those modules take part.
+padding, so that the matrix products, which are nearly all of the work, cost what the tokens cost. Its
+projections are the model's own modules, called one by one, so adapters put on them take part.
 
 Shapes: N packed tokens, P prompts, B completions, L prompt length, T completion length, H heads, D of a head.
 """

@@ -118,12 +118,12 @@ def plan(shape: Shape, available: int, settings: Settings, device_type: str) -> 
 
 
 def crowded(plan: Plan, settings: Settings, device: torch.device) -> bool:
-    """Whether nodes on one GPU had better keep nothing there between turns: together they would outgrow a
-    consumer's card, or what there is."""
+    """Whether nodes on one GPU had better give back what they can between turns: together they would outgrow a
+    consumer's card, or what there is. A team does not, since its devices wait for each other."""
     nodes = settings.nodes_per_device
-    return (
-        device.type == "cuda" and nodes > 1 and plan.needed * nodes > min(COMMON_CARD, plan.available * nodes)
-    )
+    if device.type != "cuda" or nodes <= 1 or settings.devices_per_node > 1:
+        return False
+    return plan.needed * nodes > min(COMMON_CARD, plan.available * nodes)
 
 
 def available(device: torch.device, nodes: int = 1) -> int:

@@ -1,8 +1,8 @@
 """Running any model of transformers over prompts and their completions, each prompt once.
 
-The known families have a faster way (`decoder`). The completions of a group share their prompt. It is computed once, its keys and values are handed to
-every completion, and gradients flow back through them: the same numbers as full sequences, without
-the repetition. Prompts are padded on the left and completions on the right, so nothing stands between
+The known families have a faster way (`decoder`). The completions of a group share their prompt. It is
+computed once, its keys and values are handed to every completion, and gradients flow back through them: the
+same numbers as full sequences, without the repetition. Prompts are padded on the left and completions on the right, so nothing stands between
 a prompt and its completion. Shapes: P prompts, B completions, L prompt length, T completion length, V words.
 """
 

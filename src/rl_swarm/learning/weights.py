@@ -67,7 +67,7 @@ class Weights:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Whether the kernels compute what this model does."""
+        """Whether what is done with the copy is what this model does."""
         config = decoder.model.config
         if decoder.family == "gpt2":
             plain = not (config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn)

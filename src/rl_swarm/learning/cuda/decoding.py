@@ -1,6 +1,6 @@
 """The kernels of one decoding step, in Triton: few, so that a step of a small model is not all launches.
 
-A layer is five of them: norm and projection of queries, keys and values; attention, which also turns,
+A layer of a Llama is five of them: norm and projection of queries, keys and values; attention, which also turns,
 stores and reads the cache; output projection onto the residual; norm, gate and activation; and the
 projection back. Norm weights are folded into the projections behind them (see `weights`), so a norm
 costs one sum of squares. Shapes: M rows of the batch, E hidden, N outputs, V words, D of a head.

@@ -3,7 +3,7 @@
 The engine keeps one copy of the weights in bfloat16, refreshed when the trainer has changed them, and a
 static cache of keys and values. A CUDA graph is recorded for each of a few batch sizes. The device decides
 which token comes next and which sequence has ended; now and then the host looks, and goes on with the
-smallest graph that holds the sequences still growing. Shapes as in `kernels`; B sequences, P prompts.
+smallest graph that holds the sequences still growing. Shapes as in `decoding`; B sequences, P prompts.
 """
 
 from collections.abc import Sequence
