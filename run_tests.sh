@@ -6,5 +6,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
-exec .venv/bin/python -m pytest "$@"
+.venv/bin/mypy &
+types=$!
+tests=0
+.venv/bin/python -m pytest "$@" || tests=$?
+wait "$types"
+exit "$tests"
