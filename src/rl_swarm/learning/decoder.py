@@ -205,10 +205,6 @@ class Layout:
         flat = packed_N.new_zeros(rows * width, *packed_N.shape[1:]).index_copy(0, self.slots_N, packed_N)
         return flat.view(rows, width, *packed_N.shape[1:]).transpose(1, 2)
 
-    def spread_flat(self, packed_N: Tensor) -> Tensor:
-        """[N] as [B, T], zeros where there is nothing."""
-        return self.spread(packed_N[:, None, None])[:, 0, :, 0]
-
     def pack(self, attended_BHTD: Tensor) -> Tensor:
         """The other way round: [N, H * D]."""
         rows, _, width, _ = attended_BHTD.shape

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from rl_swarm.config import ConfigError, Settings
+from rl_swarm.learning import trainer
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import pick_device
 from rl_swarm.learning.policy import Policy
@@ -46,7 +47,7 @@ START_SECONDS = 600.0  # to import torch and load the model
 PATIENCE_SECONDS = 600.0  # that one waits for another after its own share is done
 LAST_WORDS_SECONDS = 5.0
 # Of an update: sums over completions, which add up over the shares.
-FIGURES = tuple(f.name for f in fields(Update) if f.name not in ("tokens", "grad_norm"))
+FIGURES = trainer.FIGURES[:-1]  # the last is counted apart
 
 
 class TeamError(RuntimeError):
