@@ -61,13 +61,19 @@ def test_gpus_are_counted_when_none_are_named(tmp_path: Path, monkeypatch):
 def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr(swarm, "uses_gpu", lambda settings: not settings.cpu_only)
-    for cpu_only, expected, shared in ((False, ["6", "7", "6"], [2, 1, 2]), (True, [None] * 3, [3] * 3)):
+    apart = [(None, {"a": 3}), (None, {"b": 3}), (None, {"c": 3})]
+    for cpu_only, expected in ((False, [("6", {"a": 2, "c": 2}), ("7", {"b": 1})]), (True, apart)):
         settings = Settings(cpu_only=cpu_only)
         made = LocalSwarm(tmp_path, settings, {name: settings for name in "abc"})
-        workers = [child for child in made.children if child.role == "worker"]
-        assert [child.environ.get("CUDA_VISIBLE_DEVICES") for child in workers] == expected
-        assert [child.settings.nodes_per_device for child in workers] == shared
-        assert made.children[0].environ == {}
+        coordinator, *workers = made.children
+        assert coordinator.environ == {} and coordinator.role == "coordinator"
+        assert [
+            (
+                child.environ.get("CUDA_VISIBLE_DEVICES"),
+                {n: s.nodes_per_device for n, s in child.members.items()},
+            )
+            for child in workers
+        ] == expected
 
 
 def test_a_child_has_its_environment_before_it_does_anything(tmp_path: Path, monkeypatch):
@@ -78,6 +84,6 @@ def test_a_child_has_its_environment_before_it_does_anything(tmp_path: Path, mon
     settings = Settings(cpu_only=True)
     ours, theirs = swarm.multiprocessing.Pipe()
     before = threading.active_count()
-    swarm._child_main("worker", "node", tmp_path, settings, gpu_environ(1, ["6", "7"], 1), theirs)
+    swarm._child_main("worker", {"node": settings}, tmp_path, gpu_environ(1, ["6", "7"], 1), theirs)
     assert seen == ["7"] and threading.active_count() == before + 1
     ours.send_bytes(b"")  # the watching thread ends without ending this process

@@ -1,7 +1,7 @@
 """Many nodes on one machine: start them, restart the ones that die, stop them all.
 
 On a CPU the children are forked from a server process that has imported torch once; with a GPU each
-starts afresh. Every child holds one end of a pipe whose other end only this process has. When this
+starts afresh, and the nodes that share a GPU share a process too. Every child holds one end of a pipe whose other end only this process has. When this
 process ends, however it ends, the pipe closes and the child ends too: nothing survives.
 """
 
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -27,9 +27,8 @@ import msgspec
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
-from rl_swarm.mps import SharedGpu
 from rl_swarm.telemetry.logs import start_logging
-from rl_swarm.worker import coordinate, join
+from rl_swarm.worker import coordinate, join, join_together
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +47,15 @@ class SwarmError(UserError):
     """A child that cannot work; the message is the child's own."""
 
 
-# Lets torch give back memory from the middle of what it holds, so that nodes on one GPU can lend it to each other.
-FRUGAL_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# Every thread and stream of a process of several nodes has a workspace of cuBLAS: of 8 MiB, not 32.
+SHARED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
 
 
 @dataclass
 class Child:
     name: str
     role: Role
-    settings: Settings
+    members: dict[str, Settings]  # by their names
     environ: dict[str, str] = field(default_factory=dict)
     process: multiprocessing.process.BaseProcess | None = None
     pipe: Connection | None = None
@@ -70,17 +69,23 @@ class LocalSwarm:
 
     def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
         self.address = address
-        self.children = [Child("coordinator", "coordinator", coordinator)]
+        self.children = [Child("coordinator", "coordinator", {"coordinator": coordinator})]
         gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
         for number, (name, settings) in enumerate(workers.items()):
-            environ = gpu_environ(number, gpus, settings.devices_per_node)
-            sharing = settings.nodes_per_device or nodes_sharing(
-                number, len(workers), len(gpus), settings.devices_per_node
-            )
+            each = settings.devices_per_node
+            sharing = settings.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
             settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
-            self.children.append(Child(name, "worker", settings, environ))
+            child = Child(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
+            others = [
+                c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1
+            ]
+            if others:
+                others[0].members[name] = settings
+                others[0].environ.update(SHARED)
+                others[0].name = f"a process of {len(others[0].members)} nodes"
+            else:
+                self.children.append(child)
         self.restarts = 0
-        self.shared_gpu = SharedGpu(os.environ)
         self.context: SpawnContext | ForkServerContext
         if uses_gpu(coordinator):
             self.context = multiprocessing.get_context("spawn")
@@ -89,10 +94,6 @@ class LocalSwarm:
             self.context.set_forkserver_preload(["rl_swarm.learning.preload"])
 
     def start(self) -> None:
-        if any(child.environ and child.settings.nodes_per_device > 1 for child in self.children):
-            variables = {**self.shared_gpu.start(), **FRUGAL_ALLOCATOR}
-            for child in self.children:
-                child.environ.update(variables)
         for child in self.children:
             self._start(child)
 
@@ -122,13 +123,12 @@ class LocalSwarm:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self.shared_gpu.stop()
 
     def _start(self, child: Child) -> None:
         child.pipe, theirs = self.context.Pipe()
         child.process = self.context.Process(
             target=_child_main,
-            args=(child.role, child.name, self.address, child.settings, child.environ, theirs),
+            args=(child.role, child.members, self.address, child.environ, theirs),
             name=child.name,
         )
         child.process.start()
@@ -190,17 +190,22 @@ def gpu_environ(node: int, gpus: Sequence[str], each: int) -> dict[str, str]:
 
 
 def _child_main(
-    role: Role, name: str, address: Path, settings: Settings, environ: dict[str, str], pipe: Connection
+    role: Role, members: dict[str, Settings], address: Path, environ: dict[str, str], pipe: Connection
 ) -> None:
     os.environ.update(environ)
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    name, settings = next(iter(members.items()))
     start_logging(settings, address / "logs", name, terminal=False)
-    act: Callable[[Path, Settings, threading.Event], None] = coordinate if role == "coordinator" else join
     try:
-        act(address, settings, stop)
+        if role == "coordinator":
+            coordinate(address, settings, stop)
+        elif len(members) == 1:
+            join(address, settings, stop)
+        else:
+            join_together(address, members, stop)
     except UserError as error:
         log.error("%s", error)
         pipe.send_bytes(str(error).encode())

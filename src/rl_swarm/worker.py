@@ -4,10 +4,12 @@ import errno
 import logging
 import os
 import platform
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,16 +30,52 @@ from rl_swarm.wire import Incomplete, Rejected, seal
 if TYPE_CHECKING:
     from rl_swarm.learning.checkpoints import Place
     from rl_swarm.learning.policy import Policy
+    from rl_swarm.learning.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
 MOST_FAILURES = 4  # signs of life in a row that could not be written
+SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
+SWITCH_SECONDS = 0.0005  # a thread that feeds the GPU must not wait long for one that computes
 
 
-def join(address: Path, settings: Settings, stop: threading.Event) -> None:
+def join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None) -> None:
     """Joins the swarm at the address and trains until it has finished or `stop` is set."""
     with explained(address):
-        _join(address, settings, stop)
+        _join(address, settings, stop, sharing)
+
+
+def join_together(address: Path, workers: Mapping[str, Settings], stop: threading.Event) -> None:
+    """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
+    from rl_swarm.learning.sharing import Sharing, own_stream
+
+    sharing, failures = Sharing(len(workers)), list[Exception]()
+
+    def run(settings: Settings) -> None:
+        try:
+            with own_stream():
+                join(address, settings, stop, sharing)
+        except Exception as error:  # raised below, when the others have saved
+            if not isinstance(error, UserError):
+                log.exception("failed")
+            failures.append(error)
+            stop.set()
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+    threads = [
+        threading.Thread(target=run, args=(settings,), name=name, daemon=True)
+        for name, settings in workers.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not failures:
+            thread.join(1.0)
+    deadline = time.monotonic() + SAVING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if failures:
+        raise failures[0]
 
 
 def coordinate(address: Path, settings: Settings, stop: threading.Event) -> None:
@@ -71,7 +109,7 @@ def found(files: LocalFiles, settings: Settings, name: str, identity: Identity) 
         ) from error
 
 
-def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
+def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
     files = LocalFiles(address)
@@ -90,12 +128,14 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.hub import Push
     from rl_swarm.learning import checkpoints
+    from rl_swarm.learning.devices import pick_device
     from rl_swarm.node import Node
 
-    torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // settings.devices_per_node))
+    threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
+    torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
     journal = Journal(address / "logs" / name)
     written = checkpoints.written(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
-    policy, place = _restored(written, settings)
+    policy, place = _restored(written, settings, sharing)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)
     coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
     node = Node(
@@ -133,8 +173,6 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
         policy.device,
     )
     log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
-    if policy.crowded:
-        log.info("this GPU is crowded: smaller batches, nothing recorded, and turns at training")
 
     node.prepare()
     peer = PeerInfo(
@@ -159,14 +197,16 @@ def _join(address: Path, settings: Settings, stop: threading.Event) -> None:
     journal.event("left", round=node.done[0])
 
 
-def _restored(written: "Iterator[tuple[Path, Place]]", settings: Settings) -> "tuple[Policy, Place | None]":
+def _restored(
+    written: "Iterator[tuple[Path, Place]]", settings: Settings, sharing: "Sharing | None"
+) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning import checkpoints
     from rl_swarm.learning.policy import ModelError, Policy
     from rl_swarm.learning.team import Leader
 
-    load = Leader.load if settings.devices_per_node > 1 else Policy.load
+    load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
     for folder, place in written:
         try:
             policy = load(settings, Reasoning.system_prompt, folder)
@@ -199,7 +239,7 @@ def signs_of_life(
                 stop.set()
                 return
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=beat, name=threading.current_thread().name, daemon=True)
     thread.start()
     try:
         yield

@@ -26,7 +26,7 @@ from rl_swarm.learning import decoder, logprobs, lora
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine, recorder
 from rl_swarm.learning.cuda.attention import Segments
-from rl_swarm.learning.cuda.engine import Engine, size_for
+from rl_swarm.learning.cuda.engine import Engine, Scratch, size_for
 from rl_swarm.learning.cuda.recorder import Recorder
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import Decoding, samples, truncated
@@ -261,8 +261,8 @@ def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothi
         return torch.cat([values, values.new_zeros(tokens - len(values))])
 
     filled_batch = Batch(*(filled(values) for values in vars(batch).values()))
-    segments = Segments.of(shape, tokens, 10)
-    assert len(segments.table) == 10 and len(segments.positions_N) == tokens
+    segments = Segments.of(shape, tokens, 16)
+    assert len(segments.table) == 16 and len(segments.positions_N) == tokens
     same_pass(passes(model, frugal, filled_batch, segments.attention(frugal), segments.positions_N), expected)
 
 
@@ -350,3 +350,24 @@ def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
         for name, value in unknown.items():
             setattr(model.config, name, value)
         assert not Engine.supports(model), unknown
+
+
+def test_engines_that_share_their_scratch_sample_what_they_would_alone():
+    models = [small_model(seed=seed) for seed in range(3)]
+    decoding, greedy = Decoding(12, EOS, PAD), Decoding(16, EOS, PAD, greedy=True)
+
+    def tell(engine, turn):
+        given, how = (
+            (PROMPTS, greedy) if turn == 1 else (PROMPTS[:2], decoding)
+        )  # the second needs more memory
+        return [[s.tokens for s in group] for group in drawn(engine, given, 2, how, turn)]
+
+    expected = [[tell(Engine(model, torch.float32), turn) for turn in range(3)] for model in models]
+    scratch = Scratch()
+    shared = [Engine(model, torch.float32, scratch) for model in models]
+    found = [[tell(engine, turn) for engine in shared] for turn in range(3)]
+    assert [list(of) for of in zip(*found, strict=True)] == expected
+    assert expected[0] != expected[1]
+    version = scratch.version
+    shared[0].release()
+    assert tell(shared[1], 0) == expected[1][0] and scratch.version == version + 1

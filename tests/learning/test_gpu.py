@@ -1,6 +1,8 @@
 """On a real GPU: compiled kernels, recorded passes, and memory that is really short. `./run_tests.sh -m gpu`"""
 
 import copy
+import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprob
 
 from rl_swarm.config import Settings
 from rl_swarm.environments.base import Question
-from rl_swarm.learning import sampler
+from rl_swarm.learning import memory, sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.policy import Policy, load_model
 from rl_swarm.learning.sampler import Decoding, sample, samples
+from rl_swarm.learning.sharing import Sharing, own_stream
+from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.rollouts import Group
 
@@ -270,3 +274,43 @@ def test_memory_does_not_grow_from_round_to_round(policy):
         assert one.learn(groups).grad_norm > 0
         reserved.append(torch.cuda.memory_reserved())
     assert len(set(reserved[10:])) == 1, reserved
+
+
+def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_would_alone():
+    settings = Settings(learning_rate=0.02)
+    plain = [small_model(seed=seed) for seed in range(6)]
+    alone = [copy.deepcopy(model).cuda() for model in plain]
+    together = [copy.deepcopy(model).cuda() for model in plain]
+    decoding = Decoding(20, EOS, PAD)
+    groups = [random_groups(seed, model, 3) for seed, model in enumerate(plain)]
+    sharing = Sharing(len(plain))
+    free = memory.available(alone[0].device)
+    room = memory.plan(Shape.of(plain[0].config), free, settings, "cuda", len(plain))
+    room = dataclasses.replace(room, scratches=3)
+    found = {}
+
+    def live(number, model, trainer):
+        texts = []
+        for turn in range(3):
+            texts.append([[s.tokens for s in group] for group in sample(model, PROMPTS, 4, decoding, turn)])
+            trainer.update(groups[number])
+        found[number] = texts
+
+    def in_a_thread(number):
+        with own_stream():
+            model = together[number]
+            live(number, model, sharing.admit(model, PAD, settings, room))
+
+    threads = [threading.Thread(target=in_a_thread, args=(number,)) for number in range(len(plain))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shared = dict(found)
+    assert len(sharing.scratches) == 3
+    for number, model in enumerate(alone):
+        live(number, model, Trainer(model, PAD, settings))
+        assert shared[number][0] == found[number][0]
+        moved = difference(model.parameters(), [p.detach() for p in plain[number].parameters()])
+        apart = difference(model.parameters(), [p.detach() for p in together[number].parameters()])
+        assert apart < 0.15 * moved, "Adam makes much of small differences"

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from rl_swarm.config import ConfigError, Layer, Settings, resolve
 from rl_swarm.learning import devices, memory
 from rl_swarm.learning.devices import CATALOGUE, TINY
-from rl_swarm.learning.memory import GIB, available, cgroups, plan, sampling, sharing, staying, training
+from rl_swarm.learning.memory import GIB, available, cgroups, desk, keeping, plan, sampling, sharing, training
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sizes import Shape
 
@@ -107,7 +107,7 @@ def test_bytes_follow_the_tokens():
         at = [training(SHAPE, REAL, device, tokens) for tokens in (1000, 2000, 3000)]
         assert at[1] - at[0] == at[2] - at[1] > 0
         assert sampling(SHAPE, REAL, device, 64) == pytest.approx(8 * sampling(SHAPE, REAL, device, 8))
-    assert staying(SHAPE, REAL) - memory.BASE == 20 * SHAPE.parameters
+    assert keeping(SHAPE, REAL) + desk(SHAPE, REAL) == 20 * SHAPE.parameters
 
 
 def test_batch_tokens_is_planned_unless_it_is_given(monkeypatch):

@@ -6,8 +6,9 @@ the last token of a completion is never fed. Shapes: N tokens fed, M tokens lear
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,27 +72,31 @@ class Batch:
             tuple(len(g.prompt) for g in groups), tuple(len(ids) - 1 for ids in completions), tuple(rows)
         )
         ends = list(accumulate(map(len, fed)))
-        before, here = [], ends[len(groups) - 1]
+        before, here = list[int](), ends[len(groups) - 1]
         for row, ids in zip(rows, completions, strict=True):
-            before += [ends[row] - 1, *range(here, here + len(ids) - 1)]
+            before.append(ends[row] - 1)
+            before += range(here, here + len(ids) - 1)
             here += len(ids) - 1
 
-        def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            lengths = torch.tensor([len(ids) for ids in completions])
-            return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
+        lengths = list(map(len, completions))
+
+        def per_token(
+            values: Sequence[float], dtype: type
+        ) -> Tensor:  # numpy, which never waits for other threads
+            return torch.from_numpy(np.repeat(np.array(values, dtype), lengths))
 
         known = [group.logprobs or [[0.0] * len(ids) for ids in group.completions] for group in groups]
         batch = cls(
-            ids_N=torch.tensor([token for ids in fed for token in ids]),
-            before_M=torch.tensor(before),
-            targets_M=torch.tensor([token for ids in completions for token in ids]),
-            advantages_M=per_token([a for g in groups for a in g.advantages], torch.float32),
-            weights_M=per_token([use / max(tokens, 1) for g in groups for use in g.used], torch.float32),
-            sampled_M=torch.tensor([p for rows in known for row in rows for p in row], dtype=torch.float32),
+            ids_N=flat(fed, np.int64),
+            before_M=flat([before], np.int64),
+            targets_M=flat(completions, np.int64),
+            advantages_M=per_token([a for g in groups for a in g.advantages], np.float32),
+            weights_M=per_token([use / max(tokens, 1) for g in groups for use in g.used], np.float32),
+            sampled_M=flat([row for rows in known for row in rows], np.float32),
             own_M=per_token(
-                [g.logprobs is not None and not g.claimed for g in groups for _ in g.completions], torch.bool
+                [g.logprobs is not None and not g.claimed for g in groups for _ in g.completions], np.bool_
             ),
-            claimed_M=per_token([g.claimed for g in groups for _ in g.completions], torch.bool),
+            claimed_M=per_token([g.claimed for g in groups for _ in g.completions], np.bool_),
         )
         return batch, shape
 
@@ -103,6 +108,12 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(value.to(device, non_blocking=True) for value in vars(self).values()))
+
+
+def flat(rows: Sequence[Sequence[float]], dtype: type) -> Tensor:
+    """All numbers of all rows, one after the other. By way of numpy, which is faster than `torch.tensor`."""
+    with np.errstate(over="ignore"):  # what a stranger claims may be more than float32 holds
+        return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows))))
 
 
 def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:

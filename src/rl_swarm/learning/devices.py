@@ -114,11 +114,6 @@ def low_precision(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=prefers_bfloat16(model))
 
 
-def gpu_name(device: torch.device) -> str:
-    """What this GPU is called in every process that sees it."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", "gpu"))
-
-
 def release_memory() -> None:
     """Gives back to the device what is cached for reuse."""
     if torch.cuda.is_available():

@@ -6,7 +6,7 @@ they err, `Trainer` and `Policy.sample` still take smaller pieces when memory ru
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,14 +21,18 @@ COMMON_CARD = 24 * GIB
 USABLE = 0.9  # of what is available: the rest is lost between blocks
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
+DESKS = 2  # of nodes that share a process, so many train at the same time
 
 
-def staying(shape: Shape, settings: Settings) -> int:
-    """Bytes that are there all the time: weights, gradients and two moments in float32, and two copies in bfloat16,
-    one for sampling and one for the products of training."""
-    weights, gradients = 4 * shape.parameters, 4 * shape.trained(settings.lora_rank)
-    reference = weights if settings.kl_weight > 0 else 0
-    return BASE + weights + 3 * gradients + weights + reference
+def keeping(shape: Shape, settings: Settings) -> int:
+    """Bytes that a node keeps all the time: weights and two moments in float32, and a copy in bfloat16 to sample from."""
+    reference = 4 * shape.parameters if settings.kl_weight > 0 else 0
+    return 6 * shape.parameters + 8 * shape.trained(settings.lora_rank) + reference
+
+
+def desk(shape: Shape, settings: Settings) -> int:
+    """Bytes that training needs beside a micro-batch: gradients, and the weights in bfloat16."""
+    return 4 * shape.trained(settings.lora_rank) + 2 * shape.parameters
 
 
 def training(shape: Shape, settings: Settings, device_type: str, tokens: int) -> int:
@@ -77,10 +81,13 @@ class Plan:
     needed: int
     available: int
     fits: bool
+    nodes: int = 1  # that share all this
+    scratches: int = 1  # so many of them sample at the same time
 
     def __str__(self) -> str:
         sizes = f"micro-batches of {self.batch_tokens} tokens, {self.sequences} sequences at once"
-        need = f"{self.available / GIB:.1f} GiB available, a round needs about {self.needed / GIB:.1f} GiB"
+        whose = f"{self.nodes} nodes need together" if self.nodes > 1 else "a round needs"
+        need = f"{self.available / GIB:.1f} GiB available, {whose} about {self.needed / GIB:.1f} GiB"
         if self.fits:
             return f"{need}: {sizes}"
         return (
@@ -89,41 +96,44 @@ class Plan:
         )
 
 
-def plan(shape: Shape, available: int, settings: Settings, device_type: str) -> Plan:
+def plan(shape: Shape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
     """The largest sizes that fit. What takes more is halved until all fits or nothing can be halved.
 
-    Sizes come in steps, so that small differences in free memory do not change what a run computes.
+    Nodes that share a process stay within a consumer's card, if they can. Sizes come in steps, so that small
+    differences in free memory do not change what a run computes.
     """
+    if nodes > 1 and available > COMMON_CARD:
+        small = plan(shape, COMMON_CARD, settings, device_type, nodes)
+        if small.fits:
+            return replace(small, available=available)
     longest = prompt_tokens(settings) + settings.completion_tokens()
     groups, count = max(1, settings.local + settings.external), settings.generations
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
+    in_a_round = max(1, settings.local) * count  # a held-out score samples more
     tokens = settings.batch_tokens or MOST_TOKENS
-    sequences = max(1, MOST_SEQUENCES // count) * count
-    fixed = staying(shape, settings)
+    sequences = in_a_round if nodes > 1 else max(1, MOST_SEQUENCES // count) * count
+    desks, scratches = min(DESKS, nodes), nodes
+    fixed = BASE + nodes * keeping(shape, settings) + desks * desk(shape, settings)
+    if nodes > 1:
+        fixed += desks * 4 * shape.trained(settings.lora_rank)  # the weights of the node at a desk
     together = sum if device_type == "cuda" else max  # there the sampler keeps its memory during training
     while True:
-        train = training(shape, settings, device_type, max(longest, min(tokens, whole)))
-        sample = sampling(shape, settings, device_type, sequences)
+        train = desks * training(shape, settings, device_type, max(longest, min(tokens, whole)))
+        sample = scratches * sampling(shape, settings, device_type, sequences)
         fits = fixed + together([train, sample]) <= USABLE * available
         less_tokens = tokens > longest and not settings.batch_tokens
-        less_sequences = sequences > count
+        less_sequences = sequences > count or scratches > 1
         if fits or not (less_tokens or less_sequences):
-            in_a_round = min(sequences, max(1, settings.local) * count)  # a held-out score samples more
-            sample = sampling(shape, settings, device_type, in_a_round)
-            return Plan(tokens, sequences, fixed + together([train, sample]), available, fits)
+            at_once = min(sequences, in_a_round)
+            sample = scratches * sampling(shape, settings, device_type, at_once)
+            needed = fixed + together([train, sample])
+            return Plan(tokens, sequences, needed, available, fits, nodes, scratches)
         if less_tokens and (train >= sample or not less_sequences):
             tokens = min(tokens, whole) // 2
+        elif scratches > 1:
+            scratches //= 2
         else:
             sequences = sequences // 2 // count * count or count
-
-
-def crowded(plan: Plan, settings: Settings, device: torch.device) -> bool:
-    """Whether nodes on one GPU had better give back what they can between turns: together they would outgrow a
-    consumer's card, or what there is. A team does not, since its devices wait for each other."""
-    nodes = settings.nodes_per_device
-    if device.type != "cuda" or nodes <= 1 or settings.devices_per_node > 1:
-        return False
-    return plan.needed * nodes > min(COMMON_CARD, plan.available * nodes)
 
 
 def available(device: torch.device, nodes: int = 1) -> int:

@@ -3,12 +3,13 @@
 import hashlib
 import logging
 import os
+import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,17 +19,18 @@ from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.devices import TINY, gpu_name, pick_device, pick_model, release_memory
+from rl_swarm.learning.devices import TINY, pick_device, pick_model, release_memory
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
-from rl_swarm.learning.turns import seat
 from rl_swarm.rollouts import Completion, Group
+
+if TYPE_CHECKING:
+    from rl_swarm.learning.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
-
-CROWDED_SEQUENCES = 32  # sampled at once where several nodes crowd one GPU
+_loading = threading.Lock()  # transformers makes models under a switch of the whole process
 
 
 class ModelError(UserError):
@@ -38,13 +40,22 @@ class ModelError(UserError):
 class Policy:
     trainer_class: type[Trainer] = Trainer
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, system_prompt: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        system_prompt: str,
+        settings: Settings,
+        sharing: "Sharing | None" = None,
+    ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.system_prompt, self.settings = system_prompt, settings
         self.version = 0  # updates done
         device = model.device
-        free = memory.available(device, memory.sharing(settings, device))
-        self.plan = memory.plan(Shape.of(model.config), free, settings, device.type)
+        free = memory.available(device, 1 if sharing else memory.sharing(settings, device))
+        nodes = sharing.nodes if sharing else 1
+        self.plan = memory.plan(Shape.of(model.config), free, settings, device.type, nodes)
         self.batch = self.plan.sequences  # sampled at once
         self.tokenizer_hash = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
         eos = model.generation_config.eos_token_id
@@ -52,15 +63,21 @@ class Policy:
         self.eos -= {None}
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._prompt_ids = lru_cache(maxsize=1024)(self._read_prompt)
         planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
-        self.trainer = self.trainer_class(model, self.pad, planned)
-        self.crowded = memory.crowded(self.plan, settings, device)  # on this GPU, with other nodes
-        if self.crowded:
-            self.trainer.keep_little()
-            self.batch = min(self.batch, max(settings.generations, CROWDED_SEQUENCES))
+        if sharing:
+            self.trainer = sharing.admit(model, self.pad, planned, self.plan)
+        else:
+            self.trainer = self.trainer_class(model, self.pad, planned)
 
     @classmethod
-    def load(cls, settings: Settings, system_prompt: str, path: Path | None = None) -> "Policy":
+    def load(
+        cls,
+        settings: Settings,
+        system_prompt: str,
+        path: Path | None = None,
+        sharing: "Sharing | None" = None,
+    ) -> "Policy":
         """The model that the settings name, or the one in `path` (a checkpoint)."""
         device = pick_device(settings)
         name = pick_model(settings, device)
@@ -69,7 +86,7 @@ class Policy:
             lora.adapt(model, settings.lora_rank, settings.seed)
         if path:
             lora.load_adapters(model, path)
-        policy = cls(model.to(device), tokenizer, name, system_prompt, settings)
+        policy = cls(model.to(device), tokenizer, name, system_prompt, settings, sharing)
         if path and policy.trainer.reference is not None:
             policy.trainer.reference = load_model(name, settings.hf_token)[0].to(device).eval()
         return policy
@@ -80,6 +97,10 @@ class Policy:
         return device
 
     def prompt_ids(self, prompt: str) -> list[int]:
+        """A question as tokens; it is asked for again when it is learned from."""
+        return self._prompt_ids(prompt)
+
+    def _read_prompt(self, prompt: str) -> list[int]:
         messages = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": prompt}]
         if self.tokenizer.chat_template is None:
             text = f"{self.system_prompt}\n\n{prompt}\n"
@@ -105,7 +126,8 @@ class Policy:
             settings.top_k,
             greedy,
         )
-        self.model.eval()
+        if self.model.training:
+            self.model.eval()
         done: list[list[Completion]] = []
         while (start := len(done)) < len(prompts):
             step = max(1, self.batch // count)
@@ -121,29 +143,25 @@ class Policy:
                 sampler.release(self.model)
                 release_memory()
                 continue
-            done += [
-                [
-                    Completion(
-                        self.tokenizer.decode(s.tokens, skip_special_tokens=True),
-                        s.ended,
-                        s.tokens,
-                        s.logprobs,
-                    )
-                    for s in group
-                ]
-                for group in samples
-            ]
+            texts = iter(self.decode([s.tokens for group in samples for s in group]))
+            done += [[Completion(next(texts), s.ended, s.tokens, s.logprobs) for s in g] for g in samples]
         return done
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """What the tokens say, control tokens left out; all at once, while other threads go on."""
+        if self.tokenizer.clean_up_tokenization_spaces:
+            return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
+        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(
+            list(map(list, sequences)), skip_special_tokens=True
+        )
+        return texts
 
     def learn(self, groups: Sequence[Group]) -> Update:
         """One update on the groups that carry signal; the others cost nothing."""
         training = [self._tokens(group) for group in groups if group.has_signal]
         if not training:
             return Update()
-        with seat(gpu_name(self.device)) if self.crowded else nullcontext():
-            update = self.trainer.update(training)
-            if self.crowded:
-                release_memory()
+        update = self.trainer.update(training)
         self.version += 1
         return update
 
@@ -241,8 +259,9 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
         raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
     started = time.monotonic()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, token=token)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, token=token)
+        with _loading:
+            tokenizer = AutoTokenizer.from_pretrained(source, token=token)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, token=token)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = (

@@ -22,7 +22,7 @@ from rl_swarm.learning.steps import Steps
 from rl_swarm.learning.weights import Weights
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import Engine, Scratch
 
 
 CROWDED = 0.75  # a batch in which fewer than this share still grow is made smaller
@@ -125,8 +125,15 @@ def release(model: Model) -> None:
         engine.release()
 
 
+def share(model: Model, scratch: "Scratch") -> None:
+    """Sampling from this model on a GPU uses this memory from now on."""
+    release(model)
+    _scratches[model] = scratch
+
+
 _weights: "weakref.WeakKeyDictionary[Model, Weights]" = weakref.WeakKeyDictionary()
 _engines: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
+_scratches: "weakref.WeakKeyDictionary[Model, Scratch]" = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: Model) -> "Engine | None":
@@ -138,7 +145,7 @@ def engine_of(model: Model) -> "Engine | None":
     if model not in _engines:
         if not Engine.supports(model):
             return None
-        _engines[model] = Engine(model)
+        _engines[model] = Engine(model, scratch=_scratches.get(model))
     return _engines[model]
 
 

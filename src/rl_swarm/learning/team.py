@@ -38,6 +38,7 @@ from rl_swarm.learning import trainer
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import pick_device
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.sharing import Sharing
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.rollouts import Completion, Group
 
@@ -112,11 +113,6 @@ class TeamTrainer(Trainer):
                 time.sleep(0.0002)
             work.wait()
 
-    def parameters(self) -> list[torch.Tensor]:
-        """Those that are trained."""
-        trained: list[torch.Tensor] = self.optimizer.param_groups[0]["params"]
-        return trained
-
     def take_over(self) -> None:
         """Everyone gets the leader's weights and Adam's moments."""
         for weight in self.model.parameters():
@@ -178,14 +174,20 @@ class Leader(Member):
         self.trainer.watch = self._watch
 
     @classmethod
-    def load(cls, settings: Settings, system_prompt: str, path: Path | None = None) -> "Leader":
+    def load(
+        cls,
+        settings: Settings,
+        system_prompt: str,
+        path: Path | None = None,
+        sharing: Sharing | None = None,
+    ) -> "Leader":
         device, wanted = pick_device(settings), settings.devices_per_node
         if device.type == "cuda":
             check_devices(wanted, torch.cuda.device_count())
             torch.cuda.set_device(0)
         elif device.type != "cpu":
             check_devices(wanted, 1)
-        policy = super().load(settings, system_prompt, path)
+        policy = super().load(settings, system_prompt, path, sharing)
         assert isinstance(policy, cls)
         return policy
 

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-CROWDED_TOKENS = 1152  # most tokens of a micro-batch where several nodes crowd one GPU
-
-
 @dataclass
 class Update:
     """What one update did."""
@@ -77,9 +74,16 @@ class Trainer:
 
         return Recorder(self._recorded, self.model.device)
 
-    def keep_little(self) -> None:
-        """For a crowded GPU: recorded passes would keep the memory of a whole micro-batch between updates."""
-        self.recorder, self.batch_tokens = None, min(self.batch_tokens, CROWDED_TOKENS)
+    def parameters(self) -> list[Tensor]:
+        """Those that are trained."""
+        trained: list[Tensor] = self.optimizer.param_groups[0]["params"]
+        return trained
+
+    def release(self) -> None:
+        """Gives back what is kept between updates, Adam's moments aside."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.recorder is not None:
+            self.recorder.release()
 
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
         """One step on the groups; the same step in smaller pieces when memory runs out."""
@@ -92,9 +96,7 @@ class Trainer:
 
     def _shrink(self, groups: Sequence[TrainingGroup]) -> None:
         """Asks for less memory at the next try, or gives up."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.recorder is not None:
-            self.recorder.release()
+        self.release()
         release_memory()
         alone = all(
             sum(len(g.completions) for g in batch) == 1 for batch in micro_batches(groups, self.batch_tokens)
@@ -114,14 +116,14 @@ class Trainer:
             return report
         own_tokens = self._gradients(groups, report.tokens, report)
         report.mismatch /= max(own_tokens, 1)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
         report.grad_norm = float(norm)
         if torch.isfinite(norm):
             self.optimizer.step()
-            for parameter in self.optimizer.param_groups[0]["params"]:
-                increment_version(
-                    parameter
-                )  # which the fused step does not do, and copies of weights go by it
+            for (
+                parameter
+            ) in self.parameters():  # which the fused step does not do, and copies of weights go by it
+                increment_version(parameter)
         else:
             log.error("the gradient is not finite: this update is left out")
         self.optimizer.zero_grad(set_to_none=self.recorder is None)
@@ -141,8 +143,8 @@ class Trainer:
         """Adds the gradients and figures of one micro-batch."""
         batch, shape = Batch.of(groups, tokens)
         if self.recorder is not None:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad and parameter.grad is None:
+            for parameter in self.parameters():
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # recordings add to these
             self.recorder.run(batch, shape)
             return

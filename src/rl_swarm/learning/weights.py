@@ -53,6 +53,7 @@ class Weights:
         self.decoder, self.dtype = decoder, dtype
         self._writes: list[Callable[[], object]] = []
         self._seen: list[int] = []
+        self._parameters = list(decoder.model.parameters())
         self._graph: Any = None
         body, config, gpt2 = decoder.body, decoder.model.config, decoder.family == "gpt2"
         self.words: Tensor = body.wte.weight if gpt2 else body.embed_tokens.weight
@@ -78,7 +79,7 @@ class Weights:
         return decoder.plain_gate and kinds <= ROTATIONS and not getattr(config, "mlp_bias", False)
 
     def refresh(self) -> None:
-        versions = [parameter._version for parameter in self.decoder.model.parameters()]
+        versions = [parameter._version for parameter in self._parameters]
         if versions != self._seen:
             self._seen = versions
             self._rewrite()
@@ -91,8 +92,10 @@ class Weights:
         for write in self._writes:
             write()
         if self.words.device.type == "cuda":
+            from rl_swarm.learning.cuda.recorder import recording
+
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with recording(self._graph):
                 for write in self._writes:
                     write()
 

@@ -2,13 +2,18 @@
 
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from rl_swarm.config import Settings
 
 
 def start_logging(settings: Settings, folder: Path, who: str, terminal: bool) -> None:
-    """Sets up the package's loggers for this process. Several processes append to one file, line by line."""
+    """Sets up the package's loggers for this process. Several processes append to one file, line by line.
+
+    A line names the thread that wrote it: a process of several nodes has one for each.
+    """
+    threading.current_thread().name = who
     folder.mkdir(parents=True, exist_ok=True)
     logging.raiseExceptions = False  # a log line that cannot be written is no reason to cover the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
@@ -17,7 +22,7 @@ def start_logging(settings: Settings, folder: Path, who: str, terminal: bool) ->
     root.propagate = False
     root.handlers.clear()
     file = logging.FileHandler(folder / "swarm.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {who}: %(message)s"))
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(threadName)s: %(message)s"))
     root.addHandler(file)
     if terminal:
         screen = logging.StreamHandler(sys.stderr)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_swarm.learning.batches import Shape
+from rl_swarm.learning.batches import Shape, flat
 from rl_swarm.learning.decoder import Attend, Decoder
 
 BLOCK = 64  # tokens that one program of attention holds
@@ -62,7 +63,7 @@ class Segments:
         return cls(
             torch.tensor(table, dtype=torch.int32),
             torch.tensor(blocks, dtype=torch.int32),
-            torch.tensor(places),
+            flat([places], np.int64),
         )
 
     @staticmethod

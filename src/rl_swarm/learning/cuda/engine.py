@@ -1,22 +1,27 @@
 """Sampling on a GPU: one decoding step is a handful of kernels per layer, recorded once and replayed.
 
-The engine keeps one copy of the weights in bfloat16, refreshed when the trainer has changed them, and a
-static cache of keys and values. A CUDA graph is recorded for each of a few batch sizes. The device decides
-which token comes next and which sequence has ended; now and then the host looks, and goes on with the
-smallest graph that holds the sequences still growing. Shapes as in `decoding`; B sequences, P prompts.
+The engine keeps one copy of the weights in bfloat16, refreshed when the trainer has changed them. The static
+cache of keys and values, and all else that a step writes, lie in a `Scratch`; several models of one shape can use
+the same, one after the other. A CUDA graph is recorded for each of a few batch sizes. The device decides which
+token comes next and which sequence has ended; now and then the host looks, and goes on with the smallest graph
+that holds the sequences still growing. Shapes as in `decoding`; B sequences, P prompts.
 """
 
+import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Batch, Shape
+from rl_swarm.learning.batches import Batch, Shape, flat
 from rl_swarm.learning.cuda import decoding as kernels
 from rl_swarm.learning.cuda.attention import Segments
-from rl_swarm.learning.cuda.recorder import Recorder
+from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
+from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.weights import Layer, Linear, Norm, Weights
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
 STRETCH = 4096  # words that one program looks at
+LEAST_PROMPTS = 1024  # tokens that there is room for
 
 
 class Room(NamedTuple):
@@ -37,71 +43,42 @@ class Room(NamedTuple):
 
 
 class Drawn(NamedTuple):
+    """On the host."""
+
     tokens_BT: Tensor
     logprobs_BT: Tensor
     lengths_B: Tensor
 
 
-class Engine:
-    """Samples from one model. Its memory is kept between calls, so that recorded graphs stay valid."""
+class Scratch:
+    """Memory to sample in. It is kept between calls, so that recorded graphs stay valid."""
 
-    def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.decoder, self.dtype, self.device = Decoder(model), dtype, model.device
-        self.weights = Weights(self.decoder, dtype)
-        self.reader = Recorder(self._read, self.device)
-        self.room, self.graphs = Room(), dict[object, Any]()
-        self.ends = dict[frozenset[int], Tensor]()
-        self.parts = 1  # sums of squares per row of the residual stream
+    def __init__(self, sequences: int = 0) -> None:
+        self.lock, self.room = threading.Lock(), Room()
+        self.least = Room(size_for(sequences))
+        self.version = 0  # of the memory
 
-    @staticmethod
-    def supports(model: Any) -> bool:
-        return Weights.supports(Decoder(model))
-
-    def sample(self, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int) -> Drawn:
-        total, limit = len(prompts) * count, decoding.max_new_tokens
-        self.weights.refresh()
-        lengths = list(map(len, prompts))
-        self._reserve(Room(size_for(total), limit, Recorder.size_for(sum(lengths)), max(lengths) + limit))
-        self._start(total, limit, seed)
-        self._read_prompts(prompts, count)
-        self._draw(total, decoding)
-
-        going = list(range(total))
-        for step in range(1, limit):
-            if decoding.eos and step % LOOK_EVERY == 0:
-                done = self.done_B.tolist()
-                left = [slot for slot in going if not done[slot]]
-                if not left:
-                    break
-                if size_for(len(left)) < size_for(len(going)):
-                    going = left
-                    self._choose(going)
-            self._replay(size_for(len(going)), decoding)
-        return Drawn(self.tokens_BT[:total, :limit], self.logprobs_BT[:total, :limit], self.lengths_B[:total])
-
-    def _reserve(self, wanted: Room) -> None:
-        """Memory for a batch of this size. New memory makes the recorded graphs worthless."""
-        room = Room(*map(max, wanted, self.room))
-        if room == self.room:
-            return
+    def reserve(self, wanted: Room, weights: Weights) -> None:
+        """More memory, enough for a batch of this size too."""
+        room = Room(*map(max, wanted, self.room, self.least))
         self.release()
         B, T, N, L = room
-        decoder, width = self.decoder, self.decoder.head_size
-        E, V = self.weights.words.shape[1], len(self.weights.head.weight)
+        decoder, low = weights.decoder, weights.dtype
+        width, key_heads, (V, E) = decoder.head_size, decoder.key_heads, weights.head.weight.shape
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
+            return torch.zeros(shape, dtype=dtype, device=weights.words.device)
 
-        written = (len(decoder.layers), B + 1, decoder.key_heads, T, width)
-        self.keys, self.values = (new(*written, dtype=self.dtype) for _ in range(2))
-        read = (len(decoder.layers), N, decoder.key_heads, width)
-        self.prompt_keys, self.prompt_values = (new(*read, dtype=self.dtype) for _ in range(2))
+        written = (len(decoder.layers), B + 1, key_heads, T, width)
+        self.keys, self.values = (new(*written, dtype=low) for _ in range(2))
+        read = (len(decoder.layers), N, key_heads, width)
+        self.prompt_keys, self.prompt_values = (new(*read, dtype=low) for _ in range(2))
         self.hidden_ME, self.side_ME = new(B, E), new(B, E)
-        self.low_ME, self.low_side_ME = new(B, E, dtype=self.dtype), new(B, E, dtype=self.dtype)
+        self.low_ME, self.low_side_ME = new(B, E, dtype=low), new(B, E, dtype=low)
         self.squares_MS = new(B, -(-E // 16))
-        self.qkv_MN = new(B, (decoder.heads + 2 * decoder.key_heads) * width, dtype=self.dtype)
-        self.attended_MN = new(B, decoder.heads * width, dtype=self.dtype)
-        self.inner_MN = new(B, self.weights.inner, dtype=self.dtype)
+        self.qkv_MN = new(B, (decoder.heads + 2 * key_heads) * width, dtype=low)
+        self.attended_MN = new(B, decoder.heads * width, dtype=low)
+        self.inner_MN = new(B, weights.inner, dtype=low)
         self.logits_MV, self.lowest_M = new(B, V), new(B)
         self.stretches = -(-V // STRETCH)
         self.best_MS, self.top_MS, self.sum_MS = (new(B, self.stretches) for _ in range(3))
@@ -111,116 +88,191 @@ class Engine:
         self.prompt_starts_B, self.prompt_lengths_B = (new(B + 1, dtype=torch.int32) for _ in range(2))
         self.tokens_BT, self.logprobs_BT = new(B + 1, T, dtype=torch.int32), new(B + 1, T)
         self.seed_1, self.limit_1 = new(1, dtype=torch.int64), new(1, dtype=torch.int32)
-        self.turns = decoder.rotations(self.hidden_ME, torch.arange(L, device=self.device))
-        self.room = room
+        self.turns = decoder.rotations(self.hidden_ME, torch.arange(L, device=weights.words.device))
+        self.room, self.version = room, self.version + 1
 
     def release(self) -> None:
-        """Gives the memory of cache and graphs back."""
-        self.graphs.clear()
-        self.reader.release()
+        """Gives the memory back."""
         for name in [name for name, value in vars(self).items() if isinstance(value, Tensor)]:
             delattr(self, name)
         self.room = Room()
+        release_memory()  # what follows may be of another size, and for another thread
+
+
+class Engine:
+    """Samples from one model."""
+
+    def __init__(
+        self, model: Any, dtype: torch.dtype = torch.bfloat16, scratch: Scratch | None = None
+    ) -> None:
+        self.decoder, self.device = Decoder(model), model.device
+        self.weights = Weights(self.decoder, dtype)
+        self.scratch, self.version = scratch or Scratch(), 0
+        self.reader = Recorder(self._read, self.device)
+        self.graphs = dict[object, Any]()
+        self.ends = dict[frozenset[int], Tensor]()
+        self.parts = 1  # sums of squares per row of the residual stream
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        return Weights.supports(Decoder(model))
+
+    def sample(self, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int) -> Drawn:
+        with self.scratch.lock:
+            return self._sample(prompts, count, decoding, seed)
+
+    def _sample(self, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int) -> Drawn:
+        at = self.scratch
+        total, limit = len(prompts) * count, decoding.max_new_tokens
+        self.weights.refresh()
+        lengths = list(map(len, prompts))
+        read = power(max(LEAST_PROMPTS, Recorder.size_for(sum(lengths))))
+        self._reserve(Room(size_for(total), limit, read, power(max(lengths)) + limit))
+        self._start(total, limit, seed)
+        self._read_prompts(prompts, count)
+        self._draw(total, decoding)
+
+        going = list(range(total))
+        for step in range(1, limit):
+            if decoding.eos and step % LOOK_EVERY == 0:
+                done = at.done_B.tolist()
+                left = [slot for slot in going if not done[slot]]
+                if not left:
+                    break
+                if size_for(len(left)) < size_for(len(going)):
+                    going = left
+                    self._choose(going)
+            self._replay(size_for(len(going)), decoding)
+        drawn = (at.tokens_BT[:total, :limit], at.logprobs_BT[:total, :limit], at.lengths_B[:total])
+        return Drawn(*(values.cpu() for values in drawn))
+
+    def _reserve(self, wanted: Room) -> None:
+        """Memory for a batch of this size. New memory makes the recorded graphs worthless."""
+        if any(more > there for more, there in zip(wanted, self.scratch.room, strict=True)):
+            self._forget()
+            self.scratch.reserve(wanted, self.weights)
+        if self.version != self.scratch.version:
+            self._forget()
+            self.version = self.scratch.version
+
+    def _forget(self) -> None:
+        self.graphs.clear()
+        self.reader.release()
+
+    def release(self) -> None:
+        """Gives the memory of cache and graphs back."""
+        with self.scratch.lock:
+            self._forget()
+            self.scratch.release()
 
     def _start(self, total: int, limit: int, seed: int) -> None:
-        self.lengths_B.zero_()
-        self.lengths_B[-1] = 1  # the last slot is nobody's: it fills up batches
-        self.done_B.zero_()
-        self.done_B[total:] = 1
-        self.seed_1.fill_(seed * 0x9E3779B97F4A7C15 % (1 << 62))
-        self.limit_1.fill_(limit)
+        at = self.scratch
+        at.lengths_B.zero_()
+        at.lengths_B[-1] = 1  # the last slot is nobody's: it fills up batches
+        at.done_B.zero_()
+        at.done_B[total:] = 1
+        at.seed_1.fill_(seed * 0x9E3779B97F4A7C15 % (1 << 62))
+        at.limit_1.fill_(limit)
         self._choose(list(range(total)))
 
     def _choose(self, going: list[int]) -> None:
         """These sequences are the batch, in this order."""
-        nobody = self.room.sequences
-        rows = going + [nobody] * (self.room.sequences - len(going))
-        self.slots_M.copy_(torch.tensor(rows, dtype=torch.int32))
+        most = nobody = self.scratch.room.sequences
+        rows = going + [nobody] * (most - len(going))
+        self.scratch.slots_M.copy_(torch.tensor(rows, dtype=torch.int32))
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]], count: int) -> None:
         """Runs every prompt once: keys and values into the cache, the last state as the start of completions."""
-        ids_N = torch.tensor([token for prompt in prompts for token in prompt])
-        lengths_P = torch.tensor([len(prompt) for prompt in prompts])
-        ends_B = lengths_P.cumsum(0).repeat_interleave(count).to(self.device)
-        lengths_B = lengths_P.repeat_interleave(count).to(self.device)
-        self.reader.run(Batch.reading(ids_N), Shape(tuple(lengths_P.tolist()), (), ()))
-        hidden_ME = self.read_NE[ends_B - 1]
+        at = self.scratch
+        ids_N = flat(prompts, np.int64)
+        lengths = tuple(map(len, prompts))
+        ends_B = torch.tensor([end for end in accumulate(lengths) for _ in range(count)]).to(self.device)
+        lengths_B = torch.tensor([length for length in lengths for _ in range(count)]).to(self.device)
+        self.reader.run(Batch.reading(ids_N), Shape(lengths, (), ()))
+        hidden_ME = at.read_NE[ends_B - 1]
         total = len(hidden_ME)
-        self.prompt_starts_B[:total], self.prompt_lengths_B[:total] = ends_B - lengths_B, lengths_B
-        self.hidden_ME[:total], self.low_ME[:total] = hidden_ME, hidden_ME
-        self.squares_MS[:total, 0], self.parts = hidden_ME.square().sum(1), 1
+        at.prompt_starts_B[:total], at.prompt_lengths_B[:total] = ends_B - lengths_B, lengths_B
+        at.hidden_ME[:total], at.low_ME[:total] = hidden_ME, hidden_ME
+        at.squares_MS[:total, 0], self.parts = hidden_ME.square().sum(1), 1
 
     @torch.no_grad()
     def _read(self, batch: Batch, segments: Segments) -> None:
+        at = self.scratch
         attention = segments.attention(self.decoder)
 
         def attend(layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
-            q_N, k_N, v_N = (part.to(self.dtype) for part in (q_N, k_N, v_N))
-            self.prompt_keys[layer, : len(k_N)], self.prompt_values[layer, : len(v_N)] = k_N, v_N
+            q_N, k_N, v_N = (part.to(self.weights.dtype) for part in (q_N, k_N, v_N))
+            at.prompt_keys[layer, : len(k_N)], at.prompt_values[layer, : len(v_N)] = k_N, v_N
             return attention(layer, q_N, k_N, v_N)
 
         hidden_NE = self.weights.run_layers(batch.ids_N, segments.positions_N, attend)
-        self.read_NE[: len(hidden_NE)] = hidden_NE
+        at.read_NE[: len(hidden_NE)] = hidden_NE
 
     def _replay(self, rows: int, decoding: "Decoding") -> None:
+        at = self.scratch
         if self.device.type != "cuda":
             self._step(rows, decoding)
             return
         key = (rows, decoding.temperature, decoding.top_k, decoding.top_p, decoding.greedy, decoding.eos)
         if key not in self.graphs:
-            slots_M = self.slots_M.clone()
-            self.slots_M.fill_(self.room.sequences)
-            self._step(rows, decoding)  # a rehearsal without anybody, which compiles what is new
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._step(rows, decoding)
+            slots_M = at.slots_M.clone()
+            at.slots_M.fill_(at.room.sequences)
+            with one_at_a_time:
+                self._step(rows, decoding)  # a rehearsal without anybody, which compiles what is new
+                graph = torch.cuda.CUDAGraph()
+                with recording(graph):
+                    self._step(rows, decoding)
             self.graphs[key] = graph
-            self.slots_M.copy_(slots_M)
+            at.slots_M.copy_(slots_M)
         self.graphs[key].replay()
 
     def _step(self, rows: int, decoding: "Decoding") -> None:
         """One more token for the first `rows` of the batch."""
-        weights, hidden, side = self.weights, self.hidden_ME, self.side_ME
+        at = self.scratch
+        weights, hidden, side = self.weights, at.hidden_ME, at.side_ME
         self._embed(rows)
         for number, layer in enumerate(weights.layers):
-            self._product(rows, self._before(rows, layer.before_attention), layer.qkv, self.qkv_MN)
+            self._product(rows, self._before(rows, layer.before_attention), layer.qkv, at.qkv_MN)
             self._attend(rows, number, layer)
             if layer.after_attention is None:
-                self._product(rows, self.attended_MN, layer.o, hidden)
+                self._product(rows, at.attended_MN, layer.o, hidden)
             else:
-                self._product(rows, self.attended_MN, layer.o, side)
+                self._product(rows, at.attended_MN, layer.o, side)
                 self._norm(rows, side, layer.after_attention, add=True)
             x_ME = self._before(rows, layer.before_mlp)
-            self._product(rows, x_ME, layer.up, self.inner_MN, weights.activation, weights.gated)
+            self._product(rows, x_ME, layer.up, at.inner_MN, weights.activation, weights.gated)
             if layer.after_mlp is None:
-                self._product(rows, self.inner_MN, layer.down, hidden)
+                self._product(rows, at.inner_MN, layer.down, hidden)
             else:
-                self._product(rows, self.inner_MN, layer.down, side)
+                self._product(rows, at.inner_MN, layer.down, side)
                 self._norm(rows, side, layer.after_mlp, add=True)
         self._draw(rows, decoding)
 
     def _embed(self, rows: int) -> None:
-        weights, width = self.weights, self.hidden_ME.shape[1]
+        at = self.scratch
+        weights, width = self.weights, at.hidden_ME.shape[1]
         kernels.embed[(rows,)](
-            self.slots_M, self.tokens_BT, self.lengths_B, self.prompt_lengths_B, weights.words,
-            weights.places, self.hidden_ME, self.low_ME, self.squares_MS, self.room.tokens, width,
-            self.squares_MS.shape[1], weights.word_scale,
+            at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, weights.words,
+            weights.places, at.hidden_ME, at.low_ME, at.squares_MS, at.room.tokens, width,
+            at.squares_MS.shape[1], weights.word_scale,
             PLACES=weights.places is not None, BE=power(width),
         )  # fmt: skip
         self.parts = 1
 
     def _before(self, rows: int, norm: Norm | None) -> Tensor:
         """The residual stream as the next product takes it: itself, where that product does the norm."""
+        at = self.scratch
         if norm is None:
-            return self.low_ME
-        self._norm(rows, self.hidden_ME, norm)
-        return self.low_side_ME
+            return at.low_ME
+        self._norm(rows, at.hidden_ME, norm)
+        return at.low_side_ME
 
     def _norm(self, rows: int, x_ME: Tensor, norm: Norm, add: bool = False) -> None:
+        at = self.scratch
         width = x_ME.shape[1]
         kernels.norm[(rows,)](
-            x_ME, norm.weight, norm.bias, self.hidden_ME, self.low_ME if add else self.low_side_ME, self.squares_MS,
-            width, self.squares_MS.shape[1], self.weights.eps,
+            x_ME, norm.weight, norm.bias, at.hidden_ME, at.low_ME if add else at.low_side_ME, at.squares_MS,
+            width, at.squares_MS.shape[1], self.weights.eps,
             CENTRED=norm.bias is not None, ADD=add, BE=power(width),
         )  # fmt: skip
         if add:
@@ -236,13 +288,14 @@ class Engine:
         gated: bool = False,
     ) -> None:
         """A linear map from one buffer to another; onto the residual stream it adds."""
+        at = self.scratch
         outputs, width = out_MN.shape[1], linear.weight.shape[1]
-        add, normed = out_MN is self.hidden_ME, x_ME is self.low_ME
+        add, normed = out_MN is at.hidden_ME, x_ME is at.low_ME
         block_m, block_n, block_k, options = tiles(rows, outputs, width)
         across = -(-outputs // block_n)
         kernels.linear[(across, -(-rows // block_m))](
-            x_ME, self.squares_MS, linear.weight, linear.bias, out_MN, self.low_ME, self.squares_MS, rows, outputs,
-            width, self.parts, self.squares_MS.shape[1], self.weights.eps,
+            x_ME, at.squares_MS, linear.weight, linear.bias, out_MN, at.low_ME, at.squares_MS, rows, outputs,
+            width, self.parts, at.squares_MS.shape[1], self.weights.eps,
             NORM=normed, GATED=gated, ACTIVATION=activation, BIAS=linear.bias is not None, ADD=add,
             EVEN=width % block_k == 0, BM=block_m, BN=block_n, BK=block_k, BS=power(self.parts),
             **options,
@@ -251,14 +304,15 @@ class Engine:
             self.parts = across
 
     def _attend(self, rows: int, number: int, layer: Layer) -> None:
+        at = self.scratch
         decoder, window = self.decoder, self.decoder.windows[number]
-        turn = self.turns.get(decoder.kinds[number])
+        turn = at.turns.get(decoder.kinds[number])
         cos, sin = turn if turn is not None else (None, None)
         group = decoder.heads // decoder.key_heads
         kernels.attend[(rows, decoder.key_heads)](
-            self.qkv_MN, self.slots_M, self.lengths_B, self.prompt_starts_B, self.prompt_lengths_B,
-            self.prompt_keys[number], self.prompt_values[number], self.keys[number], self.values[number],
-            layer.q_norm, layer.k_norm, cos, sin, self.attended_MN, self.room.tokens, decoder.heads, decoder.key_heads, decoder.scale, self.weights.eps, window or 0,
+            at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
+            at.prompt_keys[number], at.prompt_values[number], at.keys[number], at.values[number],
+            layer.q_norm, layer.k_norm, cos, sin, at.attended_MN, at.room.tokens, decoder.heads, decoder.key_heads, decoder.scale, self.weights.eps, window or 0,
             NORM=layer.q_norm is not None, TURN=turn is not None, WINDOW=window is not None, GROUP=group,
             D=decoder.head_size, BG=max(16, power(group)), BD=max(16, power(decoder.head_size)),
             BLOCK=128 if decoder.head_size <= 64 else 64,
@@ -266,19 +320,20 @@ class Engine:
 
     def _draw(self, rows: int, decoding: "Decoding") -> None:
         """From the residual stream to the next token."""
+        at = self.scratch
         from rl_swarm.learning.sampler import truncated
 
-        weights, words = self.weights, self.logits_MV.shape[1]
-        self._product(rows, self._before(rows, weights.last_norm), weights.head, self.logits_MV)
+        weights, words = self.weights, at.logits_MV.shape[1]
+        self._product(rows, self._before(rows, weights.last_norm), weights.head, at.logits_MV)
         cut = bool(decoding.top_k) or decoding.top_p < 1
         if cut and not decoding.greedy:
-            logits_MV = self.logits_MV[:rows]
+            logits_MV = at.logits_MV[:rows]
             logprobs_MV = (logits_MV / decoding.temperature).log_softmax(-1)
             kept_MV = truncated(logprobs_MV, decoding.top_k, decoding.top_p) > -torch.inf
-            self.lowest_M[:rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
-        kernels.survey[(rows, self.stretches)](
-            self.logits_MV, self.slots_M, self.lengths_B, self.lowest_M, self.seed_1, self.best_MS, self.where_MS,
-            self.top_MS, self.sum_MS, words, self.stretches, decoding.temperature,
+            at.lowest_M[:rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
+        kernels.survey[(rows, at.stretches)](
+            at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_1, at.best_MS, at.where_MS,
+            at.top_MS, at.sum_MS, words, at.stretches, decoding.temperature,
             GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, BV=STRETCH,
         )  # fmt: skip
         if decoding.eos not in self.ends:
@@ -286,9 +341,9 @@ class Engine:
             self.ends[decoding.eos] = ends
         eos = self.ends[decoding.eos]
         kernels.pick[(rows,)](
-            self.logits_MV, self.slots_M, self.best_MS, self.where_MS, self.top_MS, self.sum_MS, eos, self.limit_1,
-            self.tokens_BT, self.logprobs_BT, self.lengths_B, self.done_B, words, self.room.tokens,
-            self.stretches, len(eos), decoding.temperature, BS=power(self.stretches), BEOS=power(len(eos)),
+            at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
+            at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, words, at.room.tokens,
+            at.stretches, len(eos), decoding.temperature, BS=power(at.stretches), BEOS=power(len(eos)),
         )  # fmt: skip
 
 

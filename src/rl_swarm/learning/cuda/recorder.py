@@ -5,7 +5,9 @@ filled up to one of a few sizes, copied into fixed memory, and the recorded pass
 recordings share one pool of memory.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,20 @@ from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
 Step = Callable[[Batch, Segments], None]
+
+LEAST_SEGMENTS = 128  # that a recording has room for, so that their number seldom asks for another
+
+one_at_a_time = threading.RLock()  # of the threads that compile and record
+
+
+@contextmanager
+def recording(graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    """Records what is launched inside. Other threads may go on with their work on the GPU."""
+    with (
+        one_at_a_time,
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"),
+    ):
+        yield
 
 
 @dataclass
@@ -29,7 +45,7 @@ class Recorder:
         self.step, self.device = step, device
         self.recordings = dict[tuple[int, int], Recording]()
         self.pool: Any = None
-        self.aside: Any = None  # one stream for all rehearsals, since each has workspaces of its own
+        self.aside: Any = None  # a stream of its own to rehearse and record on: it brings its own workspaces
 
     def run(self, batch: Batch, shape: Shape) -> None:
         if self.device.type != "cuda":
@@ -38,17 +54,17 @@ class Recorder:
         tokens = self.size_for(max(len(batch.ids_N), len(batch.targets_M)))
         filler = -(-(tokens - len(batch.ids_N)) // BLOCK)
         segments = len(shape.prompts) + len(shape.completions) + filler + 1
-        key = (tokens, 1 << (segments - 1).bit_length())
+        key = (tokens, max(LEAST_SEGMENTS, 1 << (segments - 1).bit_length()))
         if key not in self.recordings:
             self.recordings[key] = self._record(*key)
-        recording = self.recordings[key]
-        for place, given in zip(vars(recording.batch).values(), vars(batch).values(), strict=True):
+        recorded = self.recordings[key]
+        for place, given in zip(vars(recorded.batch).values(), vars(batch).values(), strict=True):
             place.zero_()
             place[: len(given)].copy_(given, non_blocking=True)
         filled = Segments.of(shape, *key)
-        for place, given in zip(vars(recording.segments).values(), vars(filled).values(), strict=True):
+        for place, given in zip(vars(recorded.segments).values(), vars(filled).values(), strict=True):
             place.copy_(given, non_blocking=True)
-        recording.graph.replay()
+        recorded.graph.replay()
 
     def release(self) -> None:
         """Gives the memory of all recordings back."""
@@ -56,30 +72,40 @@ class Recorder:
         self.pool = None
 
     def _record(self, tokens: int, count: int) -> Recording:
+        with one_at_a_time:
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+                self.aside = self.aside or torch.cuda.Stream(self.device)
+                self._rehearse(*self._nothing(2 * BLOCK, LEAST_SEGMENTS))
+            batch, segments = self._nothing(tokens, count)
+            graph = torch.cuda.CUDAGraph()
+            with recording(graph, self.pool, self.aside):
+                self.step(batch, segments)
+        return Recording(graph, batch, segments)
+
+    def _nothing(self, tokens: int, count: int) -> tuple[Batch, Segments]:
+        """A batch of this size that changes nothing: its tokens have weight 0."""
         whole = torch.zeros(tokens, dtype=torch.int64)
         real, truth = torch.zeros(tokens), torch.zeros(tokens, dtype=torch.bool)
-        batch = Batch(whole, whole, whole, real, real, real, truth, truth)  # of weight 0: it changes nothing
+        batch = Batch(whole, whole, whole, real, real, real, truth, truth)
         batch = Batch(*(value.to(self.device, copy=True) for value in vars(batch).values()))
         stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
         shape = Shape(tuple(len(stretch) for stretch in stretches), (), ())
-        segments = Segments.of(shape, tokens, count).to(self.device)
-        if self.aside is None:
-            self.aside = torch.cuda.Stream(self.device)
-        aside = self.aside
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):
-            self.step(batch, segments)  # compiles what is new
-        torch.cuda.current_stream(self.device).wait_stream(aside)
-        torch.cuda.empty_cache()
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        return batch, Segments.of(shape, tokens, count).to(self.device)
+
+    def _rehearse(self, batch: Batch, segments: Segments) -> None:
+        """Compiles kernels and sets up libraries, which a recording must not. A small batch is enough."""
+        self.aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.aside):
             self.step(batch, segments)
-        return Recording(graph, batch, segments)
+        torch.cuda.current_stream(self.device).wait_stream(self.aside)
+        torch.cuda.empty_cache()
 
     @staticmethod
     def size_for(tokens: int) -> int:
-        """Sizes that recordings are made for: eight between one power of two and the next."""
-        step = max(BLOCK, 1 << max(0, tokens.bit_length() - 4))
-        return -(-tokens // step) * step
+        """Sizes that recordings are made for: four between one power of two and the next, and none very small.
+
+        A small pass takes as long as a smaller one, and every size has to be recorded.
+        """
+        step = max(2 * BLOCK, 1 << max(0, tokens.bit_length() - 3))
+        return max(8 * BLOCK, -(-tokens // step) * step)

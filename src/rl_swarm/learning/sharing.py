@@ -1,0 +1,114 @@
+"""Several nodes of one process on one GPU: what each keeps, and what they share.
+
+A node keeps its weights, Adam's moments, and the copy in low precision that it samples from. The memory to sample
+in is there a few times, and so is a desk to train at: a model with gradients, activations and recorded passes, into
+which a node copies its weights for the time of an update. Nodes use them one after the other.
+"""
+
+import copy
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_swarm.config import Settings
+from rl_swarm.learning import sampler
+from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.memory import DESKS, Plan
+from rl_swarm.learning.sequences import Model
+from rl_swarm.learning.trainer import Trainer, Update
+
+if TYPE_CHECKING:
+    from rl_swarm.learning.cuda.engine import Scratch
+
+
+class Sharing:
+    """What so many nodes share, all with a model of one shape."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self.desks: queue.LifoQueue[Trainer | None] = queue.LifoQueue()  # None: not made yet
+        for _ in range(min(DESKS, nodes)):
+            self.desks.put(None)
+        self.scratches: list[Scratch] = []
+        self.seated = 0  # nodes that have memory to sample in
+        self.lock = threading.Lock()
+
+    def admit(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
+        """The trainer of one more node."""
+        if sampler.engine_of(model) is not None:
+            sampler.share(model, self._scratch(plan))
+        return SharedTrainer(model, pad, settings, self.desks)
+
+    def _scratch(self, plan: Plan) -> "Scratch":
+        """One of those planned, in turn."""
+        from rl_swarm.learning.cuda.engine import Scratch
+
+        with self.lock:
+            if len(self.scratches) < plan.scratches:
+                self.scratches.append(Scratch(plan.sequences))
+            self.seated += 1
+            return self.scratches[(self.seated - 1) % len(self.scratches)]
+
+
+class SharedTrainer(Trainer):
+    """Takes the gradients of its updates at a desk."""
+
+    def __init__(
+        self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[Trainer | None]"
+    ) -> None:
+        super().__init__(model, pad, settings)
+        self.recorder = None
+        self.desks = desks
+        self.desk: Trainer | None = None
+
+    def _update(self, groups: Sequence[TrainingGroup]) -> Update:
+        with self._seated():
+            return super()._update(groups)
+
+    @contextmanager
+    def _seated(self) -> Iterator[None]:
+        """At a desk that has this node's weights."""
+        self.desk = self.desks.get()
+        try:
+            self.desk = desk = self.desk or self._new_desk()
+            with torch.no_grad():
+                torch._foreach_copy_(desk.parameters(), self.parameters())
+            desk.batch_tokens, desk.frugal = self.batch_tokens, self.frugal
+            yield
+            desk.optimizer.zero_grad(set_to_none=desk.recorder is None)
+        except BaseException:
+            if self.desk is not None:
+                self.desk.release()
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.model.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the next one works on a stream of its own
+            self.desks.put(self.desk)
+            self.desk = None
+
+    def _new_desk(self) -> Trainer:
+        desk = Trainer(copy.deepcopy(self.model), self.pad, self.settings)
+        desk.reference = self.reference
+        return desk
+
+    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
+        assert self.desk is not None
+        own_tokens = self.desk._gradients(groups, tokens, report)
+        for mine, theirs in zip(self.parameters(), self.desk.parameters(), strict=True):
+            mine.grad = theirs.grad
+        return own_tokens
+
+
+@contextmanager
+def own_stream() -> Iterator[None]:
+    """What this thread gives the GPU to do does not wait for the work of other threads."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield

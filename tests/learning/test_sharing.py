@@ -1,0 +1,169 @@
+"""Nodes that share a GPU share a process: they learn what separate processes would, and stop and resume alike."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from processes import QUICK, family, metrics, run, start, state, until
+from small_models import PAD, small_model
+
+from rl_swarm import worker
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.learning import memory
+from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.memory import COMMON_CARD, DESKS, GIB, plan
+from rl_swarm.learning.sharing import Sharing
+from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.trainer import Trainer
+
+SMOLLM2 = Shape(30, 576, 1536, 9, 3, 64, 49152)
+GPT2 = Shape(12, 768, 3072, 12, 12, 64, 50257, gated=False)
+
+
+@pytest.fixture
+def one_gpu(tmp_path):
+    """The environment of a machine that seems to have one GPU; torch, which does not find it, takes the CPU."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0: a card (UUID: a)'\n")
+    program.chmod(0o755)
+    return {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_path: Path, one_gpu) -> None:
+    for name, environ in (("shared", one_gpu), ("apart", {})):
+        code, output = run(
+            tmp_path, "up", "--run", name, "--nodes", "3", "--rounds", "4", "--seed", "7", *QUICK, **environ
+        )
+        assert code == 0, output
+    assert metrics(tmp_path / "shared") == metrics(tmp_path / "apart")
+    code, output = run(tmp_path, "validate", "shared", "--rounds", "4", "--nodes", "3")
+    assert code == 0, output
+    log = (tmp_path / "shared" / "logs" / "swarm.log").read_text()
+    for node in metrics(tmp_path / "shared"):
+        assert f" {node}: round 3" in log, "every line says who wrote it"
+
+
+def test_ctrl_c_stops_all_nodes_of_a_process_and_they_resume(tmp_path: Path, one_gpu) -> None:
+    address = tmp_path / "r"
+    process = start(tmp_path, "up", "--run", "r", "--nodes", "3", "--rounds", "40", *QUICK, **one_gpu)
+    until(lambda: state(address)["round"] >= 2)
+    children = family(process)
+    pids = {line["pid"] for line in joined(address)}
+    assert len(pids) == 1, "all three are one process"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 130 and "--resume r" in output
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    stopped_at = state(address)["round"]
+    assert stopped_at < 39
+
+    code, output = run(tmp_path, "up", "--resume", "r", **one_gpu)
+    assert code == 0, output
+    for lines in metrics(address).values():
+        assert {line["round"] for line in lines if line["kind"] == "round"} == set(range(40))
+
+
+def joined(address):
+    """What nodes said when they joined."""
+    from rl_swarm.telemetry.journal import read_lines
+
+    found = []
+    for path in address.glob("logs/*/training_events.jsonl"):
+        found += [line for line in read_lines(path)[0] if line["event"] == "joined"]
+    return found
+
+
+def test_when_a_node_fails_the_others_of_its_process_stop_and_the_failure_is_told(monkeypatch, tmp_path):
+    stopped = []
+
+    def join(address, settings, stop, sharing):
+        assert sharing.nodes == 3
+        if settings.node_id == "b":
+            raise UserError("no disk")
+        assert stop.wait(30)
+        stopped.append(threading.current_thread().name)
+
+    monkeypatch.setattr(worker, "join", join)
+    with pytest.raises(UserError, match="no disk"):
+        worker.join_together(tmp_path, {n: Settings(node_id=n) for n in "abc"}, threading.Event())
+    assert sorted(stopped) == ["a", "c"]
+
+
+def groups(seed):
+    return [TrainingGroup([5, 6, seed], [[8, 9, 7], [10]], [1.0, -1.0], None)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])  # with and without a fast path
+def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
+    settings = Settings(learning_rate=0.01)
+    models = [small_model(kind, seed=seed) for seed in range(4)]
+    own = [Trainer(small_model(kind, seed=seed), PAD, settings) for seed in range(4)]
+    sharing = Sharing(4)
+    shared = [
+        sharing.admit(m, PAD, settings, plan(Shape.of(m.config), GIB, settings, "cpu", 4)) for m in models
+    ]
+
+    def work(number):
+        for turn in range(3):
+            shared[number].update(groups(turn + number))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, trainer in enumerate(own):
+        for turn in range(3):
+            trainer.update(groups(turn + number))
+        for mine, theirs in zip(trainer.model.parameters(), models[number].parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert theirs.grad is None, "gradients belong to the desk"
+    assert sharing.desks.qsize() == DESKS
+
+
+def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pieces(monkeypatch, caplog):
+    settings = Settings(learning_rate=0.01)
+    sharing = Sharing(2)
+    model = small_model()
+    trainer = sharing.admit(model, PAD, settings, plan(Shape.of(model.config), GIB, settings, "cpu", 2))
+    expected = Trainer(small_model(), PAD, settings)
+    expected.batch_tokens = 3
+    real, calls = Trainer._accumulate, []
+
+    def accumulate(self, given, tokens):
+        calls.append(sum(len(g.completions) for g in given))
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("full")
+        real(self, given, tokens)
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    trainer.update(groups(1))
+    assert calls == [2, 1, 1] and sharing.desks.qsize() == 2
+    assert "now hold at most" in caplog.text
+    monkeypatch.setattr(Trainer, "_accumulate", real)
+    expected.update(groups(1))
+    for mine, theirs in zip(expected.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("shape", [SMOLLM2, GPT2])
+def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape):
+    settings = Settings(model="gpt2", local=8, external=0)
+    found = plan(shape, 140 * GIB, settings, "cuda", 8)
+    assert found.fits and found.needed < 0.9 * COMMON_CARD
+    assert (found.nodes, found.sequences) == (8, 64) and found.scratches >= 4
+    assert "8 nodes need together" in str(found)
+    one = plan(shape, 140 * GIB, settings, "cuda")
+    assert found.needed < 4.5 * one.needed
+    huge = Shape(24, 896, 4864, 14, 2, 64, 151936)
+    assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, (
+        "where there is more, it is used"
+    )
+    assert not plan(huge, 30 * GIB, settings, "cuda", 8).fits
