@@ -26,11 +26,12 @@ from rl_swarm.learning import decoder, logprobs, lora
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine, recorder
 from rl_swarm.learning.cuda.attention import Segments
-from rl_swarm.learning.cuda.engine import Engine, Scratch, size_for
+from rl_swarm.learning.cuda.engine import Engine, Request, size_for
 from rl_swarm.learning.cuda.recorder import Recorder
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import Decoding, samples, truncated
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.learning.weights import Weights
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], list(range(20, 38))]
 EOS = frozenset(range(3, VOCABULARY, 6))
@@ -49,8 +50,9 @@ def several_blocks_even_of_little(monkeypatch):
 
 
 @torch.no_grad()
-def drawn(engine, prompts, count, decoding, seed=1):
-    return samples(*engine.sample(prompts, count, decoding, seed), decoding.eos, count)
+def drawn(model, prompts, count, decoding, seed=1, engine=None):
+    engine = engine or Engine(1, torch.float32)
+    return samples(*engine.sample(model, prompts, count, decoding, seed), decoding.eos, count)
 
 
 @torch.no_grad()
@@ -71,7 +73,7 @@ def train(model):
 @pytest.mark.parametrize("kind", FAST)
 def test_log_probabilities_are_those_of_a_plain_forward_pass(kind):
     model = small_model(kind)
-    groups = drawn(Engine(model, torch.float32), PROMPTS, 2, Decoding(3, frozenset(), PAD))
+    groups = drawn(model, PROMPTS, 2, Decoding(3, frozenset(), PAD))
     assert all(len(s.tokens) == 3 for group in groups for s in group)
     assert len({s.tokens for group in groups for s in group}) > 3
     check_logprobs(model, PROMPTS, groups)
@@ -80,7 +82,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(kind):
 def test_the_temperature_counts_and_words_that_are_looked_at_in_stretches(monkeypatch):
     monkeypatch.setattr(engine, "STRETCH", 16)
     model = small_model()
-    groups = drawn(Engine(model, torch.float32), PROMPTS, 1, Decoding(3, EOS, PAD, temperature=0.6))
+    groups = drawn(model, PROMPTS, 1, Decoding(3, EOS, PAD, temperature=0.6))
     check_logprobs(model, PROMPTS, groups, 0.6)
 
 
@@ -88,7 +90,7 @@ def test_the_temperature_counts_and_words_that_are_looked_at_in_stretches(monkey
 def test_greedy_is_what_transformers_generates(kind, monkeypatch):
     monkeypatch.setattr(engine, "STRETCH", 16)
     model = small_model(kind, seed=3)
-    groups = drawn(Engine(model, torch.float32), PROMPTS[1:], 1, Decoding(4, EOS, PAD, greedy=True))
+    groups = drawn(model, PROMPTS[1:], 1, Decoding(4, EOS, PAD, greedy=True))
     for prompt, (found,) in zip(PROMPTS[1:], groups, strict=True):
         expected = model.generate(
             torch.tensor([prompt]),
@@ -104,13 +106,13 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
 @pytest.mark.parametrize("kind", FAST)
 def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
     model = small_model(kind)
-    one = Engine(model, torch.float32)
-    drawn(one, PROMPTS[:2], 1, Decoding(2, frozenset(), PAD))
+    one = Engine(1, torch.float32)
+    drawn(model, PROMPTS[:2], 1, Decoding(2, frozenset(), PAD), engine=one)
     longer = [[*PROMPTS[3], *PROMPTS[1]], PROMPTS[0]]
-    check_logprobs(model, longer, drawn(one, longer, 1, Decoding(3, frozenset(), PAD)))
+    check_logprobs(model, longer, drawn(model, longer, 1, Decoding(3, frozenset(), PAD), engine=one))
     before = copy.deepcopy(model)
     train(model)
-    groups = drawn(one, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD))  # less of everything than before
+    groups = drawn(model, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD), engine=one)  # less than before
     check_logprobs(model, PROMPTS[:1], groups)
     with pytest.raises(AssertionError):
         check_logprobs(before, PROMPTS[:1], groups)
@@ -118,7 +120,7 @@ def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned
 
 def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
     model = small_model()
-    weights = Engine(model, torch.float32).weights
+    weights = Weights(Decoder(model), torch.float32)
     written = []
     monkeypatch.setattr(weights, "_rewrite", lambda: written.append(1))
     weights.refresh()
@@ -134,17 +136,17 @@ def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
 
 
 def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
-    one = Engine(small_model(), torch.float32)
+    model, one = small_model(), Engine(1, torch.float32)
     ends = frozenset(range(2, VOCABULARY, 4))
     decoding = Decoding(4, ends, PAD)
-    expected = drawn(one, PROMPTS, 2, decoding)  # too short for a look at who has ended
+    expected = drawn(model, PROMPTS, 2, decoding, engine=one)  # too short for a look at who has ended
     sizes, step = [], one._step
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     monkeypatch.setattr(one, "_step", lambda rows, how: (sizes.append(rows), step(rows, how)))
-    groups = drawn(one, PROMPTS, 2, decoding)
+    groups = drawn(model, PROMPTS, 2, decoding, engine=one)
     found = [s for group in groups for s in group]
     assert [s.tokens for s in found] == [s.tokens for group in expected for s in group]
-    check_logprobs(one.decoder.model, PROMPTS, groups)
+    check_logprobs(model, PROMPTS, groups)
     assert {s.ended for s in found} == {True, False}
     for s in found:
         assert s.ended == (s.tokens[-1] in ends)
@@ -156,21 +158,21 @@ def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypat
 
 
 def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
-    one = Engine(small_model(), torch.float32)
+    one = Engine(1, torch.float32)
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     monkeypatch.setattr(one, "_step", None)
-    groups = drawn(one, PROMPTS, 1, Decoding(5, frozenset(range(VOCABULARY)), PAD))
+    groups = drawn(small_model(), PROMPTS, 1, Decoding(5, frozenset(range(VOCABULARY)), PAD), engine=one)
     assert all(s.ended and len(s.tokens) == 1 for (s,) in groups)
 
 
 def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch():
     model = small_model()
     decoding = Decoding(3, frozenset(), PAD)
-    one = Engine(model, torch.float32)
-    everyone = drawn(one, PROMPTS, 2, decoding, seed=5)
-    fewer = drawn(one, PROMPTS[:2], 2, decoding, seed=5)
-    fresh = drawn(Engine(model, torch.float32), PROMPTS[:1], 2, decoding, seed=5)
-    others = drawn(one, PROMPTS[:2], 2, decoding, seed=6)
+    one = Engine(1, torch.float32)
+    everyone = drawn(model, PROMPTS, 2, decoding, 5, one)
+    fewer = drawn(model, PROMPTS[:2], 2, decoding, 5, one)
+    fresh = drawn(model, PROMPTS[:1], 2, decoding, seed=5)
+    others = drawn(model, PROMPTS[:2], 2, decoding, 6, one)
     tokens = [[[s.tokens for s in group] for group in groups] for groups in (everyone, fewer, fresh, others)]
     assert tokens[1] == tokens[0][:2]
     assert tokens[2] == tokens[0][:1]
@@ -180,9 +182,9 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch()
 def test_what_is_drawn_does_not_depend_on_what_was_drawn_before():
     model = small_model()
     decoding = Decoding(2, frozenset(), PAD)
-    fresh, used = Engine(model, torch.float32), Engine(model, torch.float32)
-    drawn(used, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD))
-    first, second = (drawn(one, PROMPTS[:1], 4, decoding, seed=5)[0] for one in (fresh, used))
+    fresh, used = Engine(1, torch.float32), Engine(1, torch.float32)
+    drawn(model, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD), engine=used)
+    first, second = (drawn(model, PROMPTS[:1], 4, decoding, 5, one)[0] for one in (fresh, used))
     assert [s.tokens for s in first] == [s.tokens for s in second]
 
 
@@ -190,7 +192,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     model, count = small_model(vocabulary=8), 160
     with torch.no_grad():
         expected = count * model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(0)
-    (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], count, Decoding(1, frozenset(), PAD))
+    (group,) = drawn(model, PROMPTS[:1], count, Decoding(1, frozenset(), PAD))
     found = torch.bincount(torch.tensor([s.tokens[0] for s in group]), minlength=8)
     assert ((found - expected) ** 2 / expected).sum() < 24.3  # chi-square of 7 degrees: once in a thousand
 
@@ -202,7 +204,7 @@ def test_top_k_and_top_p_leave_what_the_plain_sampler_leaves(cut):
     with torch.no_grad():
         logits_BV = model(torch.tensor([PROMPTS[0]])).logits[:, -1] / 2.5
     kept_V = truncated(logits_BV.log_softmax(-1), decoding.top_k, decoding.top_p)[0] > -torch.inf
-    (group,) = drawn(Engine(model, torch.float32), PROMPTS[:1], 48, decoding)
+    (group,) = drawn(model, PROMPTS[:1], 48, decoding)
     assert 1 < kept_V.sum() < 6
     assert {s.tokens[0] for s in group} == set(kept_V.nonzero()[:, 0].tolist())
     check_logprobs(model, PROMPTS[:1], [group], 2.5)  # as they are before anything is cut
@@ -322,19 +324,19 @@ def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch)
 def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
     model = small_model(kind)
     lora.adapt(model, rank=2, seed=0)
-    one = Engine(model, torch.float32)
+    one = Engine(1, torch.float32)
     decoding = Decoding(2, frozenset(), PAD)
-    before = drawn(one, PROMPTS[:2], 1, decoding)
+    before = drawn(model, PROMPTS[:2], 1, decoding, engine=one)
     check_logprobs(small_model(kind), PROMPTS[:2], before)  # a new adapter changes nothing
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.3)
-    after = drawn(one, PROMPTS[:2], 1, decoding)
+    after = drawn(model, PROMPTS[:2], 1, decoding, engine=one)
     check_logprobs(model, PROMPTS[:2], after)
     assert [g[0].logprobs for g in after] != [g[0].logprobs for g in before]
     train(model)
-    check_logprobs(model, PROMPTS[:2], drawn(one, PROMPTS[:2], 1, decoding))
+    check_logprobs(model, PROMPTS[:2], drawn(model, PROMPTS[:2], 1, decoding, engine=one))
 
 
 def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
@@ -352,22 +354,53 @@ def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
         assert not Engine.supports(model), unknown
 
 
-def test_engines_that_share_their_scratch_sample_what_they_would_alone():
-    models = [small_model(seed=seed) for seed in range(3)]
-    decoding, greedy = Decoding(12, EOS, PAD), Decoding(16, EOS, PAD, greedy=True)
+def together(engine, decoding, requests):
+    """In one pass, whatever threads do."""
+    with torch.no_grad():
+        found = engine._serve(decoding, requests)
+    return [samples(*of, decoding.eos, request.each) for of, request in zip(found, requests, strict=True)]
 
-    def tell(engine, turn):
-        given, how = (
-            (PROMPTS, greedy) if turn == 1 else (PROMPTS[:2], decoding)
-        )  # the second needs more memory
-        return [[s.tokens for s in group] for group in drawn(engine, given, 2, how, turn)]
 
-    expected = [[tell(Engine(model, torch.float32), turn) for turn in range(3)] for model in models]
-    scratch = Scratch()
-    shared = [Engine(model, torch.float32, scratch) for model in models]
-    found = [[tell(engine, turn) for engine in shared] for turn in range(3)]
-    assert [list(of) for of in zip(*found, strict=True)] == expected
-    assert expected[0] != expected[1]
-    version = scratch.version
-    shared[0].release()
-    assert tell(shared[1], 0) == expected[1][0] and scratch.version == version + 1
+def requests_of(models):
+    """Of different sizes and seeds."""
+    return [
+        Request(model, PROMPTS[number : number + 2], 1 + number % 2, seed=number + 1)
+        for number, model in enumerate(models)
+    ]
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
+    monkeypatch.setattr(engine, "LOOK_EVERY", 1)
+    requests = requests_of([small_model(kind, seed=seed) for seed in range(3)])
+    decoding = Decoding(3, frozenset(range(2, VOCABULARY, 3)), PAD)
+    expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
+    found = together(Engine(3, torch.float32), decoding, requests)
+    assert found == expected, "tokens and log-probabilities, to the last bit"
+    tokens = [s.tokens for groups in found for group in groups for s in group]
+    assert len(set(tokens)) > 4 and len(set(map(len, tokens))) > 1
+
+
+def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatch):
+    decoding = Decoding(2, frozenset(), PAD, top_k=5)
+    models = [small_model(seed=seed) for seed in range(4)]
+    requests = requests_of(models)
+    expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
+    one = Engine(3, torch.float32)
+    assert together(one, decoding, [requests[1]]) == [expected[1]]
+    assert together(one, decoding, [requests[0], requests[2]]) == [expected[0], expected[2]]
+    with pytest.raises(ValueError, match="3 seats"):
+        together(one, decoding, [requests[3]])
+    one.leave(models[1])
+    assert together(one, decoding, requests[2:]) == expected[2:]
+    train(models[2])
+    (changed, same) = together(one, decoding, requests[2:])
+    assert changed != expected[2] and same == expected[3]
+    check_logprobs(models[2], requests[2].prompts, changed)
+    with pytest.raises(ValueError, match="of one shape"):
+        one.leave(models[0])
+        together(one, decoding, [Request(small_model(vocabulary=20), PROMPTS[:1], 1, 0)])
+    for model in models:
+        one.leave(model)
+    assert not one.stack.tensors and not hasattr(one.scratch, "keys")
+    assert together(one, decoding, [requests[1]]) == [expected[1]]

@@ -140,7 +140,6 @@ class Policy:
                 self.batch = len(ids) * count // 2
                 log.warning("out of memory: now sampling at most %d sequences at once", self.batch)
                 traceback.clear_frames(error.__traceback__)  # they hold what did fit
-                sampler.release(self.model)
                 release_memory()
                 continue
             texts = iter(self.decode([s.tokens for group in samples for s in group]))

@@ -22,7 +22,7 @@ from rl_swarm.learning.steps import Steps
 from rl_swarm.learning.weights import Weights
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.cuda.engine import Engine, Scratch
+    from rl_swarm.learning.cuda.engine import Engine
 
 
 CROWDED = 0.75  # a batch in which fewer than this share still grow is made smaller
@@ -63,7 +63,7 @@ def sample(
     """`count` completions of every prompt."""
     engine = engine_of(model)
     if engine is not None:
-        return samples(*engine.sample(prompts, count, decoding, seed), decoding.eos, count)
+        return samples(*engine.sample(model, prompts, count, decoding, seed), decoding.eos, count)
     device, limit = model.device, decoding.max_new_tokens
     total = len(prompts) * count
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -122,18 +122,18 @@ def release(model: Model) -> None:
     _weights.pop(model, None)
     engine = _engines.pop(model, None)
     if engine is not None:
-        engine.release()
+        engine.leave(model)
 
 
-def share(model: Model, scratch: "Scratch") -> None:
-    """Sampling from this model on a GPU uses this memory from now on."""
+def share(model: Model, engine: "Engine") -> None:
+    """This engine, which serves other models too, samples from this model from now on."""
     release(model)
-    _scratches[model] = scratch
+    _shared[model] = engine
 
 
 _weights: "weakref.WeakKeyDictionary[Model, Weights]" = weakref.WeakKeyDictionary()
 _engines: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
-_scratches: "weakref.WeakKeyDictionary[Model, Scratch]" = weakref.WeakKeyDictionary()
+_shared: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: Model) -> "Engine | None":
@@ -145,7 +145,7 @@ def engine_of(model: Model) -> "Engine | None":
     if model not in _engines:
         if not Engine.supports(model):
             return None
-        _engines[model] = Engine(model, scratch=_scratches.get(model))
+        _engines[model] = _shared.get(model) or Engine()
     return _engines[model]
 
 

@@ -1,8 +1,8 @@
 """Several nodes of one process on one GPU: what each keeps, and what they share.
 
-A node keeps its weights, Adam's moments, and the copy in low precision that it samples from. The memory to sample
-in is there a few times, and so is a desk to train at: a model with gradients, activations and recorded passes, into
-which a node copies its weights for the time of an update. Nodes use them one after the other.
+A node keeps its weights, Adam's moments, and the copy in low precision that it samples from. One engine samples for
+all of them at the same time. A desk to train at is there a few times: a model with gradients, activations and
+recorded passes, into which a node copies its weights for the time of an update. Nodes use desks one after the other.
 """
 
 import copy
@@ -22,7 +22,7 @@ from rl_swarm.learning.sequences import Model
 from rl_swarm.learning.trainer import Trainer, Update
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.cuda.engine import Scratch
+    from rl_swarm.learning.cuda.engine import Engine
 
 
 class Sharing:
@@ -33,25 +33,18 @@ class Sharing:
         self.desks: queue.LifoQueue[Trainer | None] = queue.LifoQueue()  # None: not made yet
         for _ in range(min(DESKS, nodes)):
             self.desks.put(None)
-        self.scratches: list[Scratch] = []
-        self.seated = 0  # nodes that have memory to sample in
+        self.engine: Engine | None = None
         self.lock = threading.Lock()
 
     def admit(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
         """The trainer of one more node."""
         if sampler.engine_of(model) is not None:
-            sampler.share(model, self._scratch(plan))
+            from rl_swarm.learning.cuda.engine import Engine
+
+            with self.lock:
+                self.engine = self.engine or Engine(self.nodes, sequences=plan.sequences)
+            sampler.share(model, self.engine)
         return SharedTrainer(model, pad, settings, self.desks)
-
-    def _scratch(self, plan: Plan) -> "Scratch":
-        """One of those planned, in turn."""
-        from rl_swarm.learning.cuda.engine import Scratch
-
-        with self.lock:
-            if len(self.scratches) < plan.scratches:
-                self.scratches.append(Scratch(plan.sequences))
-            self.seated += 1
-            return self.scratches[(self.seated - 1) % len(self.scratches)]
 
 
 class SharedTrainer(Trainer):

@@ -2,12 +2,13 @@
 
 The scale of an RMS norm is a factor of the columns of the projection behind it, so it is multiplied into
 the copy. The projections of queries, keys and values are one matrix, and so are gate and up. Embeddings
-are read from the trainer's own weights.
+are read from the trainer's own weights. Copies of several models of one shape can lie in one `Stack`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -46,11 +47,36 @@ class Layer:
     k_norm: Tensor | None = None
 
 
+class Stack:
+    """Memory for the copies of several models of one shape: what one of them calls a tensor is a slice of
+    [models, ...], so that a kernel that knows the first model's finds all others'."""
+
+    def __init__(self, models: int) -> None:
+        self.models, self.tensors = models, list[Tensor]()
+
+    def slices(self, model: int) -> Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]:
+        """Makes the tensors of one model. All models ask for the same ones in the same order."""
+        numbers = count()
+
+        def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+            number = next(numbers)
+            if number == len(self.tensors):
+                self.tensors.append(torch.empty(self.models, *shape, dtype=dtype, device=device))
+            if self.tensors[number].shape[1:] != shape:
+                raise ValueError("models that are sampled from together must be of one shape")
+            return self.tensors[number][model]
+
+        return new
+
+
 class Weights:
     """The copy. `refresh` brings it up to date when the trainer has changed the model."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, dtype: torch.dtype, stack: Stack | None = None, number: int = 0
+    ) -> None:
         self.decoder, self.dtype = decoder, dtype
+        self._new = (stack or Stack(1)).slices(number)
         self._writes: list[Callable[[], object]] = []
         self._seen: list[int] = []
         self._parameters = list(decoder.model.parameters())
@@ -179,21 +205,26 @@ class Weights:
     def _linear(self, modules: list[Any], norm: Any = None) -> Linear:
         sizes = [matrix(module).shape[0] for module in modules]
         device = self.words.device
-        weight = torch.empty(sum(sizes), matrix(modules[0]).shape[1], dtype=self.dtype, device=device)
+        weight = self._new((sum(sizes), matrix(modules[0]).shape[1]), self.dtype, device)
         for part, module in zip(torch.split(weight, sizes), modules, strict=True):
             self._writes.append(partial(self._write_matrix, part, module, norm))
         biases: list[Any] = [getattr(module, "bias", None) for module in modules]
         if biases[0] is None:
             return Linear(weight)
-        bias = torch.empty(sum(sizes), device=device)
+        bias = self._new((sum(sizes),), torch.float32, device)
         for part, given in zip(torch.split(bias, sizes), biases, strict=True):
             self._writes.append(partial(part.copy_, given.detach()))
         return Linear(weight, bias)
 
     def _norm(self, module: Any) -> Norm:
-        weight = torch.empty_like(module.weight, dtype=torch.float32)
+        weight = self._new(tuple(module.weight.shape), torch.float32, module.weight.device)
         self._writes.append(lambda: weight.copy_(self._scale(module)))
-        return Norm(weight, getattr(module, "bias", None))
+        given = getattr(module, "bias", None)
+        if given is None:
+            return Norm(weight)
+        bias = self._new(tuple(given.shape), torch.float32, given.device)
+        self._writes.append(partial(bias.copy_, given.detach()))
+        return Norm(weight, bias)
 
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()

@@ -4,6 +4,10 @@ A layer of a Llama is five of them: norm and projection of queries, keys and val
 stores and reads the cache; output projection onto the residual; norm, gate and activation; and the
 projection back. Norm weights are folded into the projections behind them (see `weights`), so a norm
 costs one sum of squares. Shapes: M rows of the batch, E hidden, N outputs, V words, D of a head.
+
+Every kernel does the same for several nodes, each with weights of its own and B rows in every buffer: its third
+program id is the node. Weights of a node lie behind those of the node before (`weights.Stack`). Slots and starts of
+prompts are numbered through all nodes. With MANY, programs of rows that a node does not have end at once.
 """
 
 import triton
@@ -18,15 +22,23 @@ def _gelu(x):
 
 @triton.jit
 def linear(
-    x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, new_squares_MS, M, N, E, S, stride, eps,
+    going_Z, x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, M, N, E, S, B, stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    EVEN: tl.constexpr, MANY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """out = activation(rms_norm(x) weight + bias), or added to out; gated, the weight holds the gate, then the rest.
 
     What is added to is the residual stream: it is also written in low precision, with sums of its squares
     by stretches, so that the norm before the next product costs next to nothing there.
     """
+    node = tl.program_id(2).to(tl.int64)
+    if MANY and tl.program_id(1) * BM >= tl.load(going_Z + node):
+        return
+    x_ME += node * B * E
+    squares_MS += node * B * stride
+    weight_NE += node * (2 * N if GATED else N) * E
+    out_MN += node * B * N
+    low_MN += node * B * N
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -52,7 +64,7 @@ def linear(
         acc *= scale
         up *= scale
     if BIAS:
-        acc += tl.load(bias_N + columns, mask=columns < N, other=0.0)
+        acc += tl.load(bias_N + node * N + columns, mask=columns < N, other=0.0)
     if ACTIVATION == "silu":
         acc = acc * tl.sigmoid(acc)
     if ACTIVATION == "gelu":
@@ -64,26 +76,29 @@ def linear(
     if ADD:
         acc += tl.load(out_MN + place, mask=inside, other=0.0)
         tl.store(low_MN + place, acc, mask=inside)
-        tl.store(new_squares_MS + rows * stride + tl.program_id(0), tl.sum(acc * acc, 1), mask=rows < M)
+        tl.store(squares_MS + rows * stride + tl.program_id(0), tl.sum(acc * acc, 1), mask=rows < M)
     tl.store(out_MN + place, acc, mask=inside)
 
 
 @triton.jit
 def norm(
-    x_ME, weight_E, bias_E, out_ME, low_ME, squares_MS, E, stride, eps,
-    CENTRED: tl.constexpr, ADD: tl.constexpr, BE: tl.constexpr,
+    going_Z, x_ME, weight_E, bias_E, out_ME, low_ME, squares_MS, E, B, stride, eps,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, MANY: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Layer norm (centred) or RMS norm of a row where it cannot be folded into a product; or added to the stream."""
-    row = tl.program_id(0)
+    node = tl.program_id(2)
+    if MANY and tl.program_id(0) >= tl.load(going_Z + node):
+        return
+    row = node * B + tl.program_id(0)
     index = tl.arange(0, BE)
     inside = index < E
     x = tl.load(x_ME + row * E + index, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, 0) / E, 0.0)
     x *= tl.rsqrt(tl.sum(x * x, 0) / E + eps)
-    x *= tl.load(weight_E + index, mask=inside, other=0.0)
+    x *= tl.load(weight_E + node * E + index, mask=inside, other=0.0)
     if CENTRED:
-        x += tl.load(bias_E + index, mask=inside, other=0.0)
+        x += tl.load(bias_E + node * E + index, mask=inside, other=0.0)
     if ADD:
         x += tl.load(out_ME + row * E + index, mask=inside, other=0.0)
         tl.store(out_ME + row * E + index, x, mask=inside)
@@ -93,18 +108,26 @@ def norm(
 
 @triton.jit
 def embed(
-    slots_M, tokens_BT, lengths_B, prompt_lengths_B, words_VE, places_LE, out_ME, low_ME,
-    squares_MS, T, E, stride, scale, PLACES: tl.constexpr, BE: tl.constexpr,
+    going_Z, slots_M, tokens_BT, lengths_B, prompt_lengths_B, words_Z, places_Z, out_ME, low_ME,
+    squares_MS, T, E, B, stride, scale, PLACES: tl.constexpr, MANY: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The last token of every sequence as a vector, with its place where the model has learned places."""
-    row = tl.program_id(0)
+    """The last token of every sequence as a vector, with its place where the model has learned places.
+
+    Vectors of words and places are the trainer's own, of which there is a table of addresses.
+    """
+    node = tl.program_id(2)
+    if MANY and tl.program_id(0) >= tl.load(going_Z + node):
+        return
+    row = node * B + tl.program_id(0)
     slot = tl.load(slots_M + row)
     length = tl.load(lengths_B + slot)
     token = tl.load(tokens_BT + slot * T + length - 1)
     index = tl.arange(0, BE)
     inside = index < E
-    x = tl.load(words_VE + token * E + index, mask=inside, other=0.0).to(tl.float32) * scale
+    words_VE = tl.multiple_of(tl.load(words_Z + node).to(tl.pointer_type(tl.float32)), 16)
+    x = tl.load(words_VE + token * E + index, mask=inside, other=0.0) * scale
     if PLACES:
+        places_LE = tl.multiple_of(tl.load(places_Z + node).to(tl.pointer_type(tl.float32)), 16)
         place = tl.load(prompt_lengths_B + slot) + length - 1
         x += tl.load(places_LE + place * E + index, mask=inside, other=0.0)
     tl.store(out_ME + row * E + index, x, mask=inside)
@@ -147,17 +170,20 @@ def _attended(q, keys, values, seen, top, total, acc, scale):
 
 @triton.jit
 def attend(
-    qkv_MN, slots_M, lengths_B, prompt_starts_B, prompt_lengths_B, prompt_keys_NHD, prompt_values_NHD, keys_BHTD,
-    values_BHTD,
-    q_norm_D, k_norm_D, cos_LD, sin_LD, out_MN, T, H, KH, scale, eps, window,
-    NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BG: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    going_Z, qkv_MN, slots_M, lengths_B, prompt_starts_B, prompt_lengths_B, prompt_keys_NHD, prompt_values_NHD,
+    keys_BHTD, values_BHTD, q_norm_D, k_norm_D, cos_LD, sin_LD, out_MN, T, H, KH, B, scale, eps, window,
+    NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, MANY: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attention of one new token over its prompt, which completions share, and what it has written itself.
 
     One program does the query heads of one key head. What sequences that have ended compute goes nowhere.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    node = tl.program_id(2)
+    if MANY and tl.program_id(0) >= tl.load(going_Z + node):
+        return
+    row = node * B + tl.program_id(0)
+    head = tl.program_id(1)
     slot = tl.load(slots_M + row)
     written = tl.load(lengths_B + slot) - 1  # before this token
     prompt_length = tl.load(prompt_lengths_B + slot)
@@ -174,6 +200,9 @@ def attend(
     k_start = qkv_MN + row * width + (H + head) * D
     v_start = qkv_MN + row * width + (H + KH + head) * D
     inside = index < D
+    if NORM:
+        q_norm_D += node * D
+        k_norm_D += node * D
     q = _turned(q_start, index, other, sign, q_inside, q_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
     key = _turned(k_start, index, other, sign, inside, k_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
     kind = keys_BHTD.dtype.element_ty
@@ -213,19 +242,24 @@ def attend(
 
 @triton.jit
 def survey(
-    logits_MV, slots_M, lengths_B, lowest_M, seed_1, best_MS, where_MS, top_MS, sum_MS, V, S, temperature,
-    GREEDY: tl.constexpr, CUT: tl.constexpr, BV: tl.constexpr,
+    going_Z, logits_MV, slots_M, lengths_B, lowest_M, seed_Z, best_MS, where_MS, top_MS, sum_MS, V, S, B,
+    temperature, GREEDY: tl.constexpr, CUT: tl.constexpr, MANY: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One stretch of the vocabulary: its likeliest word after noise (the Gumbel trick), and its share of the sum.
 
     The noise of a word depends on seed, sequence, step and word alone, not on who else is in the batch.
     A stretch is read in quarters, since the generator makes four numbers at a time.
     """
-    row, part = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots_M + row).to(tl.int64)
+    node = tl.program_id(2)
+    if MANY and tl.program_id(0) >= tl.load(going_Z + node):
+        return
+    row = node * B + tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.load(slots_M + row)
     step = tl.load(lengths_B + slot)
+    sequence = (slot - node * (B + 1)).to(tl.int64)  # its number in its node
     quarter = tl.arange(0, BV // 4)
-    noise = tl.rand4x(tl.load(seed_1) + (slot << 24) + step, part * (BV // 4) + quarter)
+    noise = tl.rand4x(tl.load(seed_Z + node) + (sequence << 24) + step, part * (BV // 4) + quarter)
     total = 0.0
     top = -float("inf")
     best = -float("inf")
@@ -255,11 +289,14 @@ def survey(
 
 @triton.jit
 def pick(
-    logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B, done_B,
-    V, T, S, EOS, temperature, BS: tl.constexpr, BEOS: tl.constexpr,
+    going_Z, logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B,
+    done_B, V, T, S, B, EOS, temperature, MANY: tl.constexpr, BS: tl.constexpr, BEOS: tl.constexpr,
 ):  # fmt: skip
     """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit."""
-    row = tl.program_id(0)
+    node = tl.program_id(2)
+    if MANY and tl.program_id(0) >= tl.load(going_Z + node):
+        return
+    row = node * B + tl.program_id(0)
     slot = tl.load(slots_M + row)
     if tl.load(done_B + slot) != 0:
         return

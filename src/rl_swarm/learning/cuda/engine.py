@@ -1,16 +1,16 @@
 """Sampling on a GPU: one decoding step is a handful of kernels per layer, recorded once and replayed.
 
-The engine keeps one copy of the weights in bfloat16, refreshed when the trainer has changed them. The static
-cache of keys and values, and all else that a step writes, lie in a `Scratch`; several models of one shape can use
-the same, one after the other. A CUDA graph is recorded for each of a few batch sizes. The device decides which
-token comes next and which sequence has ended; now and then the host looks, and goes on with the smallest graph
-that holds the sequences still growing. Shapes as in `decoding`; B sequences, P prompts.
+An engine samples from several models of one shape in the same kernels: a step of a small model is bound by latency,
+and takes hardly longer for eight nodes than for one. Of every model it keeps a copy of the weights in bfloat16,
+refreshed when the trainer has changed them. The static cache of keys and values, and all else that a step writes,
+lie in a `Scratch`. A CUDA graph is recorded for each of a few batch sizes. The device decides which token comes next
+and which sequence has ended; now and then the host looks, and goes on with the smallest graph that holds the
+sequences still growing. Shapes as in `decoding`; Z nodes, B sequences of each, P prompts.
 """
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,24 +22,39 @@ from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import release_memory
-from rl_swarm.learning.weights import Layer, Linear, Norm, Weights
+from rl_swarm.learning.meeting import Meeting
+from rl_swarm.learning.weights import Layer, Linear, Norm, Stack, Weights
 
 if TYPE_CHECKING:
     from rl_swarm.learning.sampler import Decoding
 
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
+SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
 STRETCH = 4096  # words that one program looks at
 LEAST_PROMPTS = 1024  # tokens that there is room for
 
 
 class Room(NamedTuple):
-    """The largest batch that fits into the memory reserved so far."""
+    """The largest batch of a node that fits into the memory reserved so far."""
 
     sequences: int = 0
     tokens: int = 0  # of a completion
     prompt_tokens: int = 0  # of all prompts together
     length: int = 0  # of the longest prompt and its completion
+
+
+class Request(NamedTuple):
+    """What one node wants in a pass."""
+
+    model: Any
+    prompts: Sequence[Sequence[int]]
+    each: int  # completions of every prompt
+    seed: int
+    ready: Any = None  # an event: the GPU has done what the asking thread gave it to do
+
+    @property
+    def total(self) -> int:
+        return len(self.prompts) * self.each
 
 
 class Drawn(NamedTuple):
@@ -51,161 +66,239 @@ class Drawn(NamedTuple):
 
 
 class Scratch:
-    """Memory to sample in. It is kept between calls, so that recorded graphs stay valid."""
+    """Memory to sample in, of all nodes. It is kept between calls, so that recorded graphs stay valid."""
 
-    def __init__(self, sequences: int = 0) -> None:
-        self.lock, self.room = threading.Lock(), Room()
+    def __init__(self, nodes: int, sequences: int) -> None:
+        self.nodes, self.room = nodes, Room()
+        self.turns = dict[str, tuple[Tensor, Tensor]]()
         self.least = Room(size_for(sequences))
-        self.version = 0  # of the memory
 
     def reserve(self, wanted: Room, weights: Weights) -> None:
         """More memory, enough for a batch of this size too."""
         room = Room(*map(max, wanted, self.room, self.least))
         self.release()
-        B, T, N, L = room
+        Z, (B, T, N, L) = self.nodes, room
         decoder, low = weights.decoder, weights.dtype
         width, key_heads, (V, E) = decoder.head_size, decoder.key_heads, weights.head.weight.shape
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=weights.words.device)
 
-        written = (len(decoder.layers), B + 1, key_heads, T, width)
+        written = (len(decoder.layers), Z, B + 1, key_heads, T, width)
         self.keys, self.values = (new(*written, dtype=low) for _ in range(2))
-        read = (len(decoder.layers), N, key_heads, width)
+        read = (len(decoder.layers), Z, N, key_heads, width)
         self.prompt_keys, self.prompt_values = (new(*read, dtype=low) for _ in range(2))
-        self.hidden_ME, self.side_ME = new(B, E), new(B, E)
-        self.low_ME, self.low_side_ME = new(B, E, dtype=low), new(B, E, dtype=low)
-        self.squares_MS = new(B, -(-E // 16))
-        self.qkv_MN = new(B, (decoder.heads + 2 * key_heads) * width, dtype=low)
-        self.attended_MN = new(B, decoder.heads * width, dtype=low)
-        self.inner_MN = new(B, weights.inner, dtype=low)
-        self.logits_MV, self.lowest_M = new(B, V), new(B)
+        self.hidden_ME, self.side_ME = new(Z, B, E), new(Z, B, E)
+        self.low_ME, self.low_side_ME = new(Z, B, E, dtype=low), new(Z, B, E, dtype=low)
+        self.squares_MS = new(Z, B, -(-E // 16))
+        self.qkv_MN = new(Z, B, (decoder.heads + 2 * key_heads) * width, dtype=low)
+        self.attended_MN = new(Z, B, decoder.heads * width, dtype=low)
+        self.inner_MN = new(Z, B, weights.inner, dtype=low)
+        self.logits_MV, self.lowest_M = new(Z, B, V), new(Z, B)
         self.stretches = -(-V // STRETCH)
-        self.best_MS, self.top_MS, self.sum_MS = (new(B, self.stretches) for _ in range(3))
-        self.where_MS = new(B, self.stretches, dtype=torch.int32)
-        self.slots_M, self.read_NE = new(B, dtype=torch.int32), new(N, E)
-        self.lengths_B, self.done_B = new(B + 1, dtype=torch.int32), new(B + 1, dtype=torch.int32)
-        self.prompt_starts_B, self.prompt_lengths_B = (new(B + 1, dtype=torch.int32) for _ in range(2))
-        self.tokens_BT, self.logprobs_BT = new(B + 1, T, dtype=torch.int32), new(B + 1, T)
-        self.seed_1, self.limit_1 = new(1, dtype=torch.int64), new(1, dtype=torch.int32)
-        self.turns = decoder.rotations(self.hidden_ME, torch.arange(L, device=weights.words.device))
-        self.room, self.version = room, self.version + 1
+        self.best_MS, self.top_MS, self.sum_MS = (new(Z, B, self.stretches) for _ in range(3))
+        self.where_MS = new(Z, B, self.stretches, dtype=torch.int32)
+        self.slots_M, self.read_NE = new(Z, B, dtype=torch.int32), new(N, E)
+        self.lengths_B, self.done_B = (new(Z, B + 1, dtype=torch.int32) for _ in range(2))
+        self.prompt_starts_B, self.prompt_lengths_B = (new(Z, B + 1, dtype=torch.int32) for _ in range(2))
+        self.tokens_BT, self.logprobs_BT = new(Z, B + 1, T, dtype=torch.int32), new(Z, B + 1, T)
+        self.seed_Z, self.limit_1 = new(Z, dtype=torch.int64), new(1, dtype=torch.int32)
+        self.going_Z = new(Z, dtype=torch.int32)  # rows
+        self.turns = decoder.rotations(self.hidden_ME[0], torch.arange(L, device=weights.words.device))
+        self.room = room
 
     def release(self) -> None:
         """Gives the memory back."""
         for name in [name for name, value in vars(self).items() if isinstance(value, Tensor)]:
             delattr(self, name)
+        self.turns.clear()
         self.room = Room()
         release_memory()  # what follows may be of another size, and for another thread
 
 
 class Engine:
-    """Samples from one model."""
+    """Samples from models of one shape, at most so many."""
 
-    def __init__(
-        self, model: Any, dtype: torch.dtype = torch.bfloat16, scratch: Scratch | None = None
-    ) -> None:
-        self.decoder, self.device = Decoder(model), model.device
-        self.weights = Weights(self.decoder, dtype)
-        self.scratch, self.version = scratch or Scratch(), 0
-        self.reader = Recorder(self._read, self.device)
+    weights: Weights  # of the first seat, with which kernels find those of all others
+    decoder: Decoder
+    device: torch.device
+    reader: Recorder
+    words_Z: Tensor  # addresses
+    places_Z: Tensor | None
+
+    def __init__(self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0) -> None:
+        self.nodes, self.dtype = nodes, dtype
+        self.meeting = Meeting[Request, Drawn](self._serve)
+        self.stack, self.scratch = Stack(nodes), Scratch(nodes, sequences)
+        self.seats: list[Weights | None] = [None] * nodes
         self.graphs = dict[object, Any]()
         self.ends = dict[frozenset[int], Tensor]()
         self.parts = 1  # sums of squares per row of the residual stream
 
     @staticmethod
     def supports(model: Any) -> bool:
-        return Weights.supports(Decoder(model))
+        return Weights.supports(Decoder(model)) and model.get_input_embeddings().weight.dtype == torch.float32
 
-    def sample(self, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int) -> Drawn:
-        with self.scratch.lock:
-            return self._sample(prompts, count, decoding, seed)
+    def sample(
+        self, model: Any, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int
+    ) -> Drawn:
+        """`count` completions of every prompt; in one pass with the other models that are asked now."""
+        ready = None
+        if model.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return self.meeting.ask(model, decoding, Request(model, prompts, count, seed, ready))
 
-    def _sample(self, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int) -> Drawn:
-        at = self.scratch
-        total, limit = len(prompts) * count, decoding.max_new_tokens
-        self.weights.refresh()
-        lengths = list(map(len, prompts))
-        read = power(max(LEAST_PROMPTS, Recorder.size_for(sum(lengths))))
-        self._reserve(Room(size_for(total), limit, read, power(max(lengths)) + limit))
-        self._start(total, limit, seed)
-        self._read_prompts(prompts, count)
-        self._draw(total, decoding)
+    def leave(self, model: Any) -> None:
+        """Gives back this model's seat, and when it was the last, the memory."""
+        with self.meeting.left(model):
+            for number, weights in enumerate(self.seats):
+                if weights is not None and weights.decoder.model is model:
+                    self.seats[number] = None
+                    self.reader.forget(number)
+            if not any(self.seats):
+                self._release()
+                self.stack = Stack(self.nodes)
+                for name in ("weights", "decoder", "reader", "words_Z", "places_Z"):
+                    vars(self).pop(name, None)
+                release_memory()
 
-        going = list(range(total))
+    def _release(self) -> None:
+        """Gives back the memory of cache and graphs."""
+        self._forget()
+        self.scratch.release()
+
+    def _serve(self, kind: Hashable, requests: list[Request]) -> list[Drawn]:
+        try:
+            parties = {self._seat(request.model): request for request in requests}
+            return self._sample(parties, cast("Decoding", kind))
+        except torch.OutOfMemoryError:
+            torch.cuda.current_stream().synchronize()  # another thread may use the memory next
+            self.scratch.least = Room()  # no more than is asked for
+            self._release()
+            raise
+
+    def _seat(self, model: Any) -> int:
+        """Where this model's weights are; a free seat, if it has none."""
+        for number, weights in enumerate(self.seats):
+            if weights is not None and weights.decoder.model is model:
+                return number
+        if None not in self.seats:
+            raise ValueError(f"there are {self.nodes} seats, and a model has each of them")
+        first, number = not any(self.seats), self.seats.index(None)
+        weights = Weights(Decoder(model), self.dtype, self.stack, number)
+        if first:
+            self.weights, self.decoder, self.device = weights, weights.decoder, model.device
+            self.reader = Recorder(self._read, self.device)
+            self.words_Z = torch.zeros(self.nodes, dtype=torch.int64, device=self.device)
+            self.places_Z = None if weights.places is None else torch.zeros_like(self.words_Z)
+        for table, vectors in ((self.words_Z, weights.words), (self.places_Z, weights.places)):
+            if table is not None and vectors is not None:
+                if vectors.data_ptr() % 16 and self.device.type == "cuda":
+                    raise ValueError("embeddings must begin at a multiple of 16 bytes")
+                table[number] = vectors.data_ptr()
+        self.seats[number] = weights
+        return number
+
+    def _sample(self, requests: dict[int, Request], decoding: "Decoding") -> list[Drawn]:
+        at, limit = self.scratch, decoding.max_new_tokens
+        for node, request in requests.items():
+            if request.ready is not None:
+                torch.cuda.current_stream().wait_event(request.ready)
+            cast(Weights, self.seats[node]).refresh()
+        self._reserve([self._room(request, limit) for request in requests.values()])
+        going = [list(range(requests[node].total)) if node in requests else [] for node in range(self.nodes)]
+        self._start(requests, going, limit)
+        for node, request in requests.items():
+            self._read_prompts(node, request.prompts, request.each)
+        self.parts = 1
+        self._draw(max(map(len, going)), decoding)
+
         for step in range(1, limit):
             if decoding.eos and step % LOOK_EVERY == 0:
                 done = at.done_B.tolist()
-                left = [slot for slot in going if not done[slot]]
-                if not left:
+                left = [[slot for slot in of if not done[node][slot]] for node, of in enumerate(going)]
+                if not any(left):
                     break
-                if size_for(len(left)) < size_for(len(going)):
+                if any(size_for(len(a)) < size_for(len(b)) for a, b in zip(left, going, strict=True)):
                     going = left
                     self._choose(going)
-            self._replay(size_for(len(going)), decoding)
-        drawn = (at.tokens_BT[:total, :limit], at.logprobs_BT[:total, :limit], at.lengths_B[:total])
-        return Drawn(*(values.cpu() for values in drawn))
+            self._replay(size_for(max(map(len, going))), decoding)
+        found = (
+            (
+                at.tokens_BT[node, :total, :limit],
+                at.logprobs_BT[node, :total, :limit],
+                at.lengths_B[node, :total],
+            )
+            for node, total in ((node, request.total) for node, request in requests.items())
+        )
+        return [Drawn(*(values.cpu() for values in drawn)) for drawn in found]
 
-    def _reserve(self, wanted: Room) -> None:
-        """Memory for a batch of this size. New memory makes the recorded graphs worthless."""
-        if any(more > there for more, there in zip(wanted, self.scratch.room, strict=True)):
+    @staticmethod
+    def _room(request: Request, limit: int) -> Room:
+        lengths = list(map(len, request.prompts))
+        read = power(max(LEAST_PROMPTS, Recorder.size_for(sum(lengths))))
+        return Room(size_for(request.total), limit, read, power(max(lengths)) + limit)
+
+    def _reserve(self, wanted: Sequence[Room]) -> None:
+        """Memory for batches of these sizes. New memory makes the recorded graphs worthless."""
+        most = Room(*map(max, *wanted, Room()))
+        if any(more > there for more, there in zip(most, self.scratch.room, strict=True)):
             self._forget()
-            self.scratch.reserve(wanted, self.weights)
-        if self.version != self.scratch.version:
-            self._forget()
-            self.version = self.scratch.version
+            self.scratch.reserve(most, self.weights)
 
     def _forget(self) -> None:
         self.graphs.clear()
-        self.reader.release()
+        if any(self.seats):
+            self.reader.release()
 
-    def release(self) -> None:
-        """Gives the memory of cache and graphs back."""
-        with self.scratch.lock:
-            self._forget()
-            self.scratch.release()
-
-    def _start(self, total: int, limit: int, seed: int) -> None:
+    def _start(self, requests: dict[int, Request], going: list[list[int]], limit: int) -> None:
         at = self.scratch
         at.lengths_B.zero_()
-        at.lengths_B[-1] = 1  # the last slot is nobody's: it fills up batches
-        at.done_B.zero_()
-        at.done_B[total:] = 1
-        at.seed_1.fill_(seed * 0x9E3779B97F4A7C15 % (1 << 62))
+        at.lengths_B[:, -1] = 1  # the last slot of a node is nobody's: it fills up batches
+        at.done_B.fill_(1)
+        for node, request in requests.items():
+            at.done_B[node, : request.total] = 0
+            at.seed_Z[node] = request.seed * 0x9E3779B97F4A7C15 % (1 << 62)
         at.limit_1.fill_(limit)
-        self._choose(list(range(total)))
+        self._choose(going)
 
-    def _choose(self, going: list[int]) -> None:
+    def _choose(self, going: list[list[int]]) -> None:
         """These sequences are the batch, in this order."""
-        most = nobody = self.scratch.room.sequences
-        rows = going + [nobody] * (most - len(going))
+        nobody = self.scratch.room.sequences
+        rows = [
+            [node * (nobody + 1) + slot for slot in of + [nobody] * (nobody - len(of))]
+            for node, of in enumerate(going)
+        ]
         self.scratch.slots_M.copy_(torch.tensor(rows, dtype=torch.int32))
+        self.scratch.going_Z.copy_(torch.tensor(list(map(len, going)), dtype=torch.int32))
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], count: int) -> None:
+    def _read_prompts(self, node: int, prompts: Sequence[Sequence[int]], count: int) -> None:
         """Runs every prompt once: keys and values into the cache, the last state as the start of completions."""
         at = self.scratch
         ids_N = flat(prompts, np.int64)
         lengths = tuple(map(len, prompts))
         ends_B = torch.tensor([end for end in accumulate(lengths) for _ in range(count)]).to(self.device)
         lengths_B = torch.tensor([length for length in lengths for _ in range(count)]).to(self.device)
-        self.reader.run(Batch.reading(ids_N), Shape(lengths, (), ()))
+        self.reader.run(Batch.reading(ids_N), Shape(lengths, (), ()), node)
         hidden_ME = at.read_NE[ends_B - 1]
         total = len(hidden_ME)
-        at.prompt_starts_B[:total], at.prompt_lengths_B[:total] = ends_B - lengths_B, lengths_B
-        at.hidden_ME[:total], at.low_ME[:total] = hidden_ME, hidden_ME
-        at.squares_MS[:total, 0], self.parts = hidden_ME.square().sum(1), 1
+        at.prompt_starts_B[node, :total] = node * at.room.prompt_tokens + ends_B - lengths_B
+        at.prompt_lengths_B[node, :total] = lengths_B
+        at.hidden_ME[node, :total], at.low_ME[node, :total] = hidden_ME, hidden_ME
+        at.squares_MS[node, :total, 0] = hidden_ME.square().sum(1)
 
     @torch.no_grad()
-    def _read(self, batch: Batch, segments: Segments) -> None:
-        at = self.scratch
+    def _read(self, batch: Batch, segments: Segments, node: int) -> None:
+        at, weights = self.scratch, cast(Weights, self.seats[node])
         attention = segments.attention(self.decoder)
 
         def attend(layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
-            q_N, k_N, v_N = (part.to(self.weights.dtype) for part in (q_N, k_N, v_N))
-            at.prompt_keys[layer, : len(k_N)], at.prompt_values[layer, : len(v_N)] = k_N, v_N
+            q_N, k_N, v_N = (part.to(self.dtype) for part in (q_N, k_N, v_N))
+            at.prompt_keys[layer, node, : len(k_N)], at.prompt_values[layer, node, : len(v_N)] = k_N, v_N
             return attention(layer, q_N, k_N, v_N)
 
-        hidden_NE = self.weights.run_layers(batch.ids_N, segments.positions_N, attend)
+        hidden_NE = weights.run_layers(batch.ids_N, segments.positions_N, attend)
         at.read_NE[: len(hidden_NE)] = hidden_NE
 
     def _replay(self, rows: int, decoding: "Decoding") -> None:
@@ -215,8 +308,8 @@ class Engine:
             return
         key = (rows, decoding.temperature, decoding.top_k, decoding.top_p, decoding.greedy, decoding.eos)
         if key not in self.graphs:
-            slots_M = at.slots_M.clone()
-            at.slots_M.fill_(at.room.sequences)
+            slots_M, going_Z = at.slots_M.clone(), at.going_Z.clone()
+            self._choose([[] for _ in self.seats])
             with one_at_a_time:
                 self._step(rows, decoding)  # a rehearsal without anybody, which compiles what is new
                 graph = torch.cuda.CUDAGraph()
@@ -224,10 +317,11 @@ class Engine:
                     self._step(rows, decoding)
             self.graphs[key] = graph
             at.slots_M.copy_(slots_M)
+            at.going_Z.copy_(going_Z)
         self.graphs[key].replay()
 
     def _step(self, rows: int, decoding: "Decoding") -> None:
-        """One more token for the first `rows` of the batch."""
+        """One more token for the first `rows` of every node's batch."""
         at = self.scratch
         weights, hidden, side = self.weights, at.hidden_ME, at.side_ME
         self._embed(rows)
@@ -250,12 +344,12 @@ class Engine:
 
     def _embed(self, rows: int) -> None:
         at = self.scratch
-        weights, width = self.weights, at.hidden_ME.shape[1]
-        kernels.embed[(rows,)](
-            at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, weights.words,
-            weights.places, at.hidden_ME, at.low_ME, at.squares_MS, at.room.tokens, width,
-            at.squares_MS.shape[1], weights.word_scale,
-            PLACES=weights.places is not None, BE=power(width),
+        width = at.hidden_ME.shape[2]
+        kernels.embed[(rows, 1, self.nodes)](
+            at.going_Z, at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, self.words_Z, self.places_Z,
+            at.hidden_ME, at.low_ME, at.squares_MS, at.room.tokens, width, at.room.sequences,
+            at.squares_MS.shape[2], self.weights.word_scale,
+            PLACES=self.places_Z is not None, MANY=self.nodes > 1, BE=power(width),
         )  # fmt: skip
         self.parts = 1
 
@@ -269,11 +363,11 @@ class Engine:
 
     def _norm(self, rows: int, x_ME: Tensor, norm: Norm, add: bool = False) -> None:
         at = self.scratch
-        width = x_ME.shape[1]
-        kernels.norm[(rows,)](
-            x_ME, norm.weight, norm.bias, at.hidden_ME, at.low_ME if add else at.low_side_ME, at.squares_MS,
-            width, at.squares_MS.shape[1], self.weights.eps,
-            CENTRED=norm.bias is not None, ADD=add, BE=power(width),
+        width = x_ME.shape[2]
+        kernels.norm[(rows, 1, self.nodes)](
+            at.going_Z, x_ME, norm.weight, norm.bias, at.hidden_ME, at.low_ME if add else at.low_side_ME,
+            at.squares_MS, width, at.room.sequences, at.squares_MS.shape[2], self.weights.eps,
+            CENTRED=norm.bias is not None, ADD=add, MANY=self.nodes > 1, BE=power(width),
         )  # fmt: skip
         if add:
             self.parts = 1
@@ -289,16 +383,16 @@ class Engine:
     ) -> None:
         """A linear map from one buffer to another; onto the residual stream it adds."""
         at = self.scratch
-        outputs, width = out_MN.shape[1], linear.weight.shape[1]
+        outputs, width = out_MN.shape[2], linear.weight.shape[1]
         add, normed = out_MN is at.hidden_ME, x_ME is at.low_ME
         block_m, block_n, block_k, options = tiles(rows, outputs, width)
         across = -(-outputs // block_n)
-        kernels.linear[(across, -(-rows // block_m))](
-            x_ME, at.squares_MS, linear.weight, linear.bias, out_MN, at.low_ME, at.squares_MS, rows, outputs,
-            width, self.parts, at.squares_MS.shape[1], self.weights.eps,
+        kernels.linear[(across, -(-rows // block_m), self.nodes)](
+            at.going_Z, x_ME, at.squares_MS, linear.weight, linear.bias, out_MN, at.low_ME, rows, outputs,
+            width, self.parts, at.room.sequences, at.squares_MS.shape[2], self.weights.eps,
             NORM=normed, GATED=gated, ACTIVATION=activation, BIAS=linear.bias is not None, ADD=add,
-            EVEN=width % block_k == 0, BM=block_m, BN=block_n, BK=block_k, BS=power(self.parts),
-            **options,
+            EVEN=width % block_k == 0, MANY=self.nodes > 1, BM=block_m, BN=block_n, BK=block_k,
+            BS=power(self.parts), **options,
         )  # fmt: skip
         if add:
             self.parts = across
@@ -309,13 +403,14 @@ class Engine:
         turn = at.turns.get(decoder.kinds[number])
         cos, sin = turn if turn is not None else (None, None)
         group = decoder.heads // decoder.key_heads
-        kernels.attend[(rows, decoder.key_heads)](
-            at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
+        kernels.attend[(rows, decoder.key_heads, self.nodes)](
+            at.going_Z, at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
             at.prompt_keys[number], at.prompt_values[number], at.keys[number], at.values[number],
-            layer.q_norm, layer.k_norm, cos, sin, at.attended_MN, at.room.tokens, decoder.heads, decoder.key_heads, decoder.scale, self.weights.eps, window or 0,
-            NORM=layer.q_norm is not None, TURN=turn is not None, WINDOW=window is not None, GROUP=group,
-            D=decoder.head_size, BG=max(16, power(group)), BD=max(16, power(decoder.head_size)),
-            BLOCK=128 if decoder.head_size <= 64 else 64,
+            layer.q_norm, layer.k_norm, cos, sin, at.attended_MN, at.room.tokens, decoder.heads,
+            decoder.key_heads, at.room.sequences, decoder.scale, self.weights.eps, window or 0,
+            NORM=layer.q_norm is not None, TURN=turn is not None, WINDOW=window is not None,
+            MANY=self.nodes > 1, GROUP=group, D=decoder.head_size, BG=max(16, power(group)),
+            BD=max(16, power(decoder.head_size)), BLOCK=128 if decoder.head_size <= 64 else 64,
         )  # fmt: skip
 
     def _draw(self, rows: int, decoding: "Decoding") -> None:
@@ -323,27 +418,30 @@ class Engine:
         at = self.scratch
         from rl_swarm.learning.sampler import truncated
 
-        weights, words = self.weights, at.logits_MV.shape[1]
+        weights, words = self.weights, at.logits_MV.shape[2]
         self._product(rows, self._before(rows, weights.last_norm), weights.head, at.logits_MV)
         cut = bool(decoding.top_k) or decoding.top_p < 1
-        if cut and not decoding.greedy:
-            logits_MV = at.logits_MV[:rows]
+        for node in range(
+            self.nodes if cut and not decoding.greedy else 0
+        ):  # one after the other, to save memory
+            logits_MV = at.logits_MV[node, :rows]
             logprobs_MV = (logits_MV / decoding.temperature).log_softmax(-1)
             kept_MV = truncated(logprobs_MV, decoding.top_k, decoding.top_p) > -torch.inf
-            at.lowest_M[:rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
-        kernels.survey[(rows, at.stretches)](
-            at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_1, at.best_MS, at.where_MS,
-            at.top_MS, at.sum_MS, words, at.stretches, decoding.temperature,
-            GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, BV=STRETCH,
+            at.lowest_M[node, :rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
+        kernels.survey[(rows, at.stretches, self.nodes)](
+            at.going_Z, at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_Z, at.best_MS, at.where_MS,
+            at.top_MS, at.sum_MS, words, at.stretches, at.room.sequences, decoding.temperature,
+            GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, MANY=self.nodes > 1, BV=STRETCH,
         )  # fmt: skip
         if decoding.eos not in self.ends:
             ends = torch.tensor(sorted(decoding.eos) or [-1], dtype=torch.int32, device=self.device)
             self.ends[decoding.eos] = ends
         eos = self.ends[decoding.eos]
-        kernels.pick[(rows,)](
-            at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
-            at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, words, at.room.tokens,
-            at.stretches, len(eos), decoding.temperature, BS=power(at.stretches), BEOS=power(len(eos)),
+        kernels.pick[(rows, 1, self.nodes)](
+            at.going_Z, at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
+            at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, words, at.room.tokens, at.stretches,
+            at.room.sequences, len(eos), decoding.temperature,
+            MANY=self.nodes > 1, BS=power(at.stretches), BEOS=power(len(eos)),
         )  # fmt: skip
 
 

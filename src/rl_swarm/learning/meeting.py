@@ -1,0 +1,100 @@
+"""Threads that want the same kind of work at about the same time: one of them does it for all.
+
+The first to come leads. It waits as long as others keep coming, takes along all who want what it wants, does the
+work, and hands out the results. Those who come meanwhile are the next party.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Order = TypeVar("Order")
+Result = TypeVar("Result")
+
+PAUSE_SECONDS = 0.005  # without a newcomer, after which nobody is waited for
+
+
+@dataclass(eq=False)
+class Ticket(Generic[Order, Result]):
+    who: object
+    kind: Hashable
+    order: Order
+    result: Result | None = None
+    error: BaseException | None = None
+    done: bool = False
+
+
+class Meeting(Generic[Order, Result]):
+    def __init__(self, serve: Callable[[Hashable, list[Order]], Sequence[Result]]) -> None:
+        self.serve = serve
+        self.members = set[object]()  # all who have asked and not left
+        self.waiting = list[Ticket[Order, Result]]()
+        self.busy = False
+        self.changed = threading.Condition()
+
+    def ask(self, who: object, kind: Hashable, order: Order) -> Result:
+        """The result of this order. An error is raised in all threads of a party."""
+        mine = Ticket[Order, Result](who, kind, order)
+        with self.changed:
+            self.members.add(who)
+            self.waiting.append(mine)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: mine.done or not self.busy)
+            if not mine.done:
+                self.busy = True
+                self._wait_for_others()
+        if not mine.done:
+            self._lead(mine)
+        if mine.error is not None:
+            raise mine.error
+        return mine.result  # type: ignore[return-value]
+
+    @contextmanager
+    def left(self, who: object) -> Iterator[None]:
+        """Somebody is no longer waited for. While this lasts nobody is served."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.busy)
+            self.members.discard(who)
+            self.busy = True
+        try:
+            yield
+        finally:
+            self._free()
+
+    def _wait_for_others(self) -> None:
+        seen = 0
+        while seen < len(self.waiting) < len(self.members):
+            seen = len(self.waiting)
+            self.changed.wait_for(lambda seen=seen: len(self.waiting) > seen, PAUSE_SECONDS)  # type: ignore[misc]
+
+    def _lead(self, mine: Ticket[Order, Result]) -> None:
+        with self.changed:
+            by_member = {ticket.who: ticket for ticket in reversed(self.waiting) if ticket.kind == mine.kind}
+            party = [mine, *(ticket for who, ticket in by_member.items() if who != mine.who)]
+            self.waiting = [ticket for ticket in self.waiting if ticket not in party]
+        try:
+            for ticket, result in zip(party, self.serve(mine.kind, [t.order for t in party]), strict=True):
+                ticket.result = result
+        except BaseException as error:  # noqa: BLE001 raised by `ask`, in every thread one of its own
+            for ticket in party:
+                ticket.error = error if ticket is mine else another(error)
+        finally:
+            for ticket in party:
+                ticket.done = True
+            self._free()
+
+    def _free(self) -> None:
+        with self.changed:
+            self.busy = False
+            self.changed.notify_all()
+
+
+def another(error: BaseException) -> BaseException:
+    """The same error for another thread, with a traceback of its own."""
+    try:
+        return copy.copy(error)
+    except TypeError:  # one that is made in an unusual way
+        return RuntimeError(f"{type(error).__name__}: {error}")
