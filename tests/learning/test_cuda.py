@@ -6,6 +6,7 @@ They run here on the CPU, through Triton's interpreter, which `conftest` asks fo
 # ruff: noqa: E402 (what needs Triton is imported where there is one)
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -22,14 +23,14 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
 )
 
 from rl_swarm.config import Settings
-from rl_swarm.learning import decoder, logprobs, lora
+from rl_swarm.learning import decoder, logprobs, lora, meeting
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine, recorder
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.engine import Engine, Request, size_for
 from rl_swarm.learning.cuda.recorder import Recorder
 from rl_swarm.learning.decoder import Decoder
-from rl_swarm.learning.sampler import Decoding, samples, truncated
+from rl_swarm.learning.sampler import Decoding, Sample, samples, truncated
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
 
@@ -364,7 +365,7 @@ def together(engine, decoding, requests):
 def requests_of(models):
     """Of different sizes and seeds."""
     return [
-        Request(model, PROMPTS[number : number + 2], 1 + number % 2, seed=number + 1)
+        Request(model, PROMPTS[number : number + 1 + number % 2], 1 + number // 2, seed=number + 1)
         for number, model in enumerate(models)
     ]
 
@@ -373,12 +374,19 @@ def requests_of(models):
 def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     requests = requests_of([small_model(kind, seed=seed) for seed in range(3)])
-    decoding = Decoding(3, frozenset(range(2, VOCABULARY, 3)), PAD)
-    expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
-    found = together(Engine(3, torch.float32), decoding, requests)
+    endless = [drawn(r.model, r.prompts, r.each, Decoding(3, frozenset(), PAD), r.seed) for r in requests]
+    ends = frozenset(endless[0][0][0].tokens[:1])  # the first node is done after a token
+
+    def ended(sample):
+        length = next((n for n, token in enumerate(sample.tokens, 1) if token in ends), 3)
+        logprobs = sample.logprobs[:length]
+        return Sample(sample.tokens[:length], logprobs, sample.tokens[length - 1] in ends)
+
+    expected = [[[ended(sample) for sample in group] for group in groups] for groups in endless]
+    found = together(Engine(3, torch.float32), Decoding(3, ends, PAD), requests)
     assert found == expected, "tokens and log-probabilities, to the last bit"
-    tokens = [s.tokens for groups in found for group in groups for s in group]
-    assert len(set(tokens)) > 4 and len(set(map(len, tokens))) > 1
+    lengths = [[len(s.tokens) for group in groups for s in group] for groups in found]
+    assert lengths[0] == [1] and 3 in lengths[1] + lengths[2]
 
 
 def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatch):
@@ -404,3 +412,37 @@ def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatc
         one.leave(model)
     assert not one.stack.tensors and not hasattr(one.scratch, "keys")
     assert together(one, decoding, [requests[1]]) == [expected[1]]
+
+
+def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monkeypatch):
+    monkeypatch.setattr(meeting, "PAUSE_SECONDS", 3600)
+    decoding = Decoding(2, frozenset(), PAD)
+    requests = requests_of([small_model(seed=seed) for seed in range(3)])
+    expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
+    one = Engine(3, torch.float32, sequences=8)
+    one.meeting.members.update(r.model for r in requests)
+    real, passes, found = one._draw, [], {}
+
+    def draw(rows, how):
+        passes.append(rows)
+        if len(passes) == 1:
+            raise torch.OutOfMemoryError("full")
+        real(rows, how)
+
+    def sample(number):
+        r = requests[number]
+        try:
+            found[number] = drawn(r.model, r.prompts, r.each, decoding, r.seed, one)
+        except torch.OutOfMemoryError as error:
+            found[number] = str(error)
+
+    monkeypatch.setattr(one, "_draw", draw)
+    for result, room in ((["full"] * 3, 0), (expected, 2)):
+        threads = [threading.Thread(target=sample, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [found[number] for number in range(3)] == result
+        assert one.scratch.room.sequences == room, "after a failure no more is reserved than is asked for"
+    assert passes == [2, 2, 2], "one that failed, and two tokens"

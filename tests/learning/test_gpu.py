@@ -11,7 +11,7 @@ from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprob
 
 from rl_swarm.config import Settings
 from rl_swarm.environments.base import Question
-from rl_swarm.learning import memory, sampler
+from rl_swarm.learning import meeting, memory, sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.policy import Policy, load_model
@@ -55,9 +55,9 @@ def gentle_model(kind):
     return model
 
 
-def drawn(engine, decoding, count=4, seed=1):
+def drawn(engine, model, decoding, count=4, seed=1):
     with torch.no_grad():
-        return samples(*engine.sample(PROMPTS, count, decoding, seed), decoding.eos, count)
+        return samples(*engine.sample(model, PROMPTS, count, decoding, seed), decoding.eos, count)
 
 
 def errors(model, groups, temperature=1.0):
@@ -76,12 +76,12 @@ def test_a_float32_engine_computes_what_transformers_does(kind):
     from rl_swarm.learning.cuda.engine import Engine
 
     plain = small_model(kind)
-    engine = Engine(copy.deepcopy(plain).cuda(), torch.float32)
+    engine, model = Engine(1, torch.float32), copy.deepcopy(plain).cuda()
     for seed in range(3):  # recorded, and replayed
-        groups = drawn(engine, Decoding(20, EOS, PAD), seed=seed)
+        groups = drawn(engine, model, Decoding(20, EOS, PAD), seed=seed)
         assert len({len(s.tokens) for group in groups for s in group}) > 3
         assert errors(plain, groups).max() < 1e-4
-    groups = drawn(engine, Decoding(30, EOS, PAD, temperature=0.7), count=40)
+    groups = drawn(engine, model, Decoding(30, EOS, PAD, temperature=0.7), count=40)
     assert errors(plain, groups, 0.7).max() < 1e-4
 
 
@@ -107,8 +107,8 @@ def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
     from rl_swarm.learning.cuda.engine import Engine
 
     plain = small_model(kind, seed=3)
-    engine = Engine(copy.deepcopy(plain).cuda(), torch.float32)
-    groups = drawn(engine, Decoding(20, EOS, PAD, greedy=True), count=1)
+    engine, model = Engine(1, torch.float32), copy.deepcopy(plain).cuda()
+    groups = drawn(engine, model, Decoding(20, EOS, PAD, greedy=True), count=1)
     for prompt, (found,) in zip(PROMPTS, groups, strict=True):
         expected = plain.generate(
             torch.tensor([prompt]),
@@ -125,10 +125,10 @@ def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
 def test_the_likeliest_word_stays_when_all_others_are_cut(temperature):
     from rl_swarm.learning.cuda.engine import Engine
 
-    engine = Engine(small_model().cuda(), torch.float32)
-    greedy = drawn(engine, Decoding(20, EOS, PAD, temperature, greedy=True))
+    engine, model = Engine(1, torch.float32), small_model().cuda()
+    greedy = drawn(engine, model, Decoding(20, EOS, PAD, temperature, greedy=True))
     for cut in ({"top_k": 1}, {"top_p": 1e-6}):
-        found = drawn(engine, Decoding(20, EOS, PAD, temperature, **cut))
+        found = drawn(engine, model, Decoding(20, EOS, PAD, temperature, **cut))
         assert [[s.tokens for s in group] for group in found] == [
             [s.tokens for s in group] for group in greedy
         ]
@@ -286,7 +286,7 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
     sharing = Sharing(len(plain))
     free = memory.available(alone[0].device)
     room = memory.plan(Shape.of(plain[0].config), free, settings, "cuda", len(plain))
-    room = dataclasses.replace(room, scratches=3)
+    room = dataclasses.replace(room, desks=2)
     found = {}
 
     def live(number, model, trainer):
@@ -307,10 +307,49 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
     for thread in threads:
         thread.join()
     shared = dict(found)
-    assert len(sharing.scratches) == 3
+    assert sharing.engine is not None and all(sharing.engine.seats)
     for number, model in enumerate(alone):
         live(number, model, Trainer(model, PAD, settings))
         assert shared[number][0] == found[number][0]
         moved = difference(model.parameters(), [p.detach() for p in plain[number].parameters()])
         apart = difference(model.parameters(), [p.detach() for p in together[number].parameters()])
         assert apart < 0.15 * moved, "Adam makes much of small differences"
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone(kind, monkeypatch):
+    from rl_swarm.learning.cuda.engine import Engine
+
+    monkeypatch.setattr(meeting, "PAUSE_SECONDS", 60)
+    models = [small_model(kind, seed=seed).cuda() for seed in range(8)]
+    engine, passes = Engine(8, torch.float32), []
+    real = engine._sample
+    monkeypatch.setattr(
+        engine, "_sample", lambda given, how: (passes.append(len(given)), real(given, how))[1]
+    )
+    for model in models:
+        sampler.share(model, engine)
+    engine.meeting.members.update(models)
+    decoding, found = Decoding(30, EOS, PAD), {}
+
+    def work(number):
+        with own_stream():
+            for turn in range(3):  # recorded, and replayed; one node has more to do than the others
+                count = 20 if turn == 2 and number == 5 else 3
+                groups = sample(models[number], PROMPTS[number % 3 :], count, decoding, turn)
+                found[number, turn] = [[s.tokens for s in group] for group in groups]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert passes == [8, 8, 8]
+    together = dict(found)
+    for number, model in enumerate(models):
+        sampler.release(model)
+        sampler.share(model, Engine(1, torch.float32))
+        work(number)
+        sampler.release(model)
+    assert found == together
+    assert len({len(tokens) for groups in found.values() for group in groups for tokens in group}) > 5

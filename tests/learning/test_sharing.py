@@ -14,8 +14,9 @@ from small_models import PAD, small_model
 from rl_swarm import worker
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.learning import memory
+from rl_swarm.learning import meeting, memory
 from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.meeting import Meeting
 from rl_swarm.learning.memory import COMMON_CARD, DESKS, GIB, plan
 from rl_swarm.learning.sharing import Sharing
 from rl_swarm.learning.sizes import Shape
@@ -107,7 +108,7 @@ def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
     own = [Trainer(small_model(kind, seed=seed), PAD, settings) for seed in range(4)]
     sharing = Sharing(4)
     shared = [
-        sharing.admit(m, PAD, settings, plan(Shape.of(m.config), GIB, settings, "cpu", 4)) for m in models
+        sharing.admit(m, PAD, settings, plan(Shape.of(m.config), 8 * GIB, settings, "cpu", 4)) for m in models
     ]
 
     def work(number):
@@ -125,14 +126,14 @@ def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
         for mine, theirs in zip(trainer.model.parameters(), models[number].parameters(), strict=True):
             assert torch.equal(mine, theirs)
             assert theirs.grad is None, "gradients belong to the desk"
-    assert sharing.desks.qsize() == DESKS
+    assert sharing.desks.qsize() == DESKS == 2
 
 
 def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pieces(monkeypatch, caplog):
     settings = Settings(learning_rate=0.01)
     sharing = Sharing(2)
     model = small_model()
-    trainer = sharing.admit(model, PAD, settings, plan(Shape.of(model.config), GIB, settings, "cpu", 2))
+    trainer = sharing.admit(model, PAD, settings, plan(Shape.of(model.config), 8 * GIB, settings, "cpu", 2))
     expected = Trainer(small_model(), PAD, settings)
     expected.batch_tokens = 3
     real, calls = Trainer._accumulate, []
@@ -158,12 +159,100 @@ def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape):
     settings = Settings(model="gpt2", local=8, external=0)
     found = plan(shape, 140 * GIB, settings, "cuda", 8)
     assert found.fits and found.needed < 0.9 * COMMON_CARD
-    assert (found.nodes, found.sequences) == (8, 64) and found.scratches >= 4
-    assert "8 nodes need together" in str(found)
+    assert found.needed > 8 * (memory.keeping(shape, settings) + memory.SEAT)
+    assert (found.nodes, found.desks) == (8, 1) and found.sequences >= 32 and found.batch_tokens >= 2048
+    assert "8 nodes need together" in str(found) and "32 sequences at once of each, 1 in training" in str(
+        found
+    )
     one = plan(shape, 140 * GIB, settings, "cuda")
     assert found.needed < 4.5 * one.needed
     huge = Shape(24, 896, 4864, 14, 2, 64, 151936)
     assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, (
         "where there is more, it is used"
     )
+    assert plan(huge, 140 * GIB, settings, "cuda", 8).desks == DESKS
     assert not plan(huge, 30 * GIB, settings, "cuda", 8).fits
+
+
+@pytest.fixture
+def long_pause(monkeypatch):
+    """Who waits when nobody is to be waited for does not come back in time."""
+    monkeypatch.setattr(meeting, "PAUSE_SECONDS", 3600)
+
+
+class Kitchen:
+    """Serves everybody twice what they order, and keeps a book."""
+
+    def __init__(self):
+        self.book, self.open = [], threading.Event()
+        self.open.set()
+        self.meeting = Meeting(self.serve)
+        self.got = {}
+
+    def serve(self, kind, orders):
+        assert self.open.wait(30)
+        self.book.append((kind, sorted(orders)))
+        if 13 in orders:
+            raise torch.OutOfMemoryError("full")
+        return [2 * order for order in orders]
+
+    def ask(self, who, kind, order):
+        try:
+            self.got[order] = self.meeting.ask(who, kind, order)
+        except torch.OutOfMemoryError as error:
+            self.got[order] = error
+
+    def guests(self, *orders):
+        """Threads that ask, each for itself."""
+        threads = [threading.Thread(target=self.ask, args=order, daemon=True) for order in orders]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def until_waiting(self, count):
+        until(lambda: len(self.meeting.waiting) == count)
+
+
+def finished(threads):
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_one_serves_all_who_are_there_and_alone_nobody_waits(long_pause):
+    kitchen = Kitchen()
+    assert [kitchen.meeting.ask("a", "soup", order) for order in (1, 2)] == [2, 4]
+    kitchen.meeting.members.update("abc")
+    finished(kitchen.guests(("a", "soup", 3), ("b", "soup", 4), ("c", "soup", 5)))
+    assert kitchen.book == [("soup", [1]), ("soup", [2]), ("soup", [3, 4, 5])]
+    assert kitchen.got == {3: 6, 4: 8, 5: 10}
+    with kitchen.meeting.left("c"):
+        pass
+    finished(kitchen.guests(("a", "soup", 6), ("b", "soup", 7)))
+    assert kitchen.book[-1] == ("soup", [6, 7])
+
+
+def test_who_comes_meanwhile_is_served_next_with_those_who_want_the_same():
+    kitchen = Kitchen()
+    kitchen.open.clear()
+    threads = kitchen.guests(("a", "soup", 1))
+    until(lambda: kitchen.meeting.busy and not kitchen.meeting.waiting)
+    threads += kitchen.guests(("b", "soup", 2), ("c", "fish", 3), ("d", "soup", 4), ("a", "soup", 5))
+    threads += kitchen.guests(("b", "soup", 6))
+    kitchen.until_waiting(5)
+    kitchen.open.set()
+    finished(threads)
+    assert kitchen.got == {order: 2 * order for order in range(1, 7)}
+    assert kitchen.book[0] == ("soup", [1]) and ("fish", [3]) in kitchen.book
+    assert sorted(len(orders) for _, orders in kitchen.book) == [1, 1, 1, 3], "nobody is served twice at once"
+
+
+def test_an_error_reaches_everybody_of_the_party_and_nobody_else(long_pause):
+    kitchen = Kitchen()
+    kitchen.meeting.members.update("abc")
+    finished(kitchen.guests(("a", "soup", 12), ("b", "soup", 13), ("c", "soup", 14)))
+    errors = [kitchen.got[order] for order in (12, 13, 14)]
+    assert all(isinstance(error, torch.OutOfMemoryError) and str(error) == "full" for error in errors)
+    assert len(set(map(id, errors))) == 3, "each has a traceback of its own"
+    finished(kitchen.guests(("a", "soup", 1), ("b", "soup", 2), ("c", "soup", 3)))
+    assert kitchen.book[-1] == ("soup", [1, 2, 3]) and kitchen.got[2] == 4

@@ -17,11 +17,12 @@ from rl_swarm.learning.sizes import Shape
 
 GIB = 1 << 30
 BASE = GIB // 2  # the interpreter, libraries and their workspaces
+SEAT = GIB // 4  # of every node of a process: its stream, its workspaces, and what is lost between its blocks
 COMMON_CARD = 24 * GIB
 USABLE = 0.9  # of what is available: the rest is lost between blocks
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
-DESKS = 2  # of nodes that share a process, so many train at the same time
+DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
 def keeping(shape: Shape, settings: Settings) -> int:
@@ -82,11 +83,13 @@ class Plan:
     available: int
     fits: bool
     nodes: int = 1  # that share all this
-    scratches: int = 1  # so many of them sample at the same time
+    desks: int = 1  # so many of them train at the same time
 
     def __str__(self) -> str:
         sizes = f"micro-batches of {self.batch_tokens} tokens, {self.sequences} sequences at once"
         whose = f"{self.nodes} nodes need together" if self.nodes > 1 else "a round needs"
+        if self.nodes > 1:
+            sizes += f" of each, {self.desks} in training"
         need = f"{self.available / GIB:.1f} GiB available, {whose} about {self.needed / GIB:.1f} GiB"
         if self.fits:
             return f"{need}: {sizes}"
@@ -112,28 +115,31 @@ def plan(shape: Shape, available: int, settings: Settings, device_type: str, nod
     in_a_round = max(1, settings.local) * count  # a held-out score samples more
     tokens = settings.batch_tokens or MOST_TOKENS
     sequences = in_a_round if nodes > 1 else max(1, MOST_SEQUENCES // count) * count
-    desks, scratches = min(DESKS, nodes), nodes
-    fixed = BASE + nodes * keeping(shape, settings) + desks * desk(shape, settings)
+    desks = min(DESKS, nodes)
+    kept = BASE + nodes * keeping(shape, settings)
+    at_desk = desk(shape, settings)
     if nodes > 1:
-        fixed += desks * 4 * shape.trained(settings.lora_rank)  # the weights of the node at a desk
+        kept += nodes * SEAT
+        at_desk += 4 * shape.trained(settings.lora_rank)  # the weights of the node that sits there
     together = sum if device_type == "cuda" else max  # there the sampler keeps its memory during training
     while True:
+        fixed = kept + desks * at_desk
         train = desks * training(shape, settings, device_type, max(longest, min(tokens, whole)))
-        sample = scratches * sampling(shape, settings, device_type, sequences)
+        sample = nodes * sampling(shape, settings, device_type, sequences)
         fits = fixed + together([train, sample]) <= USABLE * available
         less_tokens = tokens > longest and not settings.batch_tokens
-        less_sequences = sequences > count or scratches > 1
-        if fits or not (less_tokens or less_sequences):
+        less_training, less_sequences = desks > 1 or less_tokens, sequences > count
+        if fits or not (less_training or less_sequences):
             at_once = min(sequences, in_a_round)
-            sample = scratches * sampling(shape, settings, device_type, at_once)
+            sample = nodes * sampling(shape, settings, device_type, at_once)
             needed = fixed + together([train, sample])
-            return Plan(tokens, sequences, needed, available, fits, nodes, scratches)
-        if less_tokens and (train >= sample or not less_sequences):
-            tokens = min(tokens, whole) // 2
-        elif scratches > 1:
-            scratches //= 2
-        else:
+            return Plan(tokens, sequences, needed, available, fits, nodes, desks)
+        if not less_training or (less_sequences and sample > train):
             sequences = sequences // 2 // count * count or count
+        elif desks > 1:
+            desks //= 2
+        else:
+            tokens = min(tokens, whole) // 2
 
 
 def available(device: torch.device, nodes: int = 1) -> int:

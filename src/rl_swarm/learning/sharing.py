@@ -17,7 +17,7 @@ import torch
 from rl_swarm.config import Settings
 from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.memory import DESKS, Plan
+from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
 from rl_swarm.learning.trainer import Trainer, Update
 
@@ -30,14 +30,17 @@ class Sharing:
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
-        self.desks: queue.LifoQueue[Trainer | None] = queue.LifoQueue()  # None: not made yet
-        for _ in range(min(DESKS, nodes)):
-            self.desks.put(None)
+        self.desks: queue.LifoQueue[Trainer | None] | None = None
         self.engine: Engine | None = None
         self.lock = threading.Lock()
 
     def admit(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
-        """The trainer of one more node."""
+        """The trainer of one more node. The plan of the first decides what is shared."""
+        with self.lock:
+            if self.desks is None:
+                self.desks = queue.LifoQueue()
+                for _ in range(plan.desks):
+                    self.desks.put(None)  # not made yet
         if sampler.engine_of(model) is not None:
             from rl_swarm.learning.cuda.engine import Engine
 

@@ -173,7 +173,8 @@ class Engine:
             parties = {self._seat(request.model): request for request in requests}
             return self._sample(parties, cast("Decoding", kind))
         except torch.OutOfMemoryError:
-            torch.cuda.current_stream().synchronize()  # another thread may use the memory next
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # another thread may use the memory next
             self.scratch.least = Room()  # no more than is asked for
             self._release()
             raise
