@@ -362,6 +362,17 @@ def together(engine, decoding, requests):
     return [samples(*of, decoding.eos, request.each) for of, request in zip(found, requests, strict=True)]
 
 
+def different_models(count, kind="llama"):
+    """In norms and biases too, which are the same in all new models."""
+    models = [small_model(kind, seed=seed) for seed in range(count)]
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    return models
+
+
 def requests_of(models):
     """Of different sizes and seeds."""
     return [
@@ -373,7 +384,7 @@ def requests_of(models):
 @pytest.mark.parametrize("kind", FAST)
 def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
-    requests = requests_of([small_model(kind, seed=seed) for seed in range(3)])
+    requests = requests_of(different_models(3, kind))
     endless = [drawn(r.model, r.prompts, r.each, Decoding(3, frozenset(), PAD), r.seed) for r in requests]
     ends = frozenset(endless[0][0][0].tokens[:1])  # the first node is done after a token
 
@@ -391,7 +402,7 @@ def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, mon
 
 def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatch):
     decoding = Decoding(2, frozenset(), PAD, top_k=5)
-    models = [small_model(seed=seed) for seed in range(4)]
+    models = different_models(4)
     requests = requests_of(models)
     expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
     one = Engine(3, torch.float32)
@@ -417,7 +428,7 @@ def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatc
 def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monkeypatch):
     monkeypatch.setattr(meeting, "PAUSE_SECONDS", 3600)
     decoding = Decoding(2, frozenset(), PAD)
-    requests = requests_of([small_model(seed=seed) for seed in range(3)])
+    requests = requests_of(different_models(3))
     expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
     one = Engine(3, torch.float32, sequences=8)
     one.meeting.members.update(r.model for r in requests)
