@@ -48,3 +48,14 @@ def test_unknown_systems_are_refused_with_the_known_ones() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert "--systems theirs: choose from ours, genrl, trl" in done.stderr
+
+
+def test_nodes_that_share_a_device_are_measured_against_one_alone() -> None:
+    result = figures("together.py", "--nodes", "3")
+    one, three = result["runs"]
+    assert (one["nodes"], three["nodes"]) == (1, 3)
+    assert "3 nodes need together" in three["plan"]
+    for run in (one, three):
+        assert run["round_s"] == pytest.approx(run["sample_s"] + run["train_s"])
+        assert run["sample_s"] > 0 and run["train_s"] > 0 and run["peak_bytes"] > 0
+    assert result["ratio"] == pytest.approx(three["round_s"] / one["round_s"])
