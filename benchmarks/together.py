@@ -218,7 +218,7 @@ def measure(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = context.Pipe()
     before = dict(os.environ)
     if nodes > 1:
-        os.environ.update(SHARED)
+        os.environ.update({key: value for key, value in SHARED.items() if key not in before})
     process = context.Process(target=serve, args=(nodes, args, theirs), daemon=True)
     process.start()
     os.environ.clear()

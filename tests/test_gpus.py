@@ -76,6 +76,18 @@ def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path
         ] == expected
 
 
+def test_nodes_in_one_process_save_memory_unless_the_user_said_how(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(swarm, "uses_gpu", lambda settings: True)
+    _, workers = LocalSwarm(tmp_path, Settings(), {name: Settings() for name in "ab"}).children
+    assert "CUBLAS_WORKSPACE_CONFIG" in workers.environ
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in workers.environ, "the process inherits the user's"
+    _, alone = LocalSwarm(tmp_path, Settings(), {"a": Settings()}).children
+    assert set(alone.environ) == {"CUDA_VISIBLE_DEVICES"}
+
+
 def test_a_child_has_its_environment_before_it_does_anything(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     seen = []

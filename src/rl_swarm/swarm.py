@@ -47,8 +47,12 @@ class SwarmError(UserError):
     """A child that cannot work; the message is the child's own."""
 
 
-# Every thread and stream of a process of several nodes has a workspace of cuBLAS: of 8 MiB, not 32.
-SHARED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
+# Of a process of several nodes. Every thread and stream has a workspace of cuBLAS: of 8 MiB, not 32. Every stream has
+# blocks of memory of its own: they grow by pages, so that little is lost between them.
+SHARED = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 
 
 @dataclass
@@ -81,7 +85,7 @@ class LocalSwarm:
             ]
             if others:
                 others[0].members[name] = settings
-                others[0].environ.update(SHARED)
+                others[0].environ.update({k: v for k, v in SHARED.items() if k not in os.environ})
                 others[0].name = f"a process of {len(others[0].members)} nodes"
             else:
                 self.children.append(child)
