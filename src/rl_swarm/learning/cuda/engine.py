@@ -173,7 +173,7 @@ class Engine:
             parties = {self._seat(request.model): request for request in requests}
             return self._sample(parties, cast("Decoding", kind))
         except torch.OutOfMemoryError:
-            if self.device.type == "cuda":
+            if requests[0].ready is not None:
                 torch.cuda.current_stream().synchronize()  # another thread may use the memory next
             self.scratch.least = Room()  # no more than is asked for
             self._release()
