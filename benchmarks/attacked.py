@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from attackers import ATTACKS, PHRASE, Attack, Known, identity
+from attackers import ATTACKS, Attack, Known, identity
 
 from rl_swarm import rounds
 from rl_swarm.config import UP_PRESET, Settings
@@ -62,13 +61,14 @@ class Size:
     honest: int = 6
     malicious: int = 2
     identities: int = 10  # per machine, at most
-    rounds: int = 40
+    rounds: int = 60
     short_rounds: int = 8  # of attacks that a few rounds show
     long: Sequence[str] = tuple(ATTACKS)  # attacks that get all rounds, unless a few show them
     every: int = 5  # rounds between looks at the held-out questions
     held_out: int = 40
     samples: int = 2
     seed: int = 0
+    learning_rate: float | None = 3e-4  # three times the default, so that fewer rounds show something
 
 
 class MemoryFiles:
@@ -243,6 +243,7 @@ class Swarm:
             "seed": size.seed,
             "device": "cpu",
             "fetch_max_peers": 64,
+            "learning_rate": size.learning_rate if size.model == "tiny" else None,
         }
         if attack and attack.tasks:
             changes["tasks"] = list(attack.tasks)
@@ -402,7 +403,7 @@ class Swarm:
 
     def look(self) -> None:
         """What honest nodes answer to held-out questions at temperature 1."""
-        phrase = self.attack.phrase if self.attack else re.compile(re.escape(PHRASE))
+        phrase = (self.attack or Attack).phrase
         rewards: list[float] = []
         spoilt: list[float] = []
         cut: list[float] = []

@@ -248,6 +248,15 @@ def test_no_source_fills_a_batch_alone_where_there_are_others():
     assert len(found.chosen) == 4, "who is alone may give all"
 
 
+def test_a_larger_group_is_cut_to_the_size_of_the_nodes_own():
+    question = question_of("alice", 0)
+    answers = [Answer(question.prompt, text, 1.0) for text in [question.answer] * 20 + ["wrong"] * 20]
+    large, environment = replace(publish("alice", [1]), rollouts={"0": answers}), Doubling()
+    found, _ = selected([large], 1, environment=environment, checks=Checks(completions=8))
+    assert len(found.chosen[0].completions) == len(environment.scored) == 8
+    assert len(selected([large], 1)[0].chosen[0].completions) == 40
+
+
 def test_a_copy_of_another_peers_long_answer_is_left_out():
     class Same(Doubling):
         """Everybody is asked the same."""

@@ -185,6 +185,7 @@ class Node:
                     if peer_id != self.identity.peer_id
                 },
                 share=settings.source_share,
+                completions=settings.generations,
                 surprises=self.policy.surprises if settings.likelihood_gate else None,
                 most_nats=settings.gate_nats,
             ),

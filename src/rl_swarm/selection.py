@@ -9,7 +9,7 @@ it asks for and not the size of the swarm.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rl_swarm.environments.base import PEER_SECONDS, Environment, Question
 from rl_swarm.manifest import Manifest, question_seed
@@ -38,6 +38,7 @@ class Checks:
 
     sources: Mapping[str, str] = field(default_factory=dict)  # of peers: those of one source count as one
     share: float = 1.0  # of the wanted groups, that one source may contribute at most
+    completions: int = 0  # of a group that are looked at, so that a larger one weighs no more; 0: all
     surprises: Callable[[Sequence[Group]], list[list[float]]] | None = None  # of every completion, in nats
     most_nats: float = 0.0
 
@@ -84,6 +85,7 @@ def select(
             selection.asked.setdefault(publication.peer_id, False)
             try:
                 rollouts = [r for r in unpack(publication, manifest.limits) if key_of(r) not in used]
+                rollouts = [_shortened(r, checks.completions, rng) for r in rollouts]
                 groups = check(rollouts, manifest, environment)
             except Rejected as error:
                 reject(publication, error.reason, str(error))
@@ -109,6 +111,12 @@ def select(
         selection.keys.append(one.key)
         selection.chosen.append(one.group)
     return selection
+
+
+def _shortened(rollout: Rollout, most: int, rng: random.Random) -> Rollout:
+    if not most or len(rollout.completions) <= most:
+        return rollout
+    return replace(rollout, completions=tuple(rng.sample(rollout.completions, most)))
 
 
 def _without_copies(
