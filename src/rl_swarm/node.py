@@ -54,9 +54,7 @@ class Node:
     held_out: list[Question] = field(default_factory=list)
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
     rejected: Counter[str] = field(default_factory=Counter)  # in this round, by reason
-    refused: set[tuple[str, int, int]] = field(
-        default_factory=set
-    )  # publications that failed, not read again
+    refused: set[selection.Place] = field(default_factory=set)  # publications that failed, not read again
 
     def __post_init__(self) -> None:
         self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
@@ -218,7 +216,7 @@ class Node:
                 number, state.stage, nodes, patience if now else 0.0, in_order=lockstep
             )
             for publication in found:
-                if (publication.peer_id, publication.round, publication.stage) in self.refused:
+                if selection.place_of(publication) in self.refused:
                     continue
                 if members.get(publication.peer_id) == publication.node:
                     yield publication

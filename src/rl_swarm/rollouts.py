@@ -15,12 +15,10 @@ from msgspec import Meta
 from rl_swarm.config import Name
 from rl_swarm.environments.base import Question
 from rl_swarm.manifest import Limits
-from rl_swarm.wire import Rejected, canonical, digest
+from rl_swarm.wire import Count, Id, Rejected, canonical, digest
 
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # what every reader of JSON can hold
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
-Id = Annotated[str, Meta(max_length=64)]
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from rl_swarm.config import Name, RoundEnd
 from rl_swarm.manifest import Manifest
+from rl_swarm.wire import Count, Id
 
-Round = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Id = Annotated[str, Meta(max_length=64)]
+Round = Count
 LONGEST_TICKET = 4096  # characters
 # Why a peer is not admitted.
 Why = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]

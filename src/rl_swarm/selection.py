@@ -19,6 +19,7 @@ from rl_swarm.trust import most_of_one
 from rl_swarm.wire import Rejected
 
 Key = tuple[str, int, int, int]  # peer, round, stage, number
+Place = tuple[str, int, int]  # of a publication: peer, round, stage
 LONG = 64  # characters from which two peers do not write the same text by chance
 
 
@@ -49,7 +50,7 @@ class Selection:
     scored: list[Group] = field(default_factory=list)  # everything that was looked at
     keys: list[Key] = field(default_factory=list)  # of the chosen ones
     asked: dict[str, bool] = field(default_factory=dict)  # peers looked at, and whether something was wrong
-    refused: set[tuple[str, int, int]] = field(default_factory=set)  # peer, round and stage
+    refused: set[Place] = field(default_factory=set)
     surprise: float = 0.0  # the highest that was let through
 
 
@@ -72,7 +73,7 @@ def select(
 
     def reject(publication: Publication, reason: str, detail: str) -> None:
         selection.asked[publication.peer_id] = True
-        selection.refused.add((publication.peer_id, publication.round, publication.stage))
+        selection.refused.add(place_of(publication))
         on_reject(publication.node, reason, detail)
 
     left = iter(publications)
@@ -200,6 +201,10 @@ def best_peer(groups: Iterable[Group]) -> str:
         means.setdefault(group.peer_id, []).append(group.mean_reward)
     ranked = sorted((-sum(values) / len(values), peer_id) for peer_id, values in means.items())
     return ranked[0][1] if ranked and ranked[0][0] < 0 else ""
+
+
+def place_of(publication: Publication) -> Place:
+    return (publication.peer_id, publication.round, publication.stage)
 
 
 def key_of(rollout: Rollout) -> Key:

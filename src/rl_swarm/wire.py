@@ -13,13 +13,16 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from itertools import islice
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from rl_swarm.identity import Identity, verify
 
 T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # what every reader of JSON can hold
+Id = Annotated[str, Meta(max_length=64)]
 
 MAX_BYTES = 4 << 20  # of one document, after decompression
 MAX_DEPTH = 12
