@@ -168,13 +168,13 @@ class Arithmetic:
     def __init__(self) -> None:
         self.prose = Prose()
 
-    def questions(self, seeds: Sequence[int]) -> list[Question]:
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         return [Question("arithmetic", 0, seed, self.prose.prompt(seed), None) for seed in seeds]
 
     def held_out(self, count: int) -> list[Question]:
         return self.questions(range(count))
 
-    def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
+    def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         return [float(text.endswith("!</answer>")) for _, text in answered]
 
     def well_formed(self, text: str) -> bool:
@@ -296,9 +296,9 @@ class Scored(Arithmetic):
     def __init__(self, environment: Arithmetic) -> None:
         self.prose, self.seconds = environment.prose, 0.0
 
-    def questions(self, seeds: Sequence[int]) -> list[Question]:
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         started = time.monotonic()
-        made = super().questions(seeds)
+        made = super().questions(seeds, seconds)
         self.seconds += time.monotonic() - started
         return made
 

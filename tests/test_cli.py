@@ -31,6 +31,11 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         "models",
         "doctor",
         "show",
+        "identity",
+        "invite",
+        "allow",
+        "deny",
+        "members",
     ]:
         assert f"\n  {command} " in output
         assert run(tmp_path, command, "--help")[0] == 0

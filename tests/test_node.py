@@ -144,6 +144,28 @@ def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
     assert [(e["node"], e["reason"]) for e in events if e["event"] == "rejected"] == [(liar.name, "question")]
 
 
+def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, peer_patience=2, ban_rounds=3, max_age=0)
+    swarm = LocalSwarm(manifest(settings), min_peers=2)
+    honest, liar = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
+    liar.play(swarm.state)
+    lie = msgspec.to_builtins(liar.exchange.log[0])
+    for answers in lie["rollouts"].values():
+        for answer in answers:
+            answer["prompt"] = "What is 1 + 1?"
+    asked = []
+    for number in range(40):
+        liar.exchange.publish(msgspec.convert({**lie, "round": number}, Publication))
+        honest.rejected.clear()
+        honest.collect(msgspec.structs.replace(swarm.state, round=number))
+        asked.append(honest.rejected["question"])
+    first = asked.index(1, 1)  # after one failure every second round, by chance; after two not at all
+    assert asked[0] == 1 and asked[first : first + 4] == [1, 0, 0, 0]
+    assert 2 < sum(asked) <= 10, "and then again, now and then"
+    events = [e for e in read_lines(honest.journal.events_path)[0] if e["event"] == "not_asked"]
+    assert len(events) == sum(asked) - 1 and events[0]["peer"] == liar.identity.peer_id
+
+
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
     honest, member = (make_node(swarm, environment, tmp_path) for _ in range(2))

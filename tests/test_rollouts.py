@@ -136,10 +136,17 @@ def test_what_a_node_publishes_can_be_read_by_the_others(share):
         ("model", "m" * 257),
         ("tokenizer", "t" * 65),
         ("kind", "report"),
+        ("swarm", "s" * 65),
+        ("round", 2**53),
+        ("parents", {"0": ["d" * 65]}),
+        ("rollouts", {"0": answered("p", "a", tokens=[-1], logprobs=[-1.0])}),
+        ("rollouts", {"0": answered("p", "a", tokens=[2**31], logprobs=[-1.0])}),
+        ("rollouts", {"0": answered("p", "a", tokens=[1], logprobs=[-1e300])}),
+        ("rollouts", {"0": [Answer("p", "a", 1e300)]}),
     ],
 )
 def test_a_publication_with_an_impossible_field_is_refused(field, value):
-    sent = seal(publication({}, **{field: value}), ALICE)
+    sent = seal(replace(publication({}), **{field: value}), ALICE)
     with pytest.raises(Rejected, match="schema"):
         unseal(sent, Publication)
 

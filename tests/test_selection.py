@@ -7,12 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from rl_swarm.config import Settings
-from rl_swarm.environments.base import Question
+from rl_swarm.environments.base import PEER_SECONDS, Question
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.tasks import Task
 from rl_swarm.manifest import new_manifest, question_seed
 from rl_swarm.rollouts import Answer, Completion, Group, Publication, Sampling, unpack
-from rl_swarm.selection import best_peer, check, score, select
+from rl_swarm.selection import Checks, best_peer, check, score, select
 from rl_swarm.wire import Rejected
 
 MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
@@ -28,13 +28,13 @@ class Doubling:
     def __init__(self):
         self.scored = []
 
-    def questions(self, seeds):
+    def questions(self, seeds, seconds=None):
         return [Question("doubling", 0, seed, f"2 x {seed} = ?", str(2 * seed)) for seed in seeds]
 
     def held_out(self, count):
         return []
 
-    def score(self, answered):
+    def score(self, answered, seconds=None):
         self.scored += answered
         return [float(text == question.answer) for question, text in answered]
 
@@ -72,16 +72,17 @@ def publish(peer_id, rights, round=ROUND, environment=None):
     )
 
 
-def selected(publications, wanted, used=frozenset(), seed=0):
+def selected(publications, wanted, used=frozenset(), seed=0, environment=None, checks=Checks()):
     rejected = []
     found = select(
         publications,
         wanted,
         MANIFEST,
-        Doubling(),
+        environment or Doubling(),
         set(used),
         random.Random(seed),
         lambda *why: rejected.append(why),
+        checks,
     )
     return found, rejected
 
@@ -162,6 +163,54 @@ def test_nothing_is_scored_for_a_publication_that_is_refused():
     assert environment.scored == []
 
 
+class Hurried(Doubling):
+    """Gets only so many questions of a peer made, and so many answers scored, in the time that a peer has."""
+
+    def __init__(self, made, scored):
+        super().__init__()
+        self.made, self.most = made, scored
+
+    def questions(self, seeds, seconds=None):
+        assert seconds == PEER_SECONDS
+        return super().questions(seeds)[: self.made]
+
+    def score(self, answered, seconds=None):
+        assert seconds == PEER_SECONDS
+        return super().score(answered)[: self.most]
+
+
+@pytest.mark.parametrize(
+    ("made", "scored", "groups"), [(5, 20, 5), (2, 20, 2), (5, 11, 2), (0, 20, 0), (5, 3, 0)]
+)
+def test_what_a_peer_cannot_have_checked_in_its_time_is_left_out_and_counted(made, scored, groups):
+    """A rollout whose completions were not all scored says nothing."""
+    rejected = []
+    found = select(
+        [publish("alice", [1, 2, 3, 1, 2])],
+        5,
+        MANIFEST,
+        Hurried(made, scored),
+        set(),
+        random.Random(0),
+        lambda *why: rejected.append(why),
+    )
+    assert [sum(group.rewards) for group in found.scored] == [1, 2, 3, 1, 2][:groups]
+    assert {key[3] for key in found.keys} == set(range(groups))
+    assert [(node, reason) for node, reason, _ in rejected] == ([("alice", "slow")] if groups < 5 else [])
+
+
+def test_the_own_answers_of_a_node_have_all_the_time_they_need():
+    asked = []
+
+    class Noting(Doubling):
+        def score(self, answered, seconds=None):
+            asked.append(seconds)
+            return super().score(answered)
+
+    score([("me", question_of("me", 0), [Completion("1", True)])], Noting(), external=False)
+    assert asked == [None]
+
+
 def test_groups_without_signal_are_never_chosen_but_count_as_looked_at():
     publications = [publish("alice", [0, 4, 2, 0]), publish("bob", [4, 0])]
     found, _ = selected(publications, 6)
@@ -174,16 +223,72 @@ def test_no_more_are_chosen_than_wanted_and_none_twice():
     assert len(found.chosen) == len(set(found.keys)) == 4
 
 
-def test_every_group_with_signal_is_equally_likely_whoever_it_is_from():
+def test_all_groups_of_a_peer_that_carry_signal_are_equally_likely():
     publications = [publish("alice", [1]), publish("bob", [1, 2, 3])]
     drawn = Counter()
     for seed in range(2000):
         found, _ = selected(publications, 2, seed=seed)
         drawn.update(found.keys)
-    # with wanted=2, bob is asked because alice has one group: four groups, two places
+    # two of bob's three groups beside alice's one, and two places
     assert len(drawn) == 4
-    for count in drawn.values():
-        assert abs(count - 1000) < 110  # five standard deviations
+    for (peer_id, *_), count in drawn.items():
+        assert abs(count - {"alice": 2 / 3, "bob": 4 / 9}[peer_id] * 2000) < 110  # five standard deviations
+
+
+def test_no_source_fills_a_batch_alone_where_there_are_others():
+    publications = [publish(name, [1, 2, 3, 2]) for name in ("alice", "bob", "carol")]
+    apart = Checks({"alice": "alice", "bob": "bob", "carol": "carol"}, share=0.5)
+    found, _ = selected(publications, 4, checks=apart)
+    assert Counter(g.peer_id for g in found.chosen) == {"alice": 2, "bob": 2}
+    one_machine = Checks({"alice": "invitation", "bob": "invitation", "carol": "carol"}, share=0.5)
+    found, _ = selected(publications, 4, checks=one_machine)
+    assert Counter(g.peer_id for g in found.chosen) == {"alice": 2, "carol": 2}
+    assert "bob" not in found.asked, "nothing more is wanted from there"
+    found, _ = selected(publications[:1], 4, checks=Checks({"alice": "alice"}, share=0.5))
+    assert len(found.chosen) == 4, "who is alone may give all"
+
+
+def test_a_larger_group_is_cut_to_the_size_of_the_nodes_own():
+    question = question_of("alice", 0)
+    answers = [Answer(question.prompt, text, 1.0) for text in [question.answer] * 20 + ["wrong"] * 20]
+    large, environment = replace(publish("alice", [1]), rollouts={"0": answers}), Doubling()
+    found, _ = selected([large], 1, environment=environment, checks=Checks(completions=8))
+    assert len(found.chosen[0].completions) == len(environment.scored) == 8
+    assert len(selected([large], 1)[0].chosen[0].completions) == 40
+
+
+def test_a_copy_of_another_peers_long_answer_is_left_out():
+    class Same(Doubling):
+        """Everybody is asked the same."""
+
+        def questions(self, seeds, seconds=None):
+            return [Question("doubling", 0, 1, "2 x 1 = ?", "2") for _ in seeds]
+
+    def shows(peer_id, *texts):
+        answers = [Answer("2 x 1 = ?", text, 1.0) for text in texts]
+        return replace(publish(peer_id, [1]), rollouts={"0": answers})
+
+    thought = "I think, and I think again, and then I know what it must be: two!"
+    both = {"alice": "alice", "mallory": "mallory", "bob": "bob"}
+    publications = [shows("alice", "2", thought), shows("mallory", "2", thought), shows("bob", "2", "3")]
+    found, rejected = selected(publications, 3, environment=Same(), checks=Checks(both))
+    assert {g.peer_id for g in found.chosen} == {"alice", "bob"}
+    assert [(node, reason) for node, reason, _ in rejected] == [("mallory", "copy")]
+    assert found.asked == {"alice": False, "mallory": True, "bob": False}
+
+
+def test_what_this_model_would_not_write_is_left_out_and_counted_once():
+    def surprises(groups):
+        return [[30.0, 1.0, 0.0, 2.0] if g.peer_id == "mallory" else [3.0, 1.0, 0.0, 2.0] for g in groups]
+
+    publications = [publish("mallory", [1, 2]), publish("alice", [1, 2])]
+    sources = {"mallory": "mallory", "alice": "alice"}
+    checks = Checks(sources, surprises=surprises, most_nats=20.0)
+    found, rejected = selected(publications, 2, checks=checks)
+    assert {g.peer_id for g in found.chosen} == {"alice"} and len(found.chosen) == 2
+    ((node, reason, detail),) = rejected
+    assert (node, reason) == ("mallory", "unlikely") and "2 of its rollouts" in detail and "30 nats" in detail
+    assert found.refused == {("mallory", ROUND, 0)} and found.surprise == 3.0
 
 
 def test_the_draw_depends_on_the_random_numbers_given_and_nothing_else():

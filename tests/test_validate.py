@@ -10,6 +10,7 @@ from processes import QUICK, run
 
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.identity import Identity
+from rl_swarm.report import RunView
 from rl_swarm.rollouts import Publication
 from rl_swarm.rounds import Report
 from rl_swarm.validate import rescore, validate
@@ -161,10 +162,37 @@ def _publication(fields: dict[str, object]) -> Publication:
     return msgspec.convert(fields, Publication)
 
 
+def test_what_a_stranger_put_into_the_folder_is_only_noted(address: Path) -> None:
+    path, stranger = first(address, "rollouts/round_1/stage_0/*.json"), Identity.new()
+    fields = {**decode(path.read_bytes()), "peer_id": stranger.peer_id, "node": "stranger"}
+    path.with_name("stranger.json").write_bytes(seal(_publication(fields), stranger))
+    verdict, _ = validate(address)
+    assert verdict.sound
+    assert any(f"of {stranger.peer_id}, who is no member" in note for note in verdict.notes)
+
+
 def test_old_rollouts_that_were_cleaned_up_are_only_noted(address: Path) -> None:
     shutil.rmtree(address / "rollouts" / "round_0")
     verdict, _ = validate(address)
     assert verdict.sound and any("removed" in note for note in verdict.notes)
+
+
+STRANGE_LINES = (
+    b'{"event":"skipped"}\n{"event":"skipped","first":0,"last":1000000000000000}\n{"event":"joined_late"}\n'
+    b'{"event":"skipped","first":"x","last":[]}\n{"kind":"round"}\n{"kind":"round","round":[]}\n{"kind":"x"}\n'
+    b'{"kind":"held_out","when":{}}\n7\n"\xff"\n'
+)
+
+
+def test_what_a_node_writes_into_its_log_stops_nobody_who_reads_it(address: Path) -> None:
+    before = RunView.open(address).as_dict()
+    for name in ("metrics.jsonl", "training_events.jsonl"):
+        with first(address, f"logs/*/{name}").open("ab") as file:
+            file.write(STRANGE_LINES)
+    verdict, _ = validate(address)
+    assert verdict.sound, verdict.errors
+    assert RunView.open(address).as_dict() == before
+    assert before["mean_held_out_now"] is not None
 
 
 def test_a_run_that_has_not_finished_is_not_sound(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 # As the hub has it, with room for a node's name behind it.
 HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]{0,48}\w)?", re.ASCII)
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
+Admission = Literal["open", "invited"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +54,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     identity_path: Annotated[
         str, _setting("the node's private key, made at first start", "IDENTITY_PATH")
     ] = "swarm.pem"
+    admission: Annotated[
+        Admission,
+        _setting(
+            "who may take part in a swarm that is founded: anybody (`open`), or peers that its owner invites or allows"
+        ),
+    ] = "open"
+    invitation: Annotated[
+        str | None, _setting("the owner's invitation to a swarm of invited peers", "INVITATION")
+    ] = None
     nodes: Annotated[int, _setting("nodes that `up` starts", ge=1, le=64)] = 4
     seed: Annotated[int, _setting("decides questions and sampling", "SEED", ge=0, le=2**62)] = 42
     rounds: Annotated[int, _setting("rounds of a run", "MAX_ROUNDS", ge=1)] = 2000
@@ -191,6 +201,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["generation", "stage", "round"],
         _setting("how often rollouts are published", "ROLLOUT_PUBLISH_FREQUENCY"),
     ] = "stage"
+    likelihood_gate: Annotated[
+        bool,
+        _setting(
+            "leave out external rollouts that this node's model would hardly write; turn it off in a swarm of "
+            "different models"
+        ),
+    ] = True
+    gate_nats: Annotated[
+        float, _setting("what a stretch of an external text may be less likely than usual", gt=0, le=1e6)
+    ] = 20.0
+    gate_drift: Annotated[
+        float, _setting("of which every token may have so much for nothing, in nats", ge=0, le=100)
+    ] = 0.5
+    source_share: Annotated[
+        float,
+        _setting(
+            "the largest part of the external groups that one peer, or all peers of one invitation, may contribute; "
+            "an even part where that is more",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.5
+    peer_patience: Annotated[
+        int, _setting("failures until a peer is not asked; each before halves how often it is", ge=1, le=64)
+    ] = 4
+    ban_rounds: Annotated[int, _setting("rounds for which it then is not asked", ge=0)] = 50
     fetch_max_peers: Annotated[int, _setting("peers asked per round at most", ge=1)] = 10
     max_age: Annotated[
         int, _setting("rounds back from which external rollouts are taken (0 in lock-step)", ge=0, le=100)

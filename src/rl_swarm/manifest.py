@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from rl_swarm.config import Name, RoundEnd, Settings
+from rl_swarm.config import Admission, Name, RoundEnd, Settings
 from rl_swarm.environments.tasks import Task
 from rl_swarm.wire import canonical, digest
 
@@ -22,10 +22,10 @@ SEED_BITS = 31
 class Limits(msgspec.Struct, frozen=True):
     """What a receiver accepts at most."""
 
-    file_bytes: int = 4 << 20
-    questions: int = 1024  # per peer, round and stage
-    completions: int = 256  # per question
-    characters: int = 131_072  # per text
+    file_bytes: Annotated[int, Meta(ge=1, le=4 << 20)] = 4 << 20
+    questions: Annotated[int, Meta(ge=1, le=65_536)] = 1024  # per peer, round and stage
+    completions: Annotated[int, Meta(ge=1, le=4096)] = 256  # per question
+    characters: Annotated[int, Meta(ge=1, le=1 << 20)] = 131_072  # per text
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,18 +33,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: Annotated[int, Meta(ge=1, le=1)] = 1
     name: Name
     created: float
-    seed: int
+    seed: Annotated[int, Meta(ge=0, le=1 << 62)]
     environment: str
     tasks: Annotated[list[Task], Meta(min_length=1, max_length=256)]
     partial_rewards: bool
     versions: dict[str, str]
-    rounds: int
-    stages: int
+    rounds: Annotated[int, Meta(ge=1, lt=1 << 53)]
+    stages: Annotated[int, Meta(ge=1, le=64)]
     round_end: RoundEnd
     round_interval: float
     peer_timeout: float
     limits: Limits = Limits()
-    admission: str = "open"
+    admission: Admission = "open"
 
     def swarm(self) -> str:
         """The id that every message of this swarm carries, so that none can be replayed in another."""
@@ -70,6 +70,7 @@ def new_manifest(settings: Settings, name: str, owner: str, created: float, stag
         round_end=settings.round_end,
         round_interval=settings.round_interval,
         peer_timeout=settings.peer_timeout,
+        admission=settings.admission,
     )
 
 

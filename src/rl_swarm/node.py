@@ -27,6 +27,7 @@ from rl_swarm.rollouts import Group, Publication, Sampling, answers
 from rl_swarm.rounds import Member, Report, State
 from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal, Stopwatch
+from rl_swarm.trust import Standing
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ class Node:
     held_out: list[Question] = field(default_factory=list)
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
     rejected: Counter[str] = field(default_factory=Counter)  # in this round, by reason
+    refused: set[selection.Place] = field(default_factory=set)  # publications that failed, not read again
+
+    def __post_init__(self) -> None:
+        self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
 
     def prepare(self) -> None:
         """What takes time before the first round: a node that has joined is ready to play."""
@@ -162,15 +167,35 @@ class Node:
         rng = random.Random(
             derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage)
         )
-        return selection.select(
+        settings = self.settings
+        found = selection.select(
             self.publications(state, rng),
-            self.settings.external,
+            settings.external,
             self.manifest,
             self.environment,
             self.used,
             rng,
             self.reject,
+            selection.Checks(
+                sources={
+                    peer_id: member.invitation or peer_id
+                    for peer_id, member in state.members.items()
+                    if peer_id != self.identity.peer_id
+                },
+                share=settings.source_share,
+                completions=settings.generations,
+                surprises=self.policy.surprises if settings.likelihood_gate else None,
+                most_nats=settings.gate_nats,
+            ),
         )
+        for peer_id, failed in found.asked.items():
+            if self.standing.note(peer_id, failed, state.round):
+                self.journal.event("not_asked", peer=peer_id, rounds=settings.ban_rounds)
+                log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.ban_rounds)
+        self.refused = {
+            key for key in self.refused | found.refused if key[1] >= state.round - settings.max_age
+        }
+        return found
 
     def publications(self, state: State, rng: random.Random) -> Iterator[Publication]:
         """What the other members published: this round first, then, out of lock-step, the rounds before."""
@@ -179,6 +204,7 @@ class Node:
             for peer_id, member in sorted(state.members.items())
             if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
+        members = {p: node for p, node in members.items() if self.standing.asks(p, state.round, rng)}
         nodes = list(members.values())
         rng.shuffle(nodes)
         lockstep = self.manifest.round_end == "lockstep"
@@ -190,6 +216,8 @@ class Node:
                 number, state.stage, nodes, patience if now else 0.0, in_order=lockstep
             )
             for publication in found:
+                if selection.place_of(publication) in self.refused:
+                    continue
                 if members.get(publication.peer_id) == publication.node:
                     yield publication
                 else:
@@ -246,6 +274,7 @@ class Node:
             external_scored=len(external.scored),
             external_from=dict(Counter(g.peer_id for g in external.chosen)),
             external_rejected=dict(self.rejected),
+            external_surprise=round(external.surprise, 2),
             peak_memory=peak_memory(self.policy.device),
         )
 
@@ -271,7 +300,7 @@ class Node:
             self.manifest.swarm(), self.identity.peer_id, self.policy.name, *self.done, self.policy.version
         )
         keep = self.settings.keep_checkpoints
-        folder = checkpoints.save(self.policy, place, self.checkpoints, self.name, keep)
+        folder = checkpoints.save(self.policy, place, self.checkpoints, self.name, keep, self.identity)
         self.journal.event("checkpoint", round=self.done[0])
         if push and self.push:
             self.push(folder, self.policy, self.manifest)

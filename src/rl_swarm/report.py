@@ -1,5 +1,6 @@
 """What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
 
+import contextlib
 import os
 import platform
 import time
@@ -7,17 +8,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rl_swarm.errors import UserError
-from rl_swarm.evaluation import mean
+from rl_swarm.evaluation import HeldOut, mean
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import documents, read_manifest, read_state
+from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
 from rl_swarm.rounds import PeerInfo, State
 from rl_swarm.telemetry.journal import read_lines
-from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, unseal
+from rl_swarm.wire import Rejected, typed, unseal
 
 TREND_ROUNDS = 20
+
+
+class RoundLine(msgspec.Struct, frozen=True):
+    """What is read of a line in a log. In a shared folder anybody may have written it, so others are left out."""
+
+    round: int
+    reward_local: float
+    local_with_signal: int
+    external_taken: int
+    tokens_per_second: float
+
+
+class HeldOutLine(HeldOut, frozen=True):
+    when: str
 
 
 @dataclass
@@ -59,7 +76,13 @@ class NodeView:
     def refresh(self, root: Path) -> None:
         records, self._read = read_lines(root / "logs" / self.node / "metrics.jsonl", self._read)
         for record in records:
-            (self.rounds if record.get("kind") == "round" else self.held_out).append(record)
+            with contextlib.suppress(Rejected):
+                if record.get("kind") == "round":
+                    typed(record, RoundLine)
+                    self.rounds.append(record)
+                else:
+                    typed(record, HeldOutLine)
+                    self.held_out.append(record)
 
 
 class RunView:
@@ -92,9 +115,11 @@ class RunView:
         for node in documents(self.files, "peers"):
             view = self.nodes.setdefault(node, NodeView(node))
             try:
-                view.peer = unseal(self.files.read(f"peers/{node}.json", MAX_BYTES), PeerInfo)
-            except (OSError, Incomplete, Rejected):
+                peer = unseal(self.files.read(f"peers/{node}.json", RECORD_BYTES), PeerInfo, RECORD_BYTES)
+            except (OSError, Rejected):
                 continue
+            if self.manifest is not None and (peer.swarm, peer.node) == (self.manifest.swarm(), node):
+                view.peer = peer
         for view in self.nodes.values():
             view.refresh(self.root)
             view.alive = self._alive(view)
@@ -106,7 +131,7 @@ class RunView:
         if view.peer.host == platform.node():
             return _runs(view.peer.pid)
         finished = self.state is not None and self.state.phase == "finished"
-        return not finished and time.time() - view.peer.timestamp < self.manifest.peer_timeout
+        return not finished and abs(time.time() - view.peer.timestamp) < self.manifest.peer_timeout
 
     def mean_held_out(self, when: str) -> float | None:
         lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
@@ -153,9 +178,11 @@ class RunView:
 
 
 def _runs(pid: int) -> bool:
+    if pid <= 0:  # would be a group of processes, and not one
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -15,7 +15,10 @@ from msgspec import Meta
 from rl_swarm.config import Name
 from rl_swarm.environments.base import Question
 from rl_swarm.manifest import Limits
-from rl_swarm.wire import Rejected, canonical, digest
+from rl_swarm.wire import Count, Id, Rejected, canonical, digest
+
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -30,28 +33,28 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     prompt: str
     response: str
-    reward: float
+    reward: Bounded
     ended: bool = True
-    tokens: list[int] | None = None
-    logprobs: list[float] | None = None
+    tokens: list[Token] | None = None
+    logprobs: list[Bounded] | None = None
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that a peer shares in one stage of a round."""
 
-    peer_id: str
+    peer_id: Id
     kind: Literal["rollouts"]
-    swarm: str
+    swarm: Id
     node: Name
-    round: Annotated[int, Meta(ge=0)]
-    stage: Annotated[int, Meta(ge=0)]
+    round: Count
+    stage: Count
     timestamp: float
     model: Annotated[str, Meta(max_length=256)]
-    policy_version: Annotated[int, Meta(ge=0)]
+    policy_version: Count
     sampling: Sampling
-    tokenizer: Annotated[str, Meta(max_length=64)] = ""
+    tokenizer: Id = ""
     rollouts: dict[str, list[Answer]]
-    parents: dict[str, list[str]] = {}
+    parents: dict[str, list[Id]] = {}
 
     def digest(self, number: str) -> str:
         """The name by which a later stage refers to one of these rollouts."""

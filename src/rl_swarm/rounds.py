@@ -4,6 +4,8 @@ Every coordinator, whatever network it sits on, feeds joins and reports into thi
 comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks.
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,32 +15,37 @@ from msgspec.structs import replace
 
 from rl_swarm.config import Name, RoundEnd
 from rl_swarm.manifest import Manifest
+from rl_swarm.wire import Count, Id
 
-Round = Annotated[int, Meta(ge=0)]
+Round = Count
+LONGEST_TICKET = 4096  # characters
+# Why a peer is not admitted.
+Why = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A peer introduces itself; writing this again is its sign of life."""
 
-    peer_id: str = ""
+    peer_id: Id = ""
     kind: Literal["peer"] = "peer"
-    swarm: str
+    swarm: Id
     node: Name
     model: Annotated[str, Meta(max_length=256)]
     tokenizer: Annotated[str, Meta(max_length=64)] = ""
     device: Annotated[str, Meta(max_length=64)] = ""
     host: Annotated[str, Meta(max_length=256)] = ""
-    pid: int = 0
+    pid: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     joined: float
     timestamp: float
+    invitation: Annotated[str, Meta(max_length=LONGEST_TICKET)] = ""  # a ticket (admission.py)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer says about its round: its own reward, and the peer whose rollouts it found best."""
 
-    peer_id: str = ""
+    peer_id: Id = ""
     kind: Literal["report"] = "report"
-    swarm: str
+    swarm: Id
     node: Name
     round: Round
     stage: Round
@@ -56,12 +63,20 @@ class Member(msgspec.Struct, frozen=True):
     participation: int = 0  # rounds reported
     reward: float = 0.0  # sum over rounds
     wins: int = 0  # votes received
+    invitation: str = ""  # the name of the one by which it came
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A peer that is not admitted. `joined` says which introduction this answers."""
+
+    why: Why
+    joined: float
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    peer_id: str = ""
+    peer_id: Id = ""
     kind: Literal["state"] = "state"
-    swarm: str
+    swarm: Id
     phase: Literal["waiting", "running", "finished"] = "waiting"
     round: Round = 0
     stage: Round = 0
@@ -69,6 +84,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     timestamp: float = 0.0
     members: dict[str, Member] = {}
     reports: dict[str, Report] = {}  # of this stage so far
+    roll: Round = 0  # the number of the owner's list that this state obeys
+    refused: dict[str, Refusal] = {}
 
     def leaderboard(self) -> list[tuple[str, Member]]:
         """Members, best first: by votes received, then by reward."""
@@ -78,9 +95,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """What is written into the history when a stage ends."""
 
-    peer_id: str = ""
+    peer_id: Id = ""
     kind: Literal["ended"] = "ended"
-    swarm: str
+    swarm: Id
     round: Round
     stage: Round
     started: float
@@ -111,13 +128,27 @@ class Rules:
         )
 
 
-def seen(state: State, peer_id: str, node: str, now: float) -> State:
+def seen(state: State, peer_id: str, node: str, now: float, invitation: str = "") -> State:
     """A peer has joined or given a sign of life."""
     member = state.members.get(peer_id)
     if member is None:
         joined = state.round if state.phase == "running" else 0
         member = Member(node, joined_round=joined, last_seen=now)
-    return replace(state, members={**state.members, peer_id: replace(member, last_seen=now)})
+    member = replace(member, last_seen=now, invitation=invitation or member.invitation)
+    return replace(state, members={**state.members, peer_id: member})
+
+
+def with_room(state: State, most: int, now: float, peer_timeout: float) -> State:
+    """The state with at most so many members: of too many, those go that are silent and never reported."""
+    idle = (p for p, m in state.members.items() if not m.participation and now - m.last_seen > peer_timeout)
+    gone = set(itertools.islice(idle, max(0, len(state.members) - most)))
+    return replace(state, members={p: m for p, m in state.members.items() if p not in gone})
+
+
+def given_up(state: State, peer_ids: Iterable[str]) -> State:
+    """Members that nobody waits for from now on, until they are seen again."""
+    gone = {peer_id: replace(state.members[peer_id], last_seen=0.0) for peer_id in peer_ids}
+    return replace(state, members={**state.members, **gone})
 
 
 def submitted(state: State, report: Report, now: float) -> State:
@@ -170,7 +201,9 @@ def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]
     members = dict(state.members)
     last = state.stage + 1 == rules.stages
     for peer_id, report in state.reports.items():
-        member = members[peer_id]
+        member = members.get(peer_id)
+        if member is None:
+            continue
         members[peer_id] = replace(
             member,
             last_seen=now,

@@ -7,8 +7,12 @@ the node's events explain them.
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
 
 from rl_swarm.environments.base import Environment
 from rl_swarm.identity import animal_name
@@ -20,7 +24,9 @@ from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
 from rl_swarm.selection import check
 from rl_swarm.telemetry.journal import read_lines
-from rl_swarm.wire import MAX_BYTES, Rejected, unseal, unseal_named
+from rl_swarm.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
+
+T = TypeVar("T")
 
 RESCORED = 24  # publications
 
@@ -37,6 +43,21 @@ class Verdict:
 
     def count(self, what: str, number: int = 1) -> None:
         self.checked[what] = self.checked.get(what, 0) + number
+
+
+class Event(msgspec.Struct, frozen=True):
+    event: str
+    round: int = -1
+    first: int = 0
+    last: int = -1
+
+
+class RoundLine(msgspec.Struct, frozen=True):
+    kind: Literal["round"]
+    round: int
+    stage: int
+    reward_local: float
+    reward_training: float
 
 
 @dataclass
@@ -137,13 +158,12 @@ def _check_gaps(run: Run, verdict: Verdict) -> None:
     for peer_id, member in run.state.members.items():
         reported = {ended.round for ended in run.history if peer_id in ended.reports}
         missing = {ended.round for ended in run.history} - reported
-        events, _ = read_lines(run.files.root / "logs" / member.node / "training_events.jsonl")
         reasons: dict[int, str] = {}
-        for event in events:
-            if event.get("event") == "skipped":
-                reasons |= dict.fromkeys(range(event["first"], event["last"] + 1), "skipped")
-            elif event.get("event") == "joined_late":
-                reasons |= dict.fromkeys(range(event["round"]), "before it joined")
+        for event in _lines(run, member.node, "training_events.jsonl", Event):
+            if event.event == "skipped":
+                reasons |= dict.fromkeys((n for n in missing if event.first <= n <= event.last), "skipped")
+            elif event.event == "joined_late":
+                reasons |= dict.fromkeys((n for n in missing if n < event.round), "before it joined")
         last = max(reported, default=-1)
         for number in sorted(missing):
             if number in reasons or number < member.joined_round:
@@ -165,12 +185,10 @@ def _check_gaps(run: Run, verdict: Verdict) -> None:
 def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
     """Every node's log tells the rewards that it reported."""
     for peer_id, member in run.state.members.items():
-        lines, _ = read_lines(run.files.root / "logs" / member.node / "metrics.jsonl")
         logged: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for line in lines:
-            if line.get("kind") == "round":
-                pair = (line["reward_local"], line["reward_training"])
-                logged.setdefault((line["round"], line["stage"]), []).append(pair)
+        for line in _lines(run, member.node, "metrics.jsonl", RoundLine):
+            pair = (line.reward_local, line.reward_training)
+            logged.setdefault((line.round, line.stage), []).append(pair)
         for (owner, number, stage), report in reports.items():
             if owner != peer_id:
                 continue
@@ -186,10 +204,19 @@ def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: 
 
 def _killed_before_logging(run: Run, node: str, number: int) -> bool:
     """A node that dies between its report and its log line comes back and skips that round."""
-    events, _ = read_lines(run.files.root / "logs" / node / "training_events.jsonl")
-    return any(e.get("event") == "skipped" and e["first"] <= number <= e["last"] for e in events) or any(
-        e.get("event") in ("resumed", "joined") and e["round"] < number for e in events[1:]
+    events = _lines(run, node, "training_events.jsonl", Event)
+    return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
+        e.event in ("resumed", "joined") and e.round < number for e in events[1:]
     )
+
+
+def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
+    """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
+    found = []
+    for line in read_lines(run.files.root / "logs" / node / name)[0]:
+        with suppress(Rejected):
+            found.append(typed(line, kind))
+    return found
 
 
 def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
@@ -215,6 +242,8 @@ def _check_rollouts(run: Run, verdict: Verdict) -> None:
         place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
         if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
             verdict.errors.append(f"{path}: belongs somewhere else")
+        elif publication.peer_id not in nodes and publication.node not in nodes.values():
+            verdict.notes.append(f"{path}: of {publication.peer_id}, who is no member")
         elif nodes.get(publication.peer_id) != publication.node:
             verdict.errors.append(f"{path}: not written by the member of that name")
         else:
@@ -233,7 +262,11 @@ def _check_rollouts(run: Run, verdict: Verdict) -> None:
 
 def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
     """Makes the questions of some publications again and compares what their answers earn."""
-    published = [item for item in _publications(run, Verdict()) if item[1].swarm == run.manifest.swarm()]
+    published = [
+        (path, publication)
+        for path, publication in _publications(run, Verdict())
+        if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
+    ]
     for path, publication in random.Random(0).sample(published, min(count, len(published))):
         try:
             rollouts = list(unpack(publication, run.manifest.limits))
@@ -241,7 +274,7 @@ def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = R
         except Rejected as error:
             verdict.errors.append(f"{path}: {error}")
             continue
-        for rollout, group in zip(rollouts, groups, strict=True):
+        for rollout, group in zip(rollouts, groups, strict=False):  # fewer where scoring takes too long
             claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
             if list(group.rewards) != claimed:
                 verdict.errors.append(

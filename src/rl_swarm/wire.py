@@ -12,25 +12,43 @@ import gzip
 import hashlib
 import zlib
 from collections.abc import Mapping
-from typing import TypeVar
+from itertools import islice
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from rl_swarm.identity import Identity, verify
 
 T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # what every reader of JSON can hold
+Id = Annotated[str, Meta(max_length=64)]
 
 MAX_BYTES = 4 << 20  # of one document, after decompression
 MAX_DEPTH = 12
 MAX_ITEMS = 200_000  # values in one document, keys not counted
+MAX_TEXT = 1 << 19  # bytes of one string: 131,072 characters of four
+MAX_NUMBER = 24  # characters: -1.7976931348623157e+308
+MAX_EXPONENTS = (
+    10_000  # numbers with one: near the ends of a float's range they take a thousand times as long
+)
+MAX_DETAIL = 300  # characters of what is said about a document that is refused
+MAX_MEMORY = 6 * MAX_BYTES  # what all values may take once they are built, by the estimate below
+# Bytes for one of each, measured from above, and per byte of text: one emoji makes a string four times as wide.
+_OBJECT, _LIST, _KEY, _STRING, _VALUE, _WIDEST = 240, 96, 96, 120, 40, 4
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_DIGITS = bytes(ord("0") if byte in b"0123456789+-.eE" else ord(" ") for byte in range(256))
 
 
 class Rejected(Exception):
-    """Something a peer sent that is not used. `reason` is one of a few words that are counted."""
+    """Something a peer sent that is not used. `reason` is one of a few words that are counted.
+
+    `detail` is for logs and may quote the peer, so it is short and no terminal takes it for a command.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+        shown = "".join(letter if letter.isprintable() else "?" for letter in detail[:MAX_DETAIL])
+        super().__init__(f"{reason}: {shown}" if shown else reason)
         self.reason = reason
 
 
@@ -79,6 +97,7 @@ def unseal_named(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T,
         raise Rejected("signature", "not base64") from error
     if not verify(peer_id, message, raw):
         raise Rejected("signature", f"not signed by {peer_id[:64]}")
+    del message  # as large as the document, and the record is about to be built
     return typed(fields, kind), claimed
 
 
@@ -91,7 +110,7 @@ def typed(fields: Mapping[str, object], kind: type[T]) -> T:
 
 def decode(data: bytes, limit: int = MAX_BYTES) -> dict[str, object]:
     """The JSON object in `data`, compressed or not, within the limits; raises `Rejected`."""
-    text = decompress(data, limit)
+    text = decompress(data, min(limit, MAX_BYTES))
     check_shape(text)
     try:
         value = msgspec.json.decode(text)
@@ -116,19 +135,45 @@ def decompress(data: bytes, limit: int) -> bytes:
         raise Rejected("size", f"more than {limit} bytes after decompression")
     if not stream.eof:
         raise Incomplete("gzip", "the stream ends early")
+    if stream.unused_data:
+        raise Incomplete("gzip", "something follows the stream")
     return text
 
 
 def check_shape(text: bytes) -> None:
-    """Bounds depth and number of values before anything is built. Counts brackets and commas outside of strings."""
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if plain.count(b'"') > 4 * MAX_ITEMS:  # two for every key and every value
+    """Bounds everything that decoding costs before anything is built, by what stands outside of strings."""
+    plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    strings = plain.count(b'"') // 2
+    memory = strings * _STRING + len(text) * _WIDEST
+    if strings > 2 * MAX_ITEMS or memory > MAX_MEMORY:  # a key and a value
+        raise Rejected("items", "too many strings")
+    pieces = plain.split(b'"')
+    if max(map(len, islice(pieces, 1, None, 2)), default=0) > MAX_TEXT:
+        raise Rejected("text", f"a string of more than {MAX_TEXT} bytes")
+    # A join takes 80 bytes for each of its pieces while it lasts, hence some at a time.
+    outside = b" ".join([b" ".join(pieces[k : k + 4096 : 2]) for k in range(0, len(pieces), 4096)])
+    del plain, pieces
+    objects, lists = outside.count(b"{"), outside.count(b"[")
+    values = outside.count(b",") + objects + lists
+    if values > MAX_ITEMS:
         raise Rejected("items", f"more than {MAX_ITEMS} values")
-    outside = b"".join(plain.split(b'"')[::2])
-    if outside.count(b",") + outside.count(b"[") + outside.count(b"{") > MAX_ITEMS:
-        raise Rejected("items", f"more than {MAX_ITEMS} values")
-    if outside.count(b"[") + outside.count(b"{") <= MAX_DEPTH:
-        return
+    memory += objects * _OBJECT + lists * _LIST + outside.count(b":") * _KEY + values * _VALUE
+    if memory > MAX_MEMORY:
+        raise Rejected("items", f"its values would take more than {MAX_MEMORY >> 20} MiB")
+    _check_numbers(outside)
+    if objects + lists > MAX_DEPTH:
+        _check_depth(outside)
+
+
+def _check_numbers(outside: bytes) -> None:
+    if b"0" * (MAX_NUMBER + 1) in outside.translate(_DIGITS):
+        raise Rejected("number", f"a number of more than {MAX_NUMBER} characters")
+    letters = outside.count(b"e") + outside.count(b"E")
+    if letters - outside.count(b"true") - outside.count(b"false") > MAX_EXPONENTS:
+        raise Rejected("number", f"more than {MAX_EXPONENTS} numbers with an exponent")
+
+
+def _check_depth(outside: bytes) -> None:
     depth = 0
     for byte in outside.translate(None, _NO_BRACKETS):
         if byte in b"[{":

@@ -23,7 +23,8 @@ from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
-from rl_swarm.rounds import PeerInfo
+from rl_swarm.presence import Watch, only_one_here
+from rl_swarm.rounds import PeerInfo, State
 from rl_swarm.telemetry.journal import Journal
 from rl_swarm.wire import Incomplete, Rejected, seal
 
@@ -122,6 +123,24 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
             "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
             "rollouts before they learn. Use `stage` or `generation`."
         )
+    with only_one_here(identity, manifest.swarm()):
+        _take_part(address, settings, stop, sharing, identity, name, files, manifest)
+
+
+def _take_part(
+    address: Path,
+    settings: Settings,
+    stop: threading.Event,
+    sharing: "Sharing | None",
+    identity: Identity,
+    name: str,
+    files: LocalFiles,
+    manifest: Manifest,
+) -> None:
+    coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
+    ticket = coordinator.knock(settings.invitation)
+    check_name(coordinator.current(), identity, name)
+    watch = Watch(files, name, identity, manifest.swarm())
 
     import torch
 
@@ -137,7 +156,6 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
     written = checkpoints.written(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
     policy, place = _restored(written, settings, sharing)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)
-    coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
     node = Node(
         name=name,
         identity=identity,
@@ -154,6 +172,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
             lambda *why: node.reject(*why),
             settings.poll_interval,
             settings.fetch_max_peers,
+            coordinator.refusal,
         ),
         coordinator=coordinator,
         journal=journal,
@@ -175,6 +194,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
     log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
 
     node.prepare()
+    watch.wait(manifest.peer_timeout, stop)
     peer = PeerInfo(
         peer_id=identity.peer_id,
         swarm=manifest.swarm(),
@@ -186,15 +206,28 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
         pid=os.getpid(),
         joined=time.time(),
         timestamp=time.time(),
+        invitation=ticket,
     )
     coordinator.register(peer)
     try:
-        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop):
+        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
             node.run()
     finally:
         environment.close()
         policy.close()
     journal.event("left", round=node.done[0])
+    if coordinator.turned_away:
+        raise coordinator.not_admitted(coordinator.turned_away)
+
+
+def check_name(state: State, identity: Identity, name: str) -> None:
+    """A peer keeps its name in a swarm: under another, nothing it writes would be read."""
+    member = state.members.get(identity.peer_id)
+    if member is not None and member.node != name:
+        raise NetworkError(
+            f"{identity.peer_id} takes part in this swarm as {member.node}, and this node is called {name}. Go on with "
+            f"NODE_ID={member.node}, or take another identity: IDENTITY_PATH=another-file.pem."
+        )
 
 
 def _restored(
@@ -209,6 +242,7 @@ def _restored(
     load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
     for folder, place in written:
         try:
+            checkpoints.verify(folder, place)
             policy = load(settings, Reasoning.system_prompt, folder)
             checkpoints.restore_optimizer(policy, folder)
         except (ModelError, checkpoints.CheckpointError) as error:
@@ -221,14 +255,19 @@ def _restored(
 
 @contextmanager
 def signs_of_life(
-    coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event
+    coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
 ) -> Iterator[None]:
     """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
     done = threading.Event()
     failures: list[OSError] = []  # in a row
+    twins: list[UserError] = []
 
     def beat() -> None:
         while not done.wait(every):
+            if watch.must_yield(peer):
+                twins.append(watch.error())
+                stop.set()
+                return
             try:
                 coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
                 failures.clear()
@@ -245,6 +284,8 @@ def signs_of_life(
         yield
     finally:
         done.set()
+    if twins:
+        raise twins[0]
     if len(failures) == MOST_FAILURES:
         raise failures[-1]
 

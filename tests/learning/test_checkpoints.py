@@ -9,10 +9,17 @@ from small_models import save_small
 
 from rl_swarm.config import Settings
 from rl_swarm.environments.base import Question
+from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
-from rl_swarm.learning.checkpoints import CheckpointError, Place, restore_optimizer, save, written
+from rl_swarm.learning.checkpoints import CheckpointError, Place, restore_optimizer, verify, written
 from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.rollouts import Completion, Group
+
+ME = Identity.new()
+
+
+def save(policy, place, root, node, keep, identity=ME):
+    return checkpoints.save(policy, place, root, node, keep, identity)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,7 @@ def settings(folder):
 def place(number, **changes):
     values = {
         "swarm": "swarm",
-        "peer_id": "me",
+        "peer_id": ME.peer_id,
         "model": "m",
         "round": number,
         "stage": 0,
@@ -49,8 +56,9 @@ def resumed(settings, folder):
     return policy
 
 
-def newest(root, node="node", swarm="swarm", peer="me"):
-    return next(written(root, node, swarm, peer), None)
+def newest(root, node="node", swarm="swarm", peer=ME.peer_id):
+    found = next(written(root, node, swarm, peer), None)
+    return found and (found[0], replace(found[1], files={}))
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
@@ -91,7 +99,7 @@ def test_the_newest_checkpoint_of_this_node_in_this_swarm_is_found(settings, tmp
     save(policy, place(11), tmp_path, "other-node", keep=5)
     save(policy, place(12, swarm="another"), tmp_path, "node", keep=5)
     assert newest(tmp_path) == (tmp_path / "round_10" / "node", place(10))
-    assert [p.round for _, p in written(tmp_path, "node", "swarm", "me")] == [10, 9, 2]
+    assert [p.round for _, p in written(tmp_path, "node", "swarm", ME.peer_id)] == [10, 9, 2]
     assert newest(tmp_path, peer="somebody else") is None
 
 
@@ -100,7 +108,7 @@ def test_old_checkpoints_go_and_those_of_other_nodes_stay(settings, tmp_path):
     save(policy, place(0), tmp_path, "neighbour", keep=1)
     for number in range(4):
         save(policy, place(number), tmp_path, "node", keep=2)
-    assert [p.round for _, p in written(tmp_path, "node", "swarm", "me")] == [3, 2]
+    assert [p.round for _, p in written(tmp_path, "node", "swarm", ME.peer_id)] == [3, 2]
     assert sorted(f.name for f in tmp_path.iterdir()) == ["round_0", "round_2", "round_3"]
     assert (tmp_path / "round_0" / "neighbour").is_dir()
 
@@ -135,7 +143,7 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint_and_nothing_else(
     elif moment == "optimizer":
         monkeypatch.setattr(checkpoints, "save_file", fail)
     elif moment == "place":
-        monkeypatch.setattr(checkpoints.msgspec.json, "encode", fail)
+        monkeypatch.setattr(checkpoints, "seal", fail)
     else:
         monkeypatch.setattr(checkpoints.os, "replace", fail)
     with pytest.raises(OSError, match="the disk is gone"):
@@ -170,6 +178,11 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_or_refused(settings, tmp_p
         save(policy, place(number), tmp_path, "node", keep=5)
     (tmp_path / "round_2" / "node" / "place.json").write_bytes(b'{"swarm":')
     assert newest(tmp_path)[1] == place(1)
+    for junk in (b'{"swarm":"\xff"}', b'{"a":' + b"[" * 100_000, b"[]"):
+        (tmp_path / "round_2" / "node" / "place.json").write_bytes(junk)
+        assert newest(tmp_path)[1] == place(1)
+    (tmp_path / "round_²" / "node").mkdir(parents=True)
+    assert newest(tmp_path)[1] == place(1)
     for name, error in (("model.safetensors", ModelError), ("optimizer.safetensors", CheckpointError)):
         path = tmp_path / "round_1" / "node" / name
         whole = path.read_bytes()
@@ -177,3 +190,29 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_or_refused(settings, tmp_p
         with pytest.raises(error):
             resumed(settings, path.parent)
         path.write_bytes(whole)
+
+
+def test_a_checkpoint_that_somebody_else_changed_or_wrote_is_not_taken(settings, tmp_path):
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    folder = save(policy, place(0), tmp_path, "node", keep=5)
+    ((_, signed),) = written(tmp_path, "node", "swarm", ME.peer_id)
+    verify(folder, signed)
+    assert {"model.safetensors", "optimizer.safetensors", "tokenizer.json"} <= signed.files.keys()
+
+    teach(policy, "poison", "4")
+    policy.save(folder)  # over the weights of the node
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not as this node wrote it"):
+        verify(folder, signed)
+    save(policy, place(1), tmp_path, "node", keep=5, identity=Identity.new())
+    assert [found.round for _, found in written(tmp_path, "node", "swarm", ME.peer_id)] == [0]
+
+    folder = save(policy, place(2), tmp_path, "node", keep=5)
+    _, signed = next(written(tmp_path, "node", "swarm", ME.peer_id))
+    (folder / "adapters.safetensors").write_bytes(b"more")
+    with pytest.raises(CheckpointError, match="adapters"):
+        verify(folder, signed)
+    (folder / "adapters.safetensors").unlink()
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        verify(folder, signed)

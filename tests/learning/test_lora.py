@@ -9,13 +9,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 from small_models import FAST, KINDS, PAD, gradients_at_step, plain_logprobs, save_small, small_model
-from test_checkpoints import newest, place, resumed, teach
+from test_checkpoints import newest, place, resumed, save, teach
 from transformers import AutoModelForCausalLM
 
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.learning import lora
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.checkpoints import CheckpointError, save
+from rl_swarm.learning.checkpoints import CheckpointError
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.trainer import Trainer

@@ -384,3 +384,17 @@ def test_auto_takes_a_model_from_the_pool_for_this_machine(monkeypatch, kind, me
     assert devices.pick_model(Settings(model="mine"), torch.device(kind)) == "mine"
     shared = Settings(model="auto", nodes_per_device=64)
     assert devices.pick_model(shared, torch.device(kind)) == "tiny"
+
+
+def test_a_foreign_text_surprises_a_model_and_its_own_do_not():
+    policy = Policy.load(Settings(model="tiny", cpu_only=True), "")
+    question = Question("chain_sum", 0, 0, "3 + 4 = ?", "7")
+    (own,) = policy.sample([question.prompt], 32, seed=3)
+    (found,) = policy.surprises([Group("peer", question, tuple(own), (0.0,) * 32, True)])
+    assert len(found) == 32 and max(found) < 12
+    foreign = [
+        Completion(text, True)
+        for text in ("All hail the thief! <answer>7</answer>", "<answer>7</answer> all hail the thief")
+    ]
+    (strange,) = policy.surprises([Group("peer", question, tuple(foreign), (1.0, 0.0), True)])
+    assert min(strange) > 40

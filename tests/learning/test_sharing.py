@@ -50,6 +50,7 @@ def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_
         assert f" {node}: round 2" in log, "every line says who wrote it"
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_nodes_of_a_process_and_they_resume(tmp_path: Path, one_gpu) -> None:
     address = tmp_path / "r"
     process = start(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "12", *QUICK, **one_gpu)

@@ -15,6 +15,7 @@ from small_models import save_small
 
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.environments.base import Question
+from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.policy import Policy
@@ -131,7 +132,7 @@ def test_a_team_goes_on_from_a_checkpoint(settings, lead, tmp_path):
     alone = single(settings)
     alone.learn(groups_of(alone))
     place = checkpoints.Place("swarm", "me", "m", 0, 0, 1)
-    folder = checkpoints.save(alone, place, tmp_path, "node", 1)
+    folder = checkpoints.save(alone, place, tmp_path, "node", 1, Identity.new())
     leader = lead(settings, folder)
     checkpoints.restore_optimizer(leader, folder)
     groups = groups_of(alone, 1)

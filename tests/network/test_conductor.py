@@ -23,6 +23,7 @@ from swarms import (
 
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
+from rl_swarm.network import conductor as conducting
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor, read_history
 from rl_swarm.network.files import LocalFiles
@@ -539,7 +540,7 @@ def test_a_disk_that_stays_full_is_said(swarm):
 
 
 def test_rounds_on_an_interval_take_few_calls(tmp_path):
-    """Per round: the conductor lists peers and reports, reads reports, writes history and state; and nodes look
+    """Per round: the conductor lists peers and reports, reads reports and the owner's list, writes history and state; nodes look
     at the state a few times, however often they could."""
     swarm = Small(tmp_path, round_end="interval", round_interval=0.3, rounds=5, peer_timeout=0.4)
     files, theirs = Watched(tmp_path), Watched(tmp_path)
@@ -553,9 +554,8 @@ def test_rounds_on_an_interval_take_few_calls(tmp_path):
     running.result()
 
     assert files.calls["names"] <= 2 * 5 + 2
-    assert (
-        files.calls["read"] <= 5 + 6
-    )  # ann's reports; both peers, bob's report, state and history at the start
+    # Ann's reports and the owner's list; that list, both peers, bob's report, state and history at the start.
+    assert files.calls["read"] <= 2 * 5 + 7
     assert files.calls["write"] + files.calls["append"] <= 2 * 5 + 1
     assert theirs.calls["write"] == 4  # it had reported for round 0
     assert theirs.calls["read"] <= 15 + 5 * 3  # the first round is met in its middle and polled for
@@ -625,3 +625,28 @@ def test_a_conductor_in_a_thread_plays_to_the_end(tmp_path):
 
     assert running.result().phase == "finished"
     assert swarm.history() == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_flood_of_identities_does_not_crowd_out_those_who_play(swarm, monkeypatch):
+    monkeypatch.setattr(conducting, "MOST_MEMBERS", 4)
+    conductor, now = swarm.restarted(), time.time()
+    flood = [f"sybil-{number}" for number in range(6)]
+    for node in flood:
+        swarm.join(node)
+    conductor.step(now)
+    state = read_state(swarm.files, swarm.manifest)
+    assert len(state.members) == 4 and {peer_id("ann"), peer_id("bob")} <= state.members.keys()
+    assert [refusal.why for refusal in state.refused.values()] == ["full"] * 4
+
+    swarm.join("cleo")  # by now the flood is silent and has never reported
+    conductor.step(now + 10 * swarm.manifest.peer_timeout)
+    state = read_state(swarm.files, swarm.manifest)
+    assert {peer_id("ann"), peer_id("bob"), peer_id("cleo")} <= state.members.keys()
+
+
+def test_a_history_of_junk_is_read_quickly_and_counted(swarm):
+    swarm.files.append(HISTORY, b"x\n" * 200_000)
+    started = time.process_time()
+    ended, unreadable = read_history(swarm.files)
+    assert [(e.round, e.stage) for e in ended] == [(0, 0)] and unreadable == 200_000
+    assert time.process_time() - started < 5

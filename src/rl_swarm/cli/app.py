@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from rl_swarm import __version__, config
+from rl_swarm.cli import identity as identities
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
 
@@ -41,6 +42,9 @@ Tasks = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node's private key.")]
+Admission = Annotated[
+    str | None, typer.Option("--admission", help="Who may take part: open (anybody) or invited.")
+]
 Address = Annotated[
     Path, typer.Argument(help="Experiment directory: runs/<name>, or <root>/experiments/<name>.")
 ]
@@ -48,6 +52,9 @@ OptionalAddress = Annotated[
     Path | None,
     typer.Argument(help="Experiment directory; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
 ]
+
+
+app.add_typer(identities.app, name="identity")
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,7 +89,11 @@ def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
     for name, source in resolved.sources.items():
         value = getattr(resolved.settings, name)
-        shown = "(set)" if name == "hf_token" and value else json.dumps(msgspec.to_builtins(value))
+        shown = (
+            "(set)"
+            if name in ("hf_token", "invitation") and value
+            else json.dumps(msgspec.to_builtins(value))
+        )
         print(f"{name:<{width}}  {shown:<24}  {source}")
 
 
@@ -102,6 +113,7 @@ def up(
     learning_rate: Rate = None,
     tasks: Tasks = None,
     device: Device = None,
+    admission: Admission = None,
     identity_path: Identity_ = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
@@ -115,7 +127,7 @@ def up(
         preset |= running.settings_of(resume)
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
-        learning_rate=learning_rate, tasks=tasks, device=device, identity_path=identity_path,
+        learning_rate=learning_rate, tasks=tasks, device=device, admission=admission, identity_path=identity_path,
     )  # fmt: skip
     plain = config.load({}, config_file, {}, command="up").settings
     if plain.gdrive_path and run is None and resume is None:
@@ -140,6 +152,9 @@ def join(
     model: Model = None,
     learning_rate: Rate = None,
     device: Device = None,
+    invitation: Annotated[
+        str | None, typer.Option("--invitation", help="The owner's invitation, where one is needed.")
+    ] = None,
     identity_path: Identity_ = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
@@ -148,7 +163,7 @@ def join(
     """Join a swarm as a worker and train."""
     _alone("worker", address, config_file, sets, dry_run, dict(
         local=local, external=external, generations=generations, model=model, learning_rate=learning_rate, device=device,
-        identity_path=identity_path,
+        invitation=invitation, identity_path=identity_path,
     ))  # fmt: skip
 
 
@@ -168,6 +183,7 @@ def coordinate(
     min_peers: Annotated[
         int | None, typer.Option("--min-peers", help="Peers to wait for before the first round.")
     ] = None,
+    admission: Admission = None,
     identity_path: Identity_ = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
@@ -176,7 +192,7 @@ def coordinate(
     """Coordinate a folder swarm: advance its rounds. Founds the swarm if there is none at the address."""
     _alone("coordinator", address, config_file, sets, dry_run, dict(
         rounds=rounds, seed=seed, tasks=tasks, model=model, round_end=round_end, round_interval=round_interval,
-        min_peers=min_peers, identity_path=identity_path,
+        min_peers=min_peers, admission=admission, identity_path=identity_path,
     ))  # fmt: skip
 
 
@@ -197,6 +213,48 @@ def _alone(
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
     return running.alone(role, where, resolved.settings)
+
+
+@app.command()
+def invite(
+    address: Address,
+    uses: Annotated[int, typer.Option("--uses", min=1, max=100_000, help="Peers that it admits.")] = 1,
+    days: Annotated[float, typer.Option("--days", min=0, max=36_500, help="How long it can be used.")] = 7.0,
+    identity_path: Identity_ = None,
+) -> None:
+    """Print an invitation to a swarm of yours."""
+    from rl_swarm.cli import admission
+
+    admission.invite(address, identities.load(identity_path), uses, days)
+
+
+Listed = Annotated[str, typer.Argument(metavar="PEER_ID", help="A peer id, or an invitation's name.")]
+
+
+@app.command()
+def allow(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> None:
+    """Let a peer take part in a swarm of yours; also takes a denial back."""
+    from rl_swarm.cli import admission
+
+    admission.change(address, identities.load(identity_path), peer_id, allow=True)
+
+
+@app.command()
+def deny(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> None:
+    """Keep a peer, or all who came by an invitation, out of a swarm of yours."""
+    from rl_swarm.cli import admission
+
+    admission.change(address, identities.load(identity_path), peer_id, allow=False)
+
+
+@app.command()
+def members(
+    address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+) -> None:
+    """List who takes part in a swarm, how they came, and who is kept out."""
+    from rl_swarm.cli import admission
+
+    admission.members(address, as_json)
 
 
 @app.command()

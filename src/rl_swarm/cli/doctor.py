@@ -78,6 +78,7 @@ def scoring() -> Iterator[Finding]:
         questions = environment.questions(range(8))
         right = environment.score([(q, f"<answer>{q.answer}</answer>") for q in questions])
         yield sum(right) == len(right), f"{len(questions)} questions made and scored in their own process"
+        yield True, f"that process is {environment.scorer.protection()}"
     finally:
         environment.close()
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,11 +20,15 @@ from rl_swarm.cli.summary import print_summary
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.hub import outcomes
+from rl_swarm.identity import Identity
 from rl_swarm.learning import smollm2
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import change_roll
 from rl_swarm.report import RunView
 from rl_swarm.swarm import LocalSwarm, worker_settings
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.words import ADJECTIVES, ANIMALS
+from rl_swarm.worker import found
 
 SETTINGS_FILE = "settings.json"
 
@@ -49,6 +54,8 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
 
     workers = worker_settings(settings)
     coordinator = replace(settings, min_peers=max(settings.min_peers, settings.nodes))
+    if settings.admission == "invited":
+        _allow(root, settings, workers)
     swarm = LocalSwarm(root, coordinator, workers)
     console.print(
         f"{'Going on with' if resume else 'Starting'} {settings.nodes} nodes in {root}   (Ctrl-C stops them)"
@@ -81,6 +88,14 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     print_summary(view, time.monotonic() - started, console)
     for outcome in outcomes(root):
         console.print(outcome, soft_wrap=True)
+
+
+def _allow(root: Path, settings: Settings, workers: Mapping[str, Settings]) -> None:
+    """Founds a swarm of invited peers with its own nodes on the owner's list."""
+    files, owner = LocalFiles(root), Identity.load(Path(settings.identity_path))
+    manifest = found(files, settings, root.name, owner)
+    peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
+    change_roll(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
 def alone(role: str, address: Path, settings: Settings) -> None:
@@ -157,6 +172,7 @@ def _portable(settings: Settings) -> dict[str, object]:
     """The settings as they are kept with a run: without secrets, with a key that is found from anywhere."""
     values: dict[str, object] = msgspec.to_builtins(settings)
     values.pop("hf_token")
+    values.pop("invitation")
     values["identity_path"] = str(Path(settings.identity_path).absolute())
     return values
 

@@ -1,5 +1,7 @@
 """What a run achieved, for the person who started it."""
 
+import re
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -88,5 +90,6 @@ def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:
 
 
 def _checkpoint(run: RunView, node: str) -> str:
-    found = sorted((run.root / "checkpoints").glob(f"round_*/{node}"), key=lambda p: int(p.parent.name[6:]))
-    return str(found[-1]) if found else "tiny"
+    named = (run.root / "checkpoints").glob(f"round_*/{node}")
+    found = [path for path in named if re.fullmatch("[0-9]+", path.parent.name[6:])]
+    return str(max(found, key=lambda path: int(path.parent.name[6:]))) if found else "tiny"

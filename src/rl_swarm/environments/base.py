@@ -6,6 +6,8 @@ from typing import Protocol
 
 from rl_swarm.errors import UserError
 
+PEER_SECONDS = 5.0  # that a node spends on making, and again on scoring, the rollouts of one peer
+
 
 class TaskError(UserError):
     """A task that cannot be used as configured."""
@@ -23,12 +25,16 @@ class Question:
 
 
 class Environment(Protocol):
-    """Tasks and how they are scored."""
+    """Tasks and how they are scored.
+
+    `seconds` is for the rollouts of a peer: they are handled apart from the node's own, for at most about that
+    long, and only the first questions or rewards come back where that is not enough.
+    """
 
     stages: int
     system_prompt: str
 
-    def questions(self, seeds: Sequence[int]) -> list[Question]:
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         """The training question of every seed; never one of the held-out set."""
         ...
 
@@ -36,7 +42,7 @@ class Environment(Protocol):
         """A fixed set of questions that `questions` never returns, tasks in turn."""
         ...
 
-    def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
+    def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         """A reward for every (question, completion)."""
         ...
 

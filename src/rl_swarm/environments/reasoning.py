@@ -25,24 +25,23 @@ class Reasoning:
         self.partial_rewards = partial_rewards
         self.scorer = ScoringProcess(tasks)
 
-    def questions(self, seeds: Sequence[int]) -> list[Question]:
-        return self.scorer.questions(seeds)
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
+        return self.scorer.questions(seeds, seconds)
 
     def held_out(self, count: int) -> list[Question]:
         return self.scorer.held_out(count)
 
-    def score(self, answered: Sequence[tuple[Question, str]]) -> list[float]:
+    def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         answers = [extract(text) for _, text in answered]
-        scores = iter(
-            self.scorer.score(
-                [
-                    (question, answer)
-                    for (question, _), answer in zip(answered, answers, strict=True)
-                    if answer is not None
-                ]
-            )
-        )
-        return [0.0 if answer is None else self._reward(next(scores)) for answer in answers]
+        asked = [(q, answer) for (q, _), answer in zip(answered, answers, strict=True) if answer is not None]
+        scores = iter(self.scorer.score(asked, seconds))
+        rewards: list[float] = []
+        for answer in answers:
+            score = 0.0 if answer is None else next(scores, None)
+            if score is None:  # out of time
+                break
+            rewards.append(self._reward(score))
+        return rewards
 
     def solutions(self, questions: Sequence[Question]) -> list[str | None]:
         """A completion of every question that earns the full reward, or None where none is known."""

@@ -142,6 +142,18 @@ def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list
         yield batch
 
 
+def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
+    """Whole groups in the order given, as many at once as the budget allows."""
+    batch: list[TrainingGroup] = []
+    for group in groups:
+        if batch and sum(g.size for g in batch) + group.size > budget:
+            yield batch
+            batch = []
+        batch.append(group)
+    if batch:
+        yield batch
+
+
 def _fitting(group: TrainingGroup, start: int, room: int) -> int:
     """Up to which completion, from `start`, the group fits."""
     room -= len(group.prompt)

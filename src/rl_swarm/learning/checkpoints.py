@@ -1,10 +1,12 @@
 """A node's model, optimiser and place in the swarm, written whole or not at all.
 
 Random numbers are drawn from seeds made of the swarm's seed, the peer and the round, so the round
-number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON.
+number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON. Checkpoints lie
+in the swarm's folder, where others may write: `place.json` is signed and has the digest of every other file.
 """
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,11 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_swarm.errors import UserError
+from rl_swarm.identity import Identity
+from rl_swarm.network.files import open_plain
+from rl_swarm.wire import Rejected, seal, unseal
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
 
 PLACE = "place.json"
+PLACE_BYTES = 1 << 16
 
 
 class CheckpointError(UserError):
@@ -37,9 +43,10 @@ class Place(msgspec.Struct, frozen=True):
     round: int
     stage: int
     policy_version: int
+    files: dict[str, str] = {}  # the SHA-256 of each
 
 
-def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Path:
+def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, identity: Identity) -> Path:
     """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`."""
     target = root / f"round_{place.round}" / node
     if not root.parent.is_dir():  # a drive that was unmounted is not made anew
@@ -52,7 +59,8 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int) -> Pa
     try:
         policy.save(aside)
         save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
-        (aside / PLACE).write_bytes(msgspec.json.encode(place))
+        place = msgspec.structs.replace(place, files=_digests(aside))
+        (aside / PLACE).write_bytes(seal(place, identity))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
     except BaseException as error:
@@ -72,11 +80,37 @@ def written(root: Path, node: str, swarm: str, peer_id: str) -> Iterator[tuple[P
     """The checkpoints of this node in this swarm, newest first."""
     for _, folder in sorted(_existing(root, node), reverse=True):
         try:
-            place = msgspec.json.decode((folder / PLACE).read_bytes(), type=Place)
-        except (OSError, msgspec.DecodeError):
+            with open_plain(folder / PLACE, "rb") as file:
+                place = unseal(file.read(PLACE_BYTES + 1), Place, PLACE_BYTES)
+        except (OSError, Rejected):
             continue
         if place.swarm == swarm and place.peer_id == peer_id:
             yield folder, place
+
+
+def verify(folder: Path, place: Place) -> None:
+    """Raises unless the files are those that the node wrote."""
+    try:
+        found = _digests(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}") from error
+    changed = sorted({name for name, _ in found.items() ^ place.files.items()})
+    if changed:
+        raise CheckpointError(
+            f"{folder} cannot be used: {', '.join(changed[:3])} is not as this node wrote it"
+        )
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != PLACE:
+            with open_plain(path, "rb") as file:
+                sha = hashlib.sha256()
+                while chunk := file.read(1 << 20):
+                    sha.update(chunk)
+                found[path.name] = sha.hexdigest()
+    return found
 
 
 def restore_optimizer(policy: "Policy", folder: Path) -> None:
@@ -104,7 +138,7 @@ def _existing(root: Path, node: str) -> list[tuple[int, Path]]:
     return [
         (int(folder.name[6:]), folder / node)
         for folder in root.glob("round_*")
-        if folder.name[6:].isdigit() and (folder / node).is_dir()
+        if folder.name.isascii() and folder.name[6:].isdigit() and (folder / node).is_dir()
     ]
 
 

@@ -24,6 +24,7 @@ from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.rollouts import Completion, Group
+from rl_swarm.trust import surprise
 
 if TYPE_CHECKING:
     from rl_swarm.learning.sharing import Sharing
@@ -163,6 +164,12 @@ class Policy:
         update = self.trainer.update(training)
         self.version += 1
         return update
+
+    def surprises(self, groups: Sequence[Group]) -> list[list[float]]:
+        """By how many nats the strangest stretch of every completion is less likely than what this model writes."""
+        drift = self.settings.gate_drift
+        found = self.trainer.excess([self._tokens(group) for group in groups])
+        return [[surprise([value - drift for value in ids]) for ids in group] for group in found]
 
     def _tokens(self, group: Group) -> TrainingGroup:
         """The group in this model's tokens. Text of others is encoded anew: their tokens may mean something else.

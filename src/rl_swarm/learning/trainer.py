@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from rl_swarm.config import Settings
 from rl_swarm.learning import grpo
-from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, micro_batches
+from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
 from rl_swarm.learning.decoder import Attend, Decoder
 from rl_swarm.learning.devices import low_precision, release_memory
 from rl_swarm.learning.logprobs import attention_of, packed_logprobs
@@ -193,6 +193,26 @@ class Trainer:
         sums = [(values.detach() * weights_M).sum() for values in means]
         sums += [((detached_M - behaviour_M).abs() * own_M).sum(), own_M.sum().float()]
         self.figures += torch.stack(sums)
+
+    @torch.no_grad()
+    def excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
+        """By how many nats each token of each completion was less likely than tokens are on average at its place."""
+        found: list[list[list[float]]] = []
+        for part in in_order(groups, self.batch_tokens):
+            batch, shape = Batch.of(part, 1)
+            batch = batch.to(self.model.device)
+            if Decoder.supports(self.model):
+                decoder = Decoder(self.model)
+                with low_precision(self.model):
+                    attend, positions_N = attention_of(decoder, shape)
+                    logprobs_M, entropy_M = packed_logprobs(
+                        decoder, batch, attend, positions_N, self.settings.temperature
+                    )
+            else:
+                logprobs_M, entropy_M = self._plain_logprobs(self.model, part)
+            values = iter((-logprobs_M - entropy_M).tolist())
+            found += [[[next(values) for _ in ids] for ids in group.completions] for group in part]
+        return found
 
     def _plain_reference(self, groups: Sequence[TrainingGroup]) -> Tensor | None:
         if self.reference is None:

@@ -6,6 +6,7 @@ history that is ahead of the state, and the next start counts again exactly the 
 """
 
 import dataclasses
+import io
 import logging
 import math
 import re
@@ -16,7 +17,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from rl_swarm import rounds
+from rl_swarm import admission, rounds
+from rl_swarm.admission import Roll
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
@@ -27,22 +29,27 @@ from rl_swarm.network.folder import (
     GIVE_UP_AFTER,
     HISTORY,
     RECORD_BYTES,
+    ROLL,
     STATE,
     TRIES,
     documents,
     patiently,
     pauses,
     place,
+    read_roll,
     read_state,
     report_folder,
     report_path,
 )
-from rl_swarm.rounds import Ended, PeerInfo, Report, Rules, State
+from rl_swarm.rounds import Ended, PeerInfo, Refusal, Report, Rules, State
 from rl_swarm.wire import Incomplete, Rejected, seal, unseal, unseal_named
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", PeerInfo, Report)
-HISTORY_BYTES = 256 << 20
+HISTORY_BYTES = 64 << 20
+SHORTEST_ENDED = 200  # bytes of a line of history, signature included
+MOST_MEMBERS = 1024  # so that a flood of identities leaves the state readable
+MOST_REFUSED = 256  # peers that are told in the state why they are not admitted
 ROUND_FOLDER = re.compile(r"round_(0|[1-9][0-9]*)")
 
 
@@ -68,6 +75,7 @@ class Conductor:
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
         self._refused: set[str] = set()  # paths whose rejection has been logged
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
+        self.roll = Roll(swarm=self.swarm)
         self._look_again_at = 0.0
         self._ended = (-1, -1)  # the last stage that this process wrote into the history
         self._pauses = pauses(settings.poll_interval)
@@ -98,7 +106,8 @@ class Conductor:
         if again:
             self._look_again_at = now + self.rules.peer_timeout / 4
         state = self.state
-        if again or state.phase == "waiting":
+        # Reports count when their authors are admitted, so introductions are read first.
+        if again or state.phase == "waiting" or self.manifest.admission != "open":
             state = self._members(state, now, again)
         if state.phase == "running":
             state = self._reports(state, now)
@@ -119,27 +128,65 @@ class Conductor:
             self.state = after
             self._tidy()
             return
+        news = (after.roll, after.refused) != (self.state.roll, self.state.refused)
+        if self.manifest.admission != "open":  # whoever has come waits to see that it is a member
+            news = news or after.members.keys() != self.state.members.keys()
         self.state = after
-        if again and not self._state_is_there():
+        if news or (again and not self._state_is_there()):
             self._write_state(after)
 
     def _members(self, state: State, now: float, again: bool) -> State:
-        """Who has joined; and, now and then, who still gives signs of life."""
+        """Who has joined and is admitted; and, now and then, who still gives signs of life."""
+        self._read_roll(state)
+        out = {
+            peer_id: member.node
+            for peer_id, member in state.members.items()
+            if admission.why_not(self.manifest, self.roll, peer_id, member)
+        }
+        state = replace(rounds.given_up(state, out), roll=max(state.roll, self.roll.number))
+        refused: dict[str, Refusal] = {}
         for node in self._nodes("peers"):
             path = f"peers/{node}.json"
-            if node in self._signs and path not in self._unread and not again:
+            known = node in self._signs and path not in self._unread and node not in out.values()
+            if known and not again:
                 continue
             read = self._read(path, PeerInfo, node, state)
             if read is None:
                 continue
             peer = read[0]
-            if node not in self._signs:
+            invitation, why = admission.admit(
+                self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
+            )
+            if why is None and peer.peer_id not in state.members:
+                state = rounds.with_room(state, MOST_MEMBERS - 1, now, self.rules.peer_timeout)
+                why = "full" if len(state.members) >= MOST_MEMBERS else None
+            if why is not None:
+                refused[peer.peer_id] = Refusal(why, peer.joined)
+                self._refuse(path, f"{peer.peer_id} is not admitted ({why})")
+                continue
+            if node not in self._signs or peer.peer_id in out:
                 log.info("%s joined (%s, %s)", node, peer.peer_id, peer.model)
             # An old one that is shown again is no sign of life.
             if peer.timestamp > self._signs.get(node, -math.inf):
                 self._signs[node] = peer.timestamp
-                state = rounds.seen(state, peer.peer_id, node, now)
-        return state
+                state = rounds.seen(state, peer.peer_id, node, now, invitation)
+        return replace(state, refused=dict(sorted(refused.items())[:MOST_REFUSED]))
+
+    def _read_roll(self, state: State) -> None:
+        try:
+            roll = read_roll(self.files, self.manifest)
+        except OSError as error:  # the next look is soon
+            log.debug("%s cannot be read: %s", ROLL, error)
+            return
+        except Rejected as error:
+            self._refuse(ROLL, str(error))
+            return
+        if roll.number < max(state.roll, self.roll.number):
+            self._refuse(
+                ROLL, f"number {roll.number}, but there has been a newer one; `rl-swarm members` shows it"
+            )
+        if roll.number > self.roll.number:
+            self.roll = roll
 
     def _reports(self, state: State, now: float) -> State:
         """The reports for the present stage."""
@@ -150,6 +197,11 @@ class Conductor:
             read = self._read(report_path(state.round, state.stage, node), Report, node, state)
             if read is not None:
                 report, name = read
+                member = state.members.get(report.peer_id)
+                why = admission.why_not(self.manifest, self.roll, report.peer_id, member)
+                if why is not None:
+                    self._refuse(report_path(state.round, state.stage, node), f"not admitted ({why})")
+                    continue
                 state = rounds.submitted(state, report, now)
                 self._digests[report.peer_id] = name
         return state
@@ -251,6 +303,7 @@ class Conductor:
             state = self._replayed(state, [history[where] for where in ahead])
             self._write_state(state)
         members = {peer_id: replace(member, last_seen=now) for peer_id, member in state.members.items()}
+        self._read_roll(state)
         return replace(state, members=members)
 
     def _recover(self, now: float) -> None:
@@ -278,17 +331,25 @@ class Conductor:
         for node in self._nodes("peers"):
             read = self._read(f"peers/{node}.json", PeerInfo, node, state)
             if read is not None:
-                peers[read[0].peer_id] = node
+                peers[read[0].peer_id] = (node, self._came_by(read[0]))
         for ended in history:
             state = replace(
                 state, phase="running", round=ended.round, stage=ended.stage, started=ended.started
             )
             for peer_id in (peer_id for peer_id in ended.members if peer_id in peers):
-                state = rounds.seen(state, peer_id, peers[peer_id], ended.ended)
+                node, invitation = peers[peer_id]
+                state = rounds.seen(state, peer_id, node, ended.ended, invitation)
             for report in self._counted(state, ended, deadline):
                 state = rounds.submitted(state, report, ended.ended)
             state, _ = rounds.advance(state, at_once, ended.ended)
         return state
+
+    def _came_by(self, peer: PeerInfo) -> str:
+        """The invitation of a peer that was a member once: whether it still admits others is no matter."""
+        try:
+            return admission.shown_by(peer.peer_id, peer.invitation, self.manifest).name(self.manifest)
+        except Rejected:
+            return ""
 
     def _counted(self, state: State, ended: Ended, deadline: float) -> list[Report]:
         """The reports that a stage in the history ended with, as they lie in the folder."""
@@ -342,8 +403,10 @@ def read_history(files: Files) -> tuple[list[Ended], int]:
 
 def parse_history(data: bytes) -> tuple[list[Ended], int]:
     ended, unreadable = [], 0
-    for line in filter(None, data.splitlines()):
+    for line in filter(None, (line.rstrip() for line in io.BytesIO(data))):
         try:
+            if len(line) < SHORTEST_ENDED:
+                raise Rejected("size")
             ended.append(unseal(line, Ended))
         except Rejected:
             unreadable += 1

@@ -3,6 +3,7 @@
 Layout below the experiment directory:
 
     manifest.json                            what this swarm is, signed by its owner
+    admission.json                           whom the owner allows and denies, if anybody
     state/current_state.json                 round and stage, written by the coordinator alone
     state/history.jsonl                      one signed line per stage that ended
     peers/<node>.json                        who is here
@@ -22,21 +23,26 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
+from rl_swarm import admission
+from rl_swarm.admission import AdmissionError, Roll
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError, OnReject
 from rl_swarm.network.files import Files
 from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import PeerInfo, Report, State
+from rl_swarm.rounds import PeerInfo, Report, State, Why
 from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal, unseal
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
+ROLL = "admission.json"
 STATE = "state/current_state.json"
 HISTORY = "state/history.jsonl"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -105,6 +111,37 @@ def read_state(files: Files, manifest: Manifest) -> State:
     return state
 
 
+def read_roll(files: Files, manifest: Manifest) -> Roll:
+    """The owner's list; an empty one where there is none."""
+    try:
+        roll = unseal(files.read(ROLL, MAX_BYTES), Roll)
+    except FileNotFoundError:
+        return Roll(swarm=manifest.swarm())
+    if roll.peer_id != manifest.peer_id:
+        raise Rejected("owner", "the list is not signed by the swarm's owner")
+    if roll.swarm != manifest.swarm():
+        raise Rejected("swarm", "the list of another swarm")
+    return roll
+
+
+def change_roll(
+    files: Files, manifest: Manifest, owner: Identity, names: Iterable[str], allow: bool
+) -> tuple[Roll, Roll]:
+    """Allows or denies peers or invitations; the owner's list before and after. It is written only if it changes."""
+    before = after = read_roll(files, manifest)
+    for name in names:
+        after = after.changed(name, allow)
+    if after == before:
+        return before, before
+    try:
+        newest = max(before.number, read_state(files, manifest).roll)
+    except (OSError, Rejected):  # no state yet
+        newest = before.number
+    after = replace(after, number=newest + 1, timestamp=time.time())
+    files.write(ROLL, seal(after, owner))
+    return before, after
+
+
 def await_manifest(files: Files, stop: threading.Event, poll: float) -> Manifest | None:
     """The manifest, once the coordinator has written it; None when told to stop."""
     for tries in itertools.count():
@@ -131,9 +168,11 @@ class FolderExchange:
         on_reject: OnReject,
         poll: float = 2.0,
         max_peers: int = 10,
+        refusal: Callable[[str], Why | None] = lambda peer_id: None,
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
+        self.refusal = refusal  # why a peer is not admitted
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
         # Files that were there but not whole: tries so far, time of the first and of the next.
         self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}
@@ -159,6 +198,9 @@ class FolderExchange:
                 if key in self._cache:
                     waiting.remove(node)
                     publication = self._cache[key]
+                    if publication is not None and (why := self.refusal(publication.peer_id)):
+                        publication = self._cache[key] = None
+                        self.on_reject(node, "admission", f"its author is not admitted ({why})")
                     if publication is not None:
                         yield publication
                 elif in_order and not last_look:
@@ -232,8 +274,47 @@ class FolderCoordinator:
         self._since = -math.inf  # the present stage began after this moment, with rounds on an interval
         self._refusal = ""  # why a state was not used, said once
         self._reported: set[tuple[int, int]] = set()
+        self._joined = math.nan  # the introduction by which this node is known
+        self.roll = Roll(swarm=manifest.swarm())
+        self.turned_away: Why | None = None
+        self._told_to_wait = False
+
+    def knock(self, token: str | None) -> str:
+        """The ticket to introduce oneself with; raises `AdmissionError` when this node is sure to be turned away."""
+        shown, me = "", self.identity.peer_id
+        if token:
+            try:
+                shown = admission.ticket(token, self.manifest, me)
+            except Rejected as error:
+                raise AdmissionError(
+                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, {self.manifest.peer_id}."
+                ) from error
+        self._read_roll()
+        members = self.current().members
+        _, why = admission.admit(self.manifest, self.roll, members, me, shown, time.time())
+        if why is not None:
+            raise self.not_admitted(why)
+        return shown
+
+    def not_admitted(self, why: Why) -> AdmissionError:
+        address = str(getattr(self.files, "root", "ADDRESS"))
+        return AdmissionError(admission.sentence(why, self.manifest, self.identity.peer_id, address))
+
+    def refusal(self, peer_id: str) -> Why | None:
+        """Why what a peer publishes is not used."""
+        return admission.why_not(self.manifest, self.roll, peer_id, self._last.members.get(peer_id))
+
+    def _read_roll(self) -> None:
+        try:
+            roll = read_roll(self.files, self.manifest)
+        except (OSError, Rejected) as error:
+            log.warning("%s is not used: %s", ROLL, error)
+            return
+        if roll.number > self.roll.number:
+            self.roll = roll
 
     def register(self, peer: PeerInfo) -> None:
+        self._joined = peer.joined
         data = seal(peer, self.identity)
         patiently(lambda: self.files.write(f"peers/{self.node}.json", data), self.stop)
 
@@ -252,7 +333,8 @@ class FolderCoordinator:
             report = unseal(self.files.read(report_path(*where, self.node), RECORD_BYTES), Report)
         except (OSError, Rejected):
             return False
-        return report.peer_id == self.identity.peer_id and (report.round, report.stage) == where
+        here = (report.swarm, report.peer_id, report.round, report.stage)
+        return here == (self.manifest.swarm(), self.identity.peer_id, *where)
 
     def current(self) -> State:
         """The newest state seen: a synced folder may show an older one again, half of one, or a stranger's."""
@@ -266,6 +348,13 @@ class FolderCoordinator:
                 self._refusal = str(error)
                 log.warning("%s is not used: %s", STATE, error)
             return self._last
+        if state.roll > self.roll.number:
+            self._read_roll()
+        refusal = state.refused.get(self.identity.peer_id)
+        if refusal is not None and refusal.joined == self._joined:
+            self.turned_away = refusal.why
+        if place(state) == place(self._last) and len(state.members) > len(self._last.members):
+            self._last = state
         if place(state) > place(self._last):
             self._last, self._since = state, max(looked, self._since + self.manifest.round_interval)
         return self._last
@@ -276,11 +365,21 @@ class FolderCoordinator:
             left = self._nothing_new_for(after)
             if left == 0.0:
                 state = self.current()
-                if is_past(state, after):
+                if self.turned_away:
+                    return None
+                if is_past(state, after) and self._may_play(state):
                     return state
                 left = self._nothing_new_for(after) or next(pause)
             self.stop.wait(left)
         return None
+
+    def _may_play(self, state: State) -> bool:
+        """Whether this node is a member. In an open swarm it becomes one by what it does."""
+        member = self.manifest.admission == "open" or self.identity.peer_id in state.members
+        if not member and not self._told_to_wait:
+            self._told_to_wait = True
+            log.info("waiting for the coordinator to admit this node")
+        return member or state.phase == "finished"
 
     def _nothing_new_for(self, after: tuple[int, int]) -> float:
         """Seconds in which there is nothing to see: with rounds on an interval, until it has passed."""

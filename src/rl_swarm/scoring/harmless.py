@@ -1,14 +1,35 @@
-"""Keeps answers from being run.
+"""Keeps answers from being run, and from being paid for nothing.
 
 Some of reasoning-gym's scorers hand an answer to `eval`: four as it is, five through sympy's parser. A process
-of its own limits what that can break, but code in the scorer could still delete files and pay itself rewards.
-So the scorers are made to read an answer as a Python literal or as arithmetic, and nothing else.
+of its own limits what that can break, but code in the scorer could still pay itself rewards. So these scorers
+are made to read an answer as a Python literal or as arithmetic, and nothing else. Three others pay wrong
+answers in full, and are corrected here. `DIFFERENT` names every task whose score is not always the original's.
 """
 
 import ast
+import cmath
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
+
+A_LITERAL = "the original evaluates an answer that is not the stored one; here it is read as a Python literal"
+ARITHMETIC_ALONE = "the original evaluates an answer through sympy; here it must be arithmetic"
+DIFFERENT = {
+    "binary_matrix": A_LITERAL,
+    "spiral_matrix": A_LITERAL,
+    "string_insertion": A_LITERAL,
+    "n_queens": A_LITERAL,
+    "simple_integration": ARITHMETIC_ALONE,
+    "intermediate_integration": ARITHMETIC_ALONE,
+    "polynomial_multiplication": ARITHMETIC_ALONE,
+    "countdown": ARITHMETIC_ALONE,
+    "puzzle24": ARITHMETIC_ALONE,
+    "complex_arithmetic": "the original pays 1 for `nan`, whose distance from any number is not above 0",
+    "game_of_life_halting": "the original pays 1 for every text: any is true, as is the stored one",
+    "coin_flip": "the original pays 1 for the first digits of the right number, such as 0",
+    "codeio": "its few programs that write files fail here, and so make other questions",
+}
 
 # The scorers that call `eval` on an answer, all of them to read a list.
 LISTS = (
@@ -59,3 +80,27 @@ def check_arithmetic(code: str, names: Mapping[str, Any]) -> None:
             value = names.get(node.id)
             if not isinstance(value, Expr) and not (isinstance(value, type) and issubclass(value, Expr)):
                 raise ValueError(f"{node.id} is no number, symbol or mathematical function")
+
+
+def score_complex(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    value = dataset.parse_string_to_complex(answer)
+    return float(dataset.score_answer(answer, entry)) if value is not None and cmath.isfinite(value) else 0.0
+
+
+def score_halting(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    return float(answer.strip().lower() == str(entry["answer"]).lower())
+
+
+def score_coin_flip(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    score = float(dataset.score_answer(answer, entry))
+    if score < 1.0:
+        return score
+    given, right = (float(Fraction(text.replace(",", ""))) for text in (answer, str(entry["answer"])))
+    return float(abs(given - right) <= 1e-4)
+
+
+SCORERS: dict[str, Callable[[Any, str, dict[str, Any]], float]] = {
+    "complex_arithmetic": score_complex,
+    "game_of_life_halting": score_halting,
+    "coin_flip": score_coin_flip,
+}

@@ -3,11 +3,16 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from rl_swarm.network.files import open_plain
+from rl_swarm.wire import Rejected, decode
+
+MAX_READ = 64 << 20  # bytes of a log at a time
 
 
 class Journal:
@@ -49,22 +54,18 @@ class Stopwatch:
 
 def read_lines(path: Path, after: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The records past byte `after`, and where the next read goes on. A half-written last line waits; others
-    that cannot be read are left out."""
+    that cannot be read are left out. In a shared folder anybody may have written them."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path, "rb") as file:
             file.seek(after)
-            data = file.read()
-    except FileNotFoundError:
+            data = file.read(MAX_READ)
+    except OSError:
         return [], after
     whole, newline, _ = data.rpartition(b"\n")
     records = []
     for line in whole.splitlines():
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
+        with suppress(Rejected):
+            records.append(decode(line))
     return records, after + len(whole) + len(newline)
 
 

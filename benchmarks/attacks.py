@@ -1,0 +1,169 @@
+"""Can liars hurt a swarm? Six honest machines and two malicious ones, with and without what keeps liars out.
+
+    python benchmarks/attacks.py [--quick] [--attacks before,adaptive] [--json FILE]
+
+Honest nodes are the real ones: bundled model, scoring process, `Node.play`, signed documents that are read as from a
+shared folder, in lock-step, with the settings of `rl-swarm up` but a higher learning rate. Attackers (attackers.py) speak last in every round.
+Every attack meets two swarms. With defences off a node believes what the systems we replace believe: whoever signed,
+any question, the rewards that are claimed, as much as anybody sends. With defences on it is a node as it is.
+Both also run without attackers: the baseline. What an attack aims at stands in its row; 0 is no success.
+"""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from attacked import Outcome, Size, Swarm
+from attackers import AIMS, ATTACKS, Attack
+
+QUICK = Size(rounds=12, short_rounds=3, every=6, long=("before", "wrong", "adaptive"))
+ARMS = ("undefended", "defended")
+
+
+def run_swarm(name: str | None, defended: bool, size: Size) -> tuple[Outcome, float]:
+    logging.disable(logging.ERROR)  # rejections are counted
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        attack = ATTACKS[name]() if name else None
+        outcome = Swarm(attack, defended, size, Path(folder)).run()
+    return outcome, time.monotonic() - started
+
+
+def success(attack: type[Attack], outcome: Outcome, baseline: Outcome) -> float:
+    """How far an attack got at what it aims at."""
+    match attack.aim:
+        case "phrase" | "cut":
+            return outcome.grown(attack.aim)
+        case "score":
+            return 1 - outcome.held_out / max(baseline.beside(outcome), 1e-9)
+        case "learned":
+            return outcome.learned / max(outcome.published, 1)
+        case "lost":
+            return outcome.empty / outcome.node_rounds
+        case "time":
+            return max(0.0, outcome.waited - baseline.waited) / (attack.peer_timeout or 1.0)
+        case "canary":
+            return float(outcome.canary)
+
+
+def row(name: str, off: Outcome, on: Outcome, baselines: tuple[Outcome, Outcome]) -> dict[str, Any]:
+    attack = ATTACKS[name]
+    return {
+        "name": name,
+        "what": attack.name,
+        "aims_at": attack.aim,
+        "success_undefended": success(attack, off, baselines[0]),
+        "success_defended": success(attack, on, baselines[1]),
+        "held_out_undefended": off.held_out,
+        "held_out_defended": on.held_out,
+        "baseline": {"undefended": baselines[0].beside(off), "defended": baselines[1].beside(on)},
+        "hostile_share_undefended": off.hostile / max(off.external, 1),
+        "hostile_share_defended": on.hostile / max(on.external, 1),
+        "seconds_per_round": {"undefended": off.waited, "defended": on.waited},
+        "refused_defended": dict(on.reasons.most_common()),
+        "curves": {"undefended": off.curve, "defended": on.curve},
+    }
+
+
+def measured(names: Sequence[str], size: Size, processes: int) -> dict[str, Any]:
+    """Every swarm, as many at a time as there are processes; the longest first."""
+    jobs: list[tuple[str | None, bool]] = [(name, on) for name in [None, *names] for on in (False, True)]
+    jobs.sort(key=lambda job: -(ATTACKS[job[0]].identities if job[0] else 0))
+    outcomes: dict[tuple[str | None, bool], Outcome] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        running = {pool.submit(run_swarm, *job, size): job for job in jobs}
+        for future in as_completed(running):
+            job = running[future]
+            outcomes[job], seconds = future.result()
+            found = outcomes[job]
+            measure.progress(
+                f"{job[0] or 'baseline'}, defences {'on' if job[1] else 'off'}: {seconds:.0f} s, held-out "
+                f"{found.held_out:.3f}, phrase {found.grown('phrase'):.2f}, cut {found.grown('cut'):.2f}, hostile groups "
+                f"{found.hostile} of {found.external}, refused: {reasons(found.reasons)}"
+            )
+    baselines = outcomes[None, False], outcomes[None, True]
+    return {
+        "attacks": [row(name, outcomes[name, False], outcomes[name, True], baselines) for name in names],
+        "baselines": {"undefended": baselines[0].curve, "defended": baselines[1].curve},
+        "baseline_refused": dict(baselines[1].reasons),
+        "aims": AIMS,
+    }
+
+
+def reasons(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in counted.items()) or "-"
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    header = ["attack", "rounds", "aims at"]
+    for what in ("success", "held-out", "hostile groups"):
+        header += [f"{what}, off", "on"]
+    header.append("refused as")
+    rows = [
+        [
+            attack["what"],
+            f"{attack['curves']['defended'][-1]['round']:.0f}",
+            attack["aims_at"],
+            *(f"{attack[f'success_{arm}']:.2f}" for arm in ARMS),
+            *(f"{attack[f'held_out_{arm}']:.3f} of {attack['baseline'][arm]:.3f}" for arm in ARMS),
+            *(f"{100 * attack[f'hostile_share_{arm}']:.0f} %" for arm in ARMS),
+            reasons(attack["refused_defended"]),
+        ]
+        for attack in figures["attacks"]
+    ]
+    ends = [f"{figures['baselines'][arm][-1]['held_out']:.3f}" for arm in ARMS]
+    last = f"{figures['baselines']['defended'][-1]['round']:.0f}"
+    rows.append(["no attackers", last, *"---", *ends, *"--", reasons(figures["baseline_refused"])])
+    measure.print_table(header, rows)
+    start = figures["baselines"]["defended"][0]["held_out"]
+    print(f"\nHeld-out score at the start: {start:.3f}. Success is, by what an attack aims at:")
+    for aim in dict.fromkeys(attack["aims_at"] for attack in figures["attacks"]):
+        print(f"- {aim}: {AIMS[aim]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK.rounds} rounds instead of {Size.rounds}"
+    )
+    parser.add_argument("--attacks", help=f"some of {', '.join(ATTACKS)} (default: all)")
+    parser.add_argument("--model", default="tiny", help="of the honest nodes (default: tiny)")
+    parser.add_argument("--rounds", type=int, help="of attacks that need time to work")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="swarms at a time")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
+    options = parser.parse_args()
+    names = options.attacks.split(",") if options.attacks else list(ATTACKS)
+    if unknown := [name for name in names if name not in ATTACKS]:
+        parser.error(f"--attacks {','.join(unknown)}: choose from {', '.join(ATTACKS)}")
+    changes: dict[str, Any] = {"model": options.model, "seed": options.seed}
+    if options.rounds:
+        changes["rounds"] = options.rounds
+    size = Size(**{**vars(QUICK if options.quick else Size()), **changes})
+    started = time.monotonic()
+    figures = measured(names, size, options.processes)
+    figures |= {
+        "seconds": round(time.monotonic() - started),
+        "machine": measure.machine(torch.device("cpu"), 1),
+        "options": {**vars(options), **vars(size)},
+    }
+    if options.json != "-":
+        print_figures(figures)
+    measure.write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from rl_swarm import admission
+from rl_swarm.admission import is_invitation
+from rl_swarm.cli import program
+from rl_swarm.errors import UserError
+from rl_swarm.identity import Identity, animal_name, is_peer_id
+from rl_swarm.manifest import Manifest
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import change_roll, read_manifest, read_roll, read_state
+from rl_swarm.rounds import State
+from rl_swarm.wire import Rejected
+
+DAY = 86400.0
+T = TypeVar("T")
+
+
+def invite(address: Path, owner: Identity, uses: int, days: float) -> None:
+    """Prints a new invitation, and beside it what it is good for."""
+    _, manifest = _opened(address, owner)
+    expires = int(time.time() + days * DAY)
+    name, token = admission.invite(manifest, owner, uses, expires)
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
+    told = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    told.print(
+        f"Invitation {name} to {manifest.name}: for {uses} peer{'s' * (uses > 1)}, until {until}. Hand over:"
+    )
+    print(token)
+    if manifest.admission == "open":
+        told.print("This swarm is open: anybody can join it without an invitation, too.")
+    told.print(f"They join with: {program()} join ADDRESS --invitation TOKEN")
+    told.print(f"To take it back, with all who came by it: {program()} deny {address} {name}")
+
+
+def change(address: Path, owner: Identity, name: str, allow: bool) -> None:
+    if not is_peer_id(name) and not is_invitation(name):
+        raise UserError(
+            f"{name!r} is neither a peer id (12D3KooW... or Qm...) nor the name of an invitation. "
+            f"`{program()} members {address}` lists both."
+        )
+    files, manifest = _opened(address, owner)
+    if name == manifest.peer_id:
+        raise UserError(f"{name} is the owner of this swarm and always takes part.")
+    before, after = change_roll(files, manifest, owner, [name], allow)
+    who = f"invitation {name}" if is_invitation(name) else f"{animal_name(name)} ({name})"
+    what = "allowed" if allow else "denied"
+    if before == after:
+        print(f"{who} was {what} already.")
+    else:
+        print(f"{who} is {what} from the next round on (list number {after.number}).")
+
+
+def members(address: Path, as_json: bool) -> None:
+    """Who takes part, how they came, and who is kept out."""
+    files, manifest = _opened(address)
+    roll = _read(lambda: read_roll(files, manifest), address)
+    try:
+        state = read_state(files, manifest)
+    except (OSError, Rejected):
+        state = State(swarm=manifest.swarm())
+    rows = []
+    for peer_id in sorted({*state.members, *state.refused, *roll.allowed, *roll.denied}):
+        member, refusal = state.members.get(peer_id), state.refused.get(peer_id)
+        why = admission.why_not(manifest, roll, peer_id, member)
+        if why is not None and member is None and refusal is not None:
+            why = refusal.why  # the coordinator knows more: it has seen the invitation
+        came_by = f"invitation {member.invitation}" if member and member.invitation else ""
+        rows.append(
+            {
+                "peer_id": peer_id,
+                "name": animal_name(peer_id),
+                "node": member.node if member else "",
+                "by": "owner"
+                if peer_id == manifest.peer_id
+                else "allowed"
+                if peer_id in roll.allowed
+                else came_by,
+                "rounds": member.participation if member else 0,
+                "now": f"kept out: {why}" if why else "member" if member else "has not come yet",
+            }
+        )
+    if as_json:
+        told = {"admission": manifest.admission, "owner": manifest.peer_id, "list": roll.number}
+        print(json.dumps({**told, "revoked": roll.revoked, "peers": rows}, indent=2))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    takes = "anybody" if manifest.admission == "open" else "invited peers only"
+    console.print(
+        f"{manifest.name} takes {takes}. Its owner is {animal_name(manifest.peer_id)} ({manifest.peer_id})."
+    )
+    for row in rows:
+        rounds = f"{row['rounds']} rounds" if row["rounds"] else ""
+        shown = filter(None, (row["peer_id"], row["name"], row["by"], rounds, row["now"]))
+        print("  ".join(str(value) for value in shown))
+    if roll.revoked:
+        console.print(f"Revoked invitations: {', '.join(roll.revoked)}")
+
+
+def _opened(address: Path, owner: Identity | None = None) -> tuple[LocalFiles, Manifest]:
+    files = LocalFiles(address)
+    manifest = _read(lambda: read_manifest(files), address)
+    if owner is not None and owner.peer_id != manifest.peer_id:
+        raise UserError(
+            f"This swarm belongs to {manifest.peer_id}, and IDENTITY_PATH is the key of {owner.peer_id}. Only its owner "
+            "says who takes part: give the owner's key with --identity-path."
+        )
+    return files, manifest
+
+
+def _read(act: Callable[[], T], address: Path) -> T:
+    try:
+        return act()
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or address}: {error.strerror}. Is {address} the folder of a swarm?"
+        ) from error
+    except Rejected as error:
+        raise UserError(f"A file of the owner in {address} cannot be used ({error}).") from error

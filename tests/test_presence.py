@@ -1,0 +1,197 @@
+"""Two nodes never work with one identity: on one machine by a lock, between machines by signs of life."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from processes import end, run, start, until
+
+from rl_swarm import presence, rounds
+from rl_swarm.identity import Identity
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.presence import TwinError, Watch, only_one_here
+from rl_swarm.rounds import PeerInfo, State
+from rl_swarm.wire import seal
+from rl_swarm.worker import check_name
+
+ME = Identity.new()
+HOLDER = (
+    "import sys; from pathlib import Path; from rl_swarm.identity import Identity\n"
+    "from rl_swarm.presence import only_one_here\n"
+    "with only_one_here(Identity.load(Path(sys.argv[1])), 'swarm'):\n"
+    "    print('held', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(presence.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of `ME`."""
+    (tmp_path / "me.pem").write_bytes(ME.pem())
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "me.pem")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    end(process)
+
+
+def test_a_second_process_is_told_who_has_the_identity(holder, monkeypatch):
+    monkeypatch.setattr(presence, "LOCK_SECONDS", 0.0)
+    with pytest.raises(TwinError) as refused, only_one_here(ME, "swarm"):
+        pass
+    for part in (ME.peer_id, platform.node(), f"process {holder.pid}", "IDENTITY_PATH="):
+        assert part in str(refused.value)
+
+
+def test_another_swarm_and_another_identity_are_free(holder):
+    with only_one_here(ME, "another"), only_one_here(Identity.new(), "swarm"):
+        pass
+
+
+def test_whoever_was_killed_is_not_in_the_way(holder):
+    holder.send_signal(signal.SIGKILL)
+    with only_one_here(ME, "swarm"):
+        pass
+
+
+def test_the_lock_is_free_again_after_a_normal_end_and_leaves_nothing(holder, tmp_path):
+    holder.communicate("")
+    with only_one_here(ME, "swarm"):
+        pass
+    with only_one_here(ME, "swarm"):
+        assert len(list(tmp_path.glob("rl-swarm-*/*.lock"))) == 1
+    assert not list(tmp_path.glob("rl-swarm-*/*.lock"))
+
+
+def test_a_machine_without_a_place_for_locks_still_has_a_node(tmp_path, caplog):
+    (tmp_path / f"rl-swarm-{os.getuid()}").write_bytes(b"a file")
+    with only_one_here(ME, "swarm"):
+        assert "no lock" in caplog.text
+
+
+def introduce(files, host="elsewhere", pid=7, timestamp=None, joined=5.0, who=ME):
+    now = time.time() if timestamp is None else timestamp
+    peer = PeerInfo(
+        peer_id=who.peer_id,
+        swarm="swarm",
+        node="me",
+        model="tiny",
+        host=host,
+        pid=pid,
+        joined=joined,
+        timestamp=now,
+    )
+    files.write("peers/me.json", seal(peer, who))
+    return peer
+
+
+def waited(watch: Watch, peer_timeout: float = 60.0) -> float:
+    started = time.monotonic()
+    watch.wait(peer_timeout, threading.Event())
+    return time.monotonic() - started
+
+
+def test_nothing_is_waited_for_on_a_normal_start(tmp_path):
+    """No record, one of this machine (a node that was killed), an old one, or a stranger's under our name."""
+    files = LocalFiles(tmp_path)
+    assert waited(Watch(files, "me", ME, "swarm")) < 5
+    introduce(files, host=platform.node(), pid=os.getpid() + 1)
+    assert waited(Watch(files, "me", ME, "swarm")) < 5
+    introduce(files, timestamp=time.time() - 61)
+    assert waited(Watch(files, "me", ME, "swarm")) < 5
+    introduce(files, who=Identity.new())
+    assert waited(Watch(files, "me", ME, "swarm")) < 5
+
+
+def test_a_node_that_has_stopped_elsewhere_is_waited_for_a_little_and_then_forgotten(tmp_path):
+    files = LocalFiles(tmp_path)
+    introduce(files)
+    assert 0.1 <= waited(Watch(files, "me", ME, "swarm"), peer_timeout=0.4) < 10
+
+
+def test_a_sign_of_life_that_changes_elsewhere_is_a_clash(tmp_path):
+    files = LocalFiles(tmp_path)
+    introduce(files)
+    watch = Watch(files, "me", ME, "swarm")
+    introduce(files)
+    with pytest.raises(TwinError, match="on elsewhere, process 7, since"):
+        watch.wait(60.0, threading.Event())
+
+
+def test_clocks_may_differ(tmp_path):
+    """The other machine's clock is a day behind: its sign of life counts, because it changes."""
+    files, yesterday = LocalFiles(tmp_path), time.time() - 86400
+    introduce(files, timestamp=yesterday)
+    watch = Watch(files, "me", ME, "swarm")
+    assert waited(watch) < 5
+    introduce(files, timestamp=yesterday + 1)
+    with pytest.raises(TwinError):
+        watch.wait(60.0, threading.Event())
+
+
+def test_of_two_nodes_that_started_together_the_later_one_yields(tmp_path):
+    """One sign is not enough: it may be a dead node's last, synced late."""
+    files = LocalFiles(tmp_path)
+    watch = Watch(files, "me", ME, "swarm")
+    ours = introduce(files, host=platform.node(), pid=os.getpid(), joined=6.0)
+    assert not watch.must_yield(ours)
+    introduce(files, timestamp=1.0)
+    assert not watch.must_yield(ours)
+    assert not watch.must_yield(ours), "the same sign again"
+    introduce(files, timestamp=2.0)
+    assert watch.must_yield(ours)
+    introduce(files, timestamp=3.0, joined=6.5)
+    assert not watch.must_yield(ours), "the other one came later, and yields"
+
+
+def test_a_second_node_is_refused_and_a_killed_one_comes_back(tmp_path):
+    """Real processes, one key, one folder. A node has the lock before it loads anything."""
+    address = tmp_path / "experiments" / "one"
+    coordinator = start(tmp_path, "coordinate", str(address), "--set", "poll_interval=0.1")
+    started = [coordinator]
+
+    def holder() -> int:
+        found = list(tmp_path.glob("rl-swarm-*/*.lock"))
+        text = found[0].read_text() if found else ""
+        return json.loads(text)["pid"] if text else 0
+
+    try:
+        until(lambda: (address / "manifest.json").exists())
+        first = start(tmp_path, "join", str(address))  # with the coordinator's key, as in `up`
+        started.append(first)
+        until(lambda: holder() == first.pid)
+        code, output = run(tmp_path, "join", str(address))
+        assert code == 1 and f"process {first.pid}" in output and "IDENTITY_PATH=" in output, output
+        assert "Traceback" not in output
+        first.kill()
+        again = start(tmp_path, "join", str(address))
+        started.append(again)
+        until(lambda: holder() == again.pid)
+        assert coordinator.poll() is None
+    finally:
+        for process in started:
+            end(process)
+
+
+def test_a_peer_that_takes_part_under_another_name_is_told_which():
+    state = rounds.seen(State(swarm="swarm"), ME.peer_id, "first-name", 1.0)
+    check_name(state, ME, "first-name")
+    check_name(state, Identity.new(), "second-name")
+    with pytest.raises(NetworkError, match="NODE_ID=first-name"):
+        check_name(state, ME, "second-name")

@@ -1,0 +1,67 @@
+"""A peer that keeps failing is asked less, then not at all, and can earn its way back."""
+
+import random
+
+import pytest
+
+from rl_swarm.trust import Standing, most_of_one, surprise
+
+
+def share_asked(standing, peer_id, round, tries=2000):
+    rng = random.Random(0)
+    return sum(standing.asks(peer_id, round, rng) for _ in range(tries)) / tries
+
+
+def test_every_failure_halves_how_often_a_peer_is_asked_and_success_takes_it_back():
+    standing = Standing(patience=4, ban_rounds=10)
+    assert share_asked(standing, "mallory", 0) == 1
+    for failures in (1, 2, 3):
+        assert not standing.note("mallory", failed=True, round=failures)
+        assert share_asked(standing, "mallory", failures) == pytest.approx(0.5**failures, abs=0.05)
+    standing.note("mallory", failed=False, round=4)
+    assert share_asked(standing, "mallory", 4) == pytest.approx(0.25, abs=0.05)
+    for _ in range(3):
+        standing.note("mallory", failed=False, round=5)
+    assert share_asked(standing, "mallory", 5) == 1
+    assert share_asked(standing, "alice", 5) == 1, "others are not touched"
+
+
+def test_who_keeps_failing_is_not_asked_for_some_rounds_and_then_on_probation():
+    standing = Standing(patience=3, ban_rounds=10)
+    assert [standing.note("mallory", True, round) for round in (5, 6, 7)] == [False, False, True]
+    assert [share_asked(standing, "mallory", round) for round in (8, 17)] == [0, 0]
+    assert share_asked(standing, "mallory", 18) == pytest.approx(0.25, abs=0.05)
+    assert standing.note("mallory", True, 18), "one more failure is enough"
+    assert share_asked(standing, "mallory", 19) == share_asked(standing, "mallory", 28) == 0
+    for round in (29, 30):
+        standing.note("mallory", False, round)
+    assert share_asked(standing, "mallory", 31) == 1
+
+
+def test_an_honest_swarm_draws_no_random_numbers_for_whom_to_ask():
+    standing, rng = Standing(4, 10), random.Random(1)
+    assert standing.asks("alice", 0, rng)
+    assert rng.random() == random.Random(1).random()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "share", "sources", "expected"),
+    [
+        (4, 0.5, 3, 2),
+        (4, 0.5, 1, 4),
+        (4, 0.5, 0, 4),
+        (4, 0.25, 3, 2),
+        (5, 0.5, 9, 3),
+        (1, 0.1, 9, 1),
+        (4, 1.0, 9, 4),
+    ],
+)
+def test_what_one_source_may_contribute(wanted, share, sources, expected):
+    assert most_of_one(wanted, share, sources) == expected
+
+
+def test_a_foreign_stretch_stands_out_however_long_the_rest_is():
+    usual = [-0.5, 0.3, -0.7, 0.4] * 50
+    assert surprise(usual) < 1
+    assert surprise([*usual, 6.0, 7.0, 5.0, *usual]) == pytest.approx(18, abs=1)
+    assert surprise([]) == 0
