@@ -229,44 +229,45 @@ def _key_step(
 
 @triton.jit
 def attention_backward_keys(
-    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NKD, dv_NKD, positions_N, blocks, table, N, H, scale,
+    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NHD, dv_NHD, positions_N, blocks, table, N, H, scale,
     window, GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys: from later tokens of its own segment, and from all tokens of its children."""
+    """Gradients of a block of keys through one query head: from later tokens of its own segment, and from all tokens
+    of its children."""
     first, base, length, _, _, child, child_length = _segment(blocks, table)
-    kv = tl.program_id(1)
+    head = tl.program_id(1)
     KH = H // GROUP
+    kv = head // GROUP
     columns = first + tl.arange(0, B)
     index = tl.arange(0, BD)[None, :]
     inside = (columns[:, None] < length) & (index < D)
-    lie = ((base + columns[:, None]).to(tl.int64) * KH + kv) * D + index
-    keys = tl.load(k_NKD + lie, mask=inside, other=0.0)
-    values = tl.load(v_NKD + lie, mask=inside, other=0.0)
+    kept = ((base + columns[:, None]).to(tl.int64) * KH + kv) * D + index
+    keys = tl.load(k_NKD + kept, mask=inside, other=0.0)
+    values = tl.load(v_NKD + kept, mask=inside, other=0.0)
     dk = tl.zeros((B, BD), tl.float32)
     dv = tl.zeros((B, BD), tl.float32)
     row = tl.arange(0, B)
-    for number in range(GROUP):
-        head = kv * GROUP + number
-        for start in range(first, length, B):
-            rows = start + row
-            seen = (columns[None, :] <= rows[:, None]) & (rows[:, None] < length)
-            seen = _near(seen, rows[:, None] - columns[None, :], window, WINDOW)
-            dk, dv = _key_step(
-                q_NHD, dout_NHD, lse_HN, delta_HN, base + rows, rows < length, seen, keys, values, head, N, H,
-                scale, dk, dv, D, BD,
-            )  # fmt: skip
-        for start in range(0, child_length, B):
-            rows = start + row
-            seen = (columns[None, :] < length) & (rows[:, None] < child_length)
-            if WINDOW:
-                places = tl.load(positions_N + child + rows, mask=rows < child_length, other=0)
-                seen &= places[:, None] - columns[None, :] < window
-            dk, dv = _key_step(
-                q_NHD, dout_NHD, lse_HN, delta_HN, child + rows, rows < child_length, seen, keys, values, head, N,
-                H, scale, dk, dv, D, BD,
-            )  # fmt: skip
-    tl.store(dk_NKD + lie, dk * scale, mask=inside)
-    tl.store(dv_NKD + lie, dv, mask=inside)
+    for start in range(first, length, B):
+        rows = start + row
+        seen = (columns[None, :] <= rows[:, None]) & (rows[:, None] < length)
+        seen = _near(seen, rows[:, None] - columns[None, :], window, WINDOW)
+        dk, dv = _key_step(
+            q_NHD, dout_NHD, lse_HN, delta_HN, base + rows, rows < length, seen, keys, values, head, N, H,
+            scale, dk, dv, D, BD,
+        )  # fmt: skip
+    for start in range(0, child_length, B):
+        rows = start + row
+        seen = (columns[None, :] < length) & (rows[:, None] < child_length)
+        if WINDOW:
+            places = tl.load(positions_N + child + rows, mask=rows < child_length, other=0)
+            seen &= places[:, None] - columns[None, :] < window
+        dk, dv = _key_step(
+            q_NHD, dout_NHD, lse_HN, delta_HN, child + rows, rows < child_length, seen, keys, values, head, N,
+            H, scale, dk, dv, D, BD,
+        )  # fmt: skip
+    lie = ((base + columns[:, None]).to(tl.int64) * H + head) * D + index
+    tl.store(dk_NHD + lie, dk * scale, mask=inside)
+    tl.store(dv_NHD + lie, dv, mask=inside)
 
 
 class _Attention(torch.autograd.Function):
@@ -289,16 +290,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         segments, dout = ctx.segments, dout.contiguous()
-        N, H, _ = q.shape
+        (N, H, D), K = q.shape, k.shape[1]
         delta = (out.float() * dout.float()).sum(-1).t().contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
         common = (segments.blocks, segments.table, N, H, ctx.scale, ctx.window)
         attention_backward_queries[(len(segments.blocks), H)](
             q, k, v, dout, lse, delta, dq, *common, **ctx.shape
         )
-        attention_backward_keys[(len(segments.blocks), k.shape[1])](
+        attention_backward_keys[(len(segments.blocks), H)](
             q, k, v, dout, lse, delta, dk, dv, segments.positions_N, *common, **ctx.shape
         )
+        if K < H:  # a key's gradient is the sum of those through its query heads
+            dk, dv = (found.view(N, K, H // K, D).sum(2, dtype=torch.float32).to(k.dtype) for found in (dk, dv))
         return dq, dk, dv, None, None, None
 
 

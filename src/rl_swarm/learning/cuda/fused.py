@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ALIGNED = 64  # words
+
 
 @triton.jit
 def turn(x_NHD, cos_ND, sin_ND, out_NHD, H, sign, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr):
@@ -123,16 +125,17 @@ def gated_product(gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor
 
 
 @triton.jit
-def word_forward(logits_NV, targets_N, logprobs_N, entropy_N, lse_N, V, heat, B: tl.constexpr):
+def word_forward(logits_NV, targets_N, logprobs_N, entropy_N, lse_N, V, width, heat, B: tl.constexpr):
     """Log-probability of the target and entropy of a row of logits, read once. `heat` is 1 / temperature."""
     token = tl.program_id(0).to(tl.int64)
+    logits_NV += token * width
     top = -1e30
     total = 0.0
     moment = 0.0  # of the logits themselves, weighted
     for start in range(0, V, B):
         words = start + tl.arange(0, B)
         logits = (
-            tl.load(logits_NV + token * V + words, mask=words < V, other=-float("inf")).to(tl.float32) * heat
+            tl.load(logits_NV + words, mask=words < V, other=-float("inf")).to(tl.float32) * heat
         )
         new_top = tl.maximum(top, tl.max(logits, 0))
         weights = tl.exp(logits - new_top)
@@ -141,22 +144,32 @@ def word_forward(logits_NV, targets_N, logprobs_N, entropy_N, lse_N, V, heat, B:
         moment = moment * shrink + tl.sum(tl.where(words < V, weights * logits, 0.0), 0)
         top = new_top
     lse = top + tl.log(total)
-    target = tl.load(logits_NV + token * V + tl.load(targets_N + token)).to(tl.float32) * heat
+    target = tl.load(logits_NV + tl.load(targets_N + token)).to(tl.float32) * heat
     tl.store(logprobs_N + token, target - lse)
     tl.store(entropy_N + token, lse - moment / total)
     tl.store(lse_N + token, lse)
 
 
 @triton.jit
-def word_backward(logits_NV, targets_N, lse_N, given_N, V, heat, B: tl.constexpr):
+def word_backward(logits_NV, targets_N, lse_N, given_N, V, width, heat, B: tl.constexpr):
     """The gradient of the logits, written over them."""
     token = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * B + tl.arange(0, B)
-    place = logits_NV + token * V + words
+    place = logits_NV + token * width + words
     logits = tl.load(place, mask=words < V, other=-float("inf")).to(tl.float32) * heat
     weights = tl.exp(logits - tl.load(lse_N + token))
     hit = (words == tl.load(targets_N + token)).to(tl.float32)
     tl.store(place, tl.load(given_N + token) * heat * (hit - weights), mask=words < V)
+
+
+def aligned(weight_VE: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy with rows of zeros at its end: products with an odd number of words take several times as long."""
+    words, width = weight_VE.shape
+    if words % ALIGNED == 0:
+        return weight_VE.to(dtype)
+    copy = weight_VE.new_zeros(-(-words // ALIGNED) * ALIGNED, width, dtype=dtype)
+    copy[:words] = weight_VE
+    return copy
 
 
 class _WordLogprobs(torch.autograd.Function):
@@ -164,22 +177,14 @@ class _WordLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, heat: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        weight = weight_VE.to(hidden_NE.dtype)
+        weight, V = aligned(weight_VE, hidden_NE.dtype), len(weight_VE)
         logprobs, entropy, lse = (hidden_NE.new_empty(len(hidden_NE), dtype=torch.float32) for _ in range(3))
-        V = len(weight)
         for start in range(0, len(hidden_NE), chunk):
             here = slice(start, start + chunk)
             logits = hidden_NE[here] @ weight.t()
+            found = (logprobs[here], entropy[here], lse[here])
             word_forward[(len(logits),)](
-                logits,
-                targets_N[here],
-                logprobs[here],
-                entropy[here],
-                lse[here],
-                V,
-                heat,
-                B=4096,
-                num_warps=8,
+                logits, targets_N[here], *found, V, len(weight), heat, B=4096, num_warps=8
             )
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse)
         ctx.heat, ctx.chunk = heat, chunk
@@ -189,17 +194,17 @@ class _WordLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, given_N: Tensor, _: Tensor) -> Any:
         hidden_NE, weight_VE, targets_N, lse = ctx.saved_tensors
-        weight, given_N = weight_VE.to(hidden_NE.dtype), given_N.contiguous()
-        V = len(weight)
+        weight, V = aligned(weight_VE, hidden_NE.dtype), len(weight_VE)
+        given_N = given_N.contiguous()
         dhidden, dweight = torch.empty_like(hidden_NE), torch.zeros_like(weight_VE)
         for start in range(0, len(hidden_NE), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             logits = hidden_NE[here] @ weight.t()
             word_backward[(len(logits), triton.cdiv(V, 4096))](
-                logits, targets_N[here], lse[here], given_N[here], V, ctx.heat, B=4096
+                logits, targets_N[here], lse[here], given_N[here], V, len(weight), ctx.heat, B=4096
             )
             dhidden[here] = logits @ weight
-            dweight += logits.t() @ hidden_NE[here]
+            dweight += (logits.t() @ hidden_NE[here])[:V]
         return dhidden, dweight, None, None, None
 
 
