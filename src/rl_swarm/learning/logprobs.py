@@ -53,7 +53,7 @@ def chunked_logprobs(
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
         from rl_swarm.learning.cuda.fused import word_logprobs
 
-        return word_logprobs(hidden_ME, head.weight, targets_M, temperature, chunk)
+        return word_logprobs(hidden_ME, head.weight, targets_M, temperature, 2 * chunk)  # half the bytes
     if len(targets_M) <= chunk:
         return part(hidden_ME, targets_M)
     parts = [

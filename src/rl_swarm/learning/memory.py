@@ -48,7 +48,7 @@ def training(shape: Shape, settings: Settings, device_type: str, tokens: int) ->
         number, copies = 4, 5
     logits = tokens * shape.vocabulary
     if shape.packed:
-        logits = min(logits, LOGITS_AT_ONCE)
+        logits = min(logits, 4 // number * LOGITS_AT_ONCE)
     else:
         number, copies = 4, 5
     head = (

@@ -301,7 +301,9 @@ class _Attention(torch.autograd.Function):
             q, k, v, dout, lse, delta, dk, dv, segments.positions_N, *common, **ctx.shape
         )
         if K < H:  # a key's gradient is the sum of those through its query heads
-            dk, dv = (found.view(N, K, H // K, D).sum(2, dtype=torch.float32).to(k.dtype) for found in (dk, dv))
+            dk, dv = (
+                found.view(N, K, H // K, D).sum(2, dtype=torch.float32).to(k.dtype) for found in (dk, dv)
+            )
         return dq, dk, dv, None, None, None
 
 

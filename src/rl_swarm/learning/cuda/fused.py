@@ -134,9 +134,8 @@ def word_forward(logits_NV, targets_N, logprobs_N, entropy_N, lse_N, V, width, h
     moment = 0.0  # of the logits themselves, weighted
     for start in range(0, V, B):
         words = start + tl.arange(0, B)
-        logits = (
-            tl.load(logits_NV + words, mask=words < V, other=-float("inf")).to(tl.float32) * heat
-        )
+        raw = tl.load(logits_NV + words, mask=words < width, other=0.0).to(tl.float32)
+        logits = tl.where(words < V, raw * heat, -float("inf"))
         new_top = tl.maximum(top, tl.max(logits, 0))
         weights = tl.exp(logits - new_top)
         shrink = tl.exp(top - new_top)
@@ -156,10 +155,10 @@ def word_backward(logits_NV, targets_N, lse_N, given_N, V, width, heat, B: tl.co
     token = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * B + tl.arange(0, B)
     place = logits_NV + token * width + words
-    logits = tl.load(place, mask=words < V, other=-float("inf")).to(tl.float32) * heat
-    weights = tl.exp(logits - tl.load(lse_N + token))
+    raw = tl.load(place, mask=words < width, other=0.0).to(tl.float32)
+    weights = tl.where(words < V, tl.exp(raw * heat - tl.load(lse_N + token)), 0.0)
     hit = (words == tl.load(targets_N + token)).to(tl.float32)
-    tl.store(place, tl.load(given_N + token) * heat * (hit - weights), mask=words < V)
+    tl.store(place, tl.load(given_N + token) * heat * (hit - weights), mask=words < width)
 
 
 def aligned(weight_VE: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,6 +169,14 @@ def aligned(weight_VE: Tensor, dtype: torch.dtype) -> Tensor:
     copy = weight_VE.new_zeros(-(-words // ALIGNED) * ALIGNED, width, dtype=dtype)
     copy[:words] = weight_VE
     return copy
+
+
+def add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds a product in low precision to sums in float32."""
+    if sums.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(sums, left, right, torch.float32, out=sums)
+    else:
+        sums += left @ right
 
 
 class _WordLogprobs(torch.autograd.Function):
@@ -204,7 +211,7 @@ class _WordLogprobs(torch.autograd.Function):
                 logits, targets_N[here], lse[here], given_N[here], V, len(weight), ctx.heat, B=4096
             )
             dhidden[here] = logits @ weight
-            dweight += (logits.t() @ hidden_NE[here])[:V]
+            add_product(dweight, logits[:, :V].t(), hidden_NE[here])
         return dhidden, dweight, None, None, None
 
 
