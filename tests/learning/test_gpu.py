@@ -201,6 +201,7 @@ def test_an_update_that_does_not_fit_is_done_in_pieces_that_do(capped, caplog):
     whole = trainer.update(groups)
     peak = torch.cuda.max_memory_reserved()
     assert trainer.batch_tokens == 1 << 15 and not warnings(caplog)
+    trainer.release()
     del trainer
     release_memory()
 

@@ -17,9 +17,12 @@ from rl_swarm.learning.sizes import Shape
 
 GIB = 1 << 30
 BASE = GIB // 2  # the interpreter, libraries and their workspaces
-SEAT = GIB // 4  # of every node of a process: its stream, its workspaces, and what is lost between its blocks
-COMMON_CARD = 24 * GIB
+SEAT = (
+    GIB // 16
+)  # of every node of a process: its stream, its workspaces, and what is lost between its blocks
+COMMON_CARD = 24 * 10**9
 USABLE = 0.9  # of what is available: the rest is lost between blocks
+USABLE_TOGETHER = 0.95  # by nodes of one process, which allocate page by page
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
@@ -100,15 +103,22 @@ class Plan:
 
 
 def plan(shape: Shape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
-    """The largest sizes that fit. What takes more is halved until all fits or nothing can be halved.
+    """The largest sizes that fit: first a second desk goes, then what takes more is halved, until all fits or nothing
+    can be halved.
 
     Nodes that share a process stay within a consumer's card, if they can. Sizes come in steps, so that small
     differences in free memory do not change what a run computes.
     """
-    if nodes > 1 and available > COMMON_CARD:
-        small = plan(shape, COMMON_CARD, settings, device_type, nodes)
-        if small.fits:
-            return replace(small, available=available)
+    if nodes == 1:
+        return _plan(shape, available, USABLE * available, settings, device_type, nodes)
+    usable = USABLE_TOGETHER * available
+    small = _plan(shape, available, min(usable, COMMON_CARD), settings, device_type, nodes)
+    return small if small.fits else _plan(shape, available, usable, settings, device_type, nodes)
+
+
+def _plan(
+    shape: Shape, available: int, usable: float, settings: Settings, device_type: str, nodes: int
+) -> Plan:
     longest = prompt_tokens(settings) + settings.completion_tokens()
     groups, count = max(1, settings.local + settings.external), settings.generations
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
@@ -126,18 +136,18 @@ def plan(shape: Shape, available: int, settings: Settings, device_type: str, nod
         fixed = kept + desks * at_desk
         train = desks * training(shape, settings, device_type, max(longest, min(tokens, whole)))
         sample = nodes * sampling(shape, settings, device_type, sequences)
-        fits = fixed + together([train, sample]) <= USABLE * available
+        fits = fixed + together([train, sample]) <= usable
         less_tokens = tokens > longest and not settings.batch_tokens
-        less_training, less_sequences = desks > 1 or less_tokens, sequences > count
-        if fits or not (less_training or less_sequences):
+        less_sequences = sequences > count
+        if fits or not (desks > 1 or less_tokens or less_sequences):
             at_once = min(sequences, in_a_round)
             sample = nodes * sampling(shape, settings, device_type, at_once)
             needed = fixed + together([train, sample])
             return Plan(tokens, sequences, needed, available, fits, nodes, desks)
-        if not less_training or (less_sequences and sample > train):
-            sequences = sequences // 2 // count * count or count
-        elif desks > 1:
+        if desks > 1:
             desks //= 2
+        elif not less_tokens or (less_sequences and sample > train):
+            sequences = sequences // 2 // count * count or count
         else:
             tokens = min(tokens, whole) // 2
 

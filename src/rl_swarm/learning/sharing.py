@@ -5,6 +5,7 @@ all of them at the same time. A desk to train at is there a few times: a model w
 recorded passes, into which a node copies its weights for the time of an update. Nodes use desks one after the other.
 """
 
+import copy
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
-from rl_swarm.learning.trainer import Trainer, Update, copy_weights, twin_of
+from rl_swarm.learning.trainer import Trainer, Update
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.engine import Engine
@@ -29,7 +30,7 @@ class Sharing:
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
-        self.desks: queue.LifoQueue[Desk | None] | None = None
+        self.desks: queue.LifoQueue[Trainer | None] | None = None
         self.engine: Engine | None = None
         self.lock = threading.Lock()
 
@@ -49,28 +50,16 @@ class Sharing:
         return SharedTrainer(model, pad, settings, self.desks)
 
 
-class Desk(Trainer):
-    """Takes gradients for others, on weights that they bring. It makes no steps."""
-
-    def _twin(self) -> Model:
-        return self.model
-
-    def _deliver(self) -> None:
-        pass
-
-
 class SharedTrainer(Trainer):
     """Takes the gradients of its updates at a desk."""
 
     def __init__(
-        self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[Desk | None]"
+        self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[Trainer | None]"
     ) -> None:
         super().__init__(model, pad, settings)
+        self.recorder = None
         self.desks = desks
-        self.desk: Desk | None = None
-
-    def _recorder(self) -> None:
-        """None of its own."""
+        self.desk: Trainer | None = None
 
     def _update(self, groups: Sequence[TrainingGroup]) -> Update:
         with self._seated():
@@ -82,10 +71,11 @@ class SharedTrainer(Trainer):
         self.desk = self.desks.get()
         try:
             self.desk = desk = self.desk or self._new_desk()
-            copy_weights(self.parameters(), desk.learners)
+            with torch.no_grad():
+                torch._foreach_copy_(desk.parameters(), self.parameters())
             desk.batch_tokens, desk.frugal = self.batch_tokens, self.frugal
             yield
-            desk.clear()
+            desk.optimizer.zero_grad(set_to_none=desk.recorder is None)
         except BaseException:
             if self.desk is not None:
                 self.desk.release()
@@ -97,17 +87,16 @@ class SharedTrainer(Trainer):
             self.desks.put(self.desk)
             self.desk = None
 
-    def _new_desk(self) -> Desk:
-        desk = Desk(twin_of(self.model, self.settings, share=False), self.pad, self.settings)
+    def _new_desk(self) -> Trainer:
+        desk = Trainer(copy.deepcopy(self.model), self.pad, self.settings)
         desk.reference = self.reference
         return desk
 
     def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
         assert self.desk is not None
         own_tokens = self.desk._gradients(groups, tokens, report)
-        found = self.desk.sums or [learner.grad for learner in self.desk.learners]
-        for parameter, gradient in zip(self.parameters(), found, strict=True):
-            parameter.grad = gradient
+        for mine, theirs in zip(self.parameters(), self.desk.parameters(), strict=True):
+            mine.grad = theirs.grad
         return own_tokens
 
 

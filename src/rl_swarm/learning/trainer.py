@@ -10,8 +10,7 @@ import logging
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from rl_swarm.config import Settings
 from rl_swarm.learning import grpo
 from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
 from rl_swarm.learning.decoder import Attend, Decoder
-from rl_swarm.learning.devices import low_precision, prefers_bfloat16, release_memory
+from rl_swarm.learning.devices import low_precision, release_memory
 from rl_swarm.learning.logprobs import attention_of, packed_logprobs
 from rl_swarm.learning.memory import MOST_TOKENS
 from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
@@ -66,47 +65,23 @@ class Trainer:
         )
         self.reference: Model = copy.deepcopy(model).eval() if settings.kl_weight > 0 else None
         self.recorder = self._recorder()
-        self.twin: Model = self._twin()  # what passes run on
-        self.learners = [p for p in self.twin.parameters() if p.requires_grad]
-        self.sums: list[Tensor] = []  # of their gradients, in float32; recordings add to these
-        for number, learner in enumerate(self.learners):
-            if learner.dtype != torch.float32:
-                learner.register_post_accumulate_grad_hook(partial(self._add, number))
 
     def _recorder(self) -> "Recorder | None":
         """What runs whole passes on a GPU, where they can be recorded."""
-        if not recordable(self.model):
+        if not Decoder.supports(self.model) or not Decoder(self.model).fused:
             return None
         from rl_swarm.learning.cuda.recorder import Recorder
 
         return Recorder(self._recorded, self.model.device)
-
-    def _twin(self) -> Model:
-        return twin_of(self.model, self.settings, share=True)
-
-    def _add(self, number: int, learner: Tensor) -> None:
-        """A gradient in bfloat16 goes to its sum at once."""
-        assert learner.grad is not None
-        self.sums[number].add_(learner.grad)
-        learner.grad = None
 
     def parameters(self) -> list[Tensor]:
         """Those that are trained."""
         trained: list[Tensor] = self.optimizer.param_groups[0]["params"]
         return trained
 
-    def clear(self) -> None:
-        """Forgets the gradients. The memory of sums is kept, since recordings know it."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.sums:
-            torch._foreach_zero_(self.sums)
-
     def release(self) -> None:
         """Gives back what is kept between updates, Adam's moments aside."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.sums = []
-        for learner in self.learners:
-            learner.grad = None
         if self.recorder is not None:
             self.recorder.release()
 
@@ -151,53 +126,37 @@ class Trainer:
                 increment_version(parameter)
         else:
             log.error("the gradient is not finite: this update is left out")
-        self.clear()
+        self.optimizer.zero_grad(set_to_none=self.recorder is None)
         return report
 
     def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
         """Adds up the gradients and figures of all micro-batches; returns how many tokens were sampled here."""
         self.figures.zero_()
-        if self.recorder is not None:
-            self._prepare()
         for batch in micro_batches(groups, self.batch_tokens):
             self._accumulate(batch, tokens)
         *figures, own_tokens = self.figures.tolist()
         for name, value in zip(FIGURES, figures, strict=False):
             setattr(report, name, value)
-        self._deliver()
         return int(own_tokens)
-
-    def _prepare(self) -> None:
-        """The twin gets the weights of now, and its gradients their places."""
-        if self.twin is not self.model:
-            copy_weights(self.parameters(), self.learners)
-        if not self.sums:
-            self.sums = [torch.zeros_like(learner, dtype=torch.float32) for learner in self.learners]
-        for learner, total in zip(self.learners, self.sums, strict=True):
-            if learner.dtype == torch.float32:
-                learner.grad = total
-
-    def _deliver(self) -> None:
-        """The gradients to the weights that step."""
-        if self.sums:
-            for parameter, total in zip(self.parameters(), self.sums, strict=True):
-                parameter.grad = total
 
     def _accumulate(self, groups: Sequence[TrainingGroup], tokens: int) -> None:
         """Adds the gradients and figures of one micro-batch."""
         batch, shape = Batch.of(groups, tokens)
         if self.recorder is not None:
+            for parameter in self.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)  # recordings add to these
             self.recorder.run(batch, shape)
             return
         batch = batch.to(self.model.device)
         if Decoder.supports(self.model):
-            self._backward(batch, *attention_of(Decoder(self.twin), shape))
+            self._backward(batch, *attention_of(Decoder(self.model), shape))
         else:
             found = self._plain_logprobs(self.model, groups)
             self._learn(batch, *found, self._plain_reference(groups))
 
     def _recorded(self, batch: Batch, segments: "Segments") -> None:
-        self._backward(batch, segments.attention(Decoder(self.twin)), segments.positions_N)
+        self._backward(batch, segments.attention(Decoder(self.model)), segments.positions_N)
 
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
         """The pass there and back of a model of a known family."""
@@ -207,7 +166,7 @@ class Trainer:
                 with torch.no_grad():
                     decoder = Decoder(self.reference)
                     reference_M, _ = packed_logprobs(decoder, batch, attend, positions_N, temperature)
-            decoder = Decoder(self.twin, frugal=self.frugal)
+            decoder = Decoder(self.model, frugal=self.frugal)
             found = packed_logprobs(decoder, batch, attend, positions_N, temperature)
         self._learn(batch, *found, reference_M)
 
@@ -273,35 +232,3 @@ class Trainer:
         there_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
         logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
         return logprobs_BT[there_BT], entropy_BT[there_BT]
-
-
-def twin_of(model: Model, settings: Settings, share: bool) -> Model:
-    """What passes run on: where they are recorded and products run in bfloat16, a copy whose layers have such weights,
-    which every pass would have to make again. All other weights are copied, or with `share` are the model's own."""
-    if settings.lora_rank or not recordable(model) or not prefers_bfloat16(model):
-        return model if share else copy.deepcopy(model)
-    from transformers.pytorch_utils import Conv1D
-
-    head, memo = model.get_output_embeddings(), dict[int, Any]()
-    if share:
-        memo = {id(parameter): parameter for parameter in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
-            for weight in module.parameters(recurse=False):
-                memo[id(weight)] = torch.nn.Parameter(
-                    weight.detach().to(torch.bfloat16), weight.requires_grad
-                )
-    return copy.deepcopy(model, memo)
-
-
-def recordable(model: Model) -> bool:
-    return Decoder.supports(model) and Decoder(model).fused
-
-
-@torch.no_grad()
-def copy_weights(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    """In one go for each precision. Those that both have in common stay as they are."""
-    pairs = [(a, b) for a, b in zip(source, target, strict=True) if a is not b]
-    for kind in {b.dtype for _, b in pairs}:
-        alike = [(a, b) for a, b in pairs if b.dtype == kind]
-        torch._foreach_copy_([b for _, b in alike], [a for a, _ in alike])

@@ -6,7 +6,7 @@ projection back. Norm weights are folded into the projections behind them (see `
 costs one sum of squares. Shapes: M rows of the batch, E hidden, N outputs, V words, D of a head.
 
 Every kernel does the same for several nodes, each with weights of its own and B rows in every buffer: its third
-program id is the node, counted from `since`. Weights of a node lie behind those of the node before (`weights.Stack`). Slots and starts of
+program id is the node. Weights of a node lie behind those of the node before (`weights.Stack`). Slots and starts of
 prompts are numbered through all nodes. With MANY, programs of rows that a node does not have end at once.
 """
 
@@ -20,9 +20,9 @@ def _gelu(x):
     return x * tl.sigmoid(2 * inner)  # the tanh form: 0.5 (1 + tanh(z)) is sigmoid(2 z)
 
 
-@triton.jit(do_not_specialize=["since"])
+@triton.jit
 def linear(
-    since, going_Z, x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, M, N, E, S, B, stride, eps,
+    going_Z, x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, M, N, E, S, B, stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     EVEN: tl.constexpr, MANY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def linear(
     What is added to is the residual stream: it is also written in low precision, with sums of its squares
     by stretches, so that the norm before the next product costs next to nothing there.
     """
-    node = (since + tl.program_id(2)).to(tl.int64)
+    node = tl.program_id(2).to(tl.int64)
     if MANY and tl.program_id(1) * BM >= tl.load(going_Z + node):
         return
     x_ME += node * B * E
@@ -80,13 +80,13 @@ def linear(
     tl.store(out_MN + place, acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["since"])
+@triton.jit
 def norm(
-    since, going_Z, x_ME, weight_E, bias_E, out_ME, low_ME, squares_MS, E, B, stride, eps,
+    going_Z, x_ME, weight_E, bias_E, out_ME, low_ME, squares_MS, E, B, stride, eps,
     CENTRED: tl.constexpr, ADD: tl.constexpr, MANY: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Layer norm (centred) or RMS norm of a row where it cannot be folded into a product; or added to the stream."""
-    node = since + tl.program_id(2)
+    node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
     row = node * B + tl.program_id(0)
@@ -106,16 +106,16 @@ def norm(
     tl.store(low_ME + row * E + index, x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["since"])
+@triton.jit
 def embed(
-    since, going_Z, slots_M, tokens_BT, lengths_B, prompt_lengths_B, words_Z, places_Z, out_ME, low_ME,
+    going_Z, slots_M, tokens_BT, lengths_B, prompt_lengths_B, words_Z, places_Z, out_ME, low_ME,
     squares_MS, T, E, B, stride, scale, PLACES: tl.constexpr, MANY: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """The last token of every sequence as a vector, with its place where the model has learned places.
 
     Vectors of words and places are the trainer's own, of which there is a table of addresses.
     """
-    node = since + tl.program_id(2)
+    node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
     row = node * B + tl.program_id(0)
@@ -168,9 +168,9 @@ def _attended(q, keys, values, seen, top, total, acc, scale):
     return new_top, total * shrink + tl.sum(weights, 1), acc
 
 
-@triton.jit(do_not_specialize=["since"])
+@triton.jit
 def attend(
-    since, going_Z, qkv_MN, slots_M, lengths_B, prompt_starts_B, prompt_lengths_B, prompt_keys_NHD, prompt_values_NHD,
+    going_Z, qkv_MN, slots_M, lengths_B, prompt_starts_B, prompt_lengths_B, prompt_keys_NHD, prompt_values_NHD,
     keys_BHTD, values_BHTD, q_norm_D, k_norm_D, cos_LD, sin_LD, out_MN, T, H, KH, B, scale, eps, window,
     NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, MANY: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
@@ -179,7 +179,7 @@ def attend(
 
     One program does the query heads of one key head. What sequences that have ended compute goes nowhere.
     """
-    node = since + tl.program_id(2)
+    node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
     row = node * B + tl.program_id(0)
@@ -240,9 +240,9 @@ def attend(
     tl.store(out, acc / total[:, None], mask=q_inside)
 
 
-@triton.jit(do_not_specialize=["since"])
+@triton.jit
 def survey(
-    since, going_Z, logits_MV, slots_M, lengths_B, lowest_M, seed_Z, best_MS, where_MS, top_MS, sum_MS, V, S, B,
+    going_Z, logits_MV, slots_M, lengths_B, lowest_M, seed_Z, best_MS, where_MS, top_MS, sum_MS, V, S, B,
     temperature, GREEDY: tl.constexpr, CUT: tl.constexpr, MANY: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One stretch of the vocabulary: its likeliest word after noise (the Gumbel trick), and its share of the sum.
@@ -250,7 +250,7 @@ def survey(
     The noise of a word depends on seed, sequence, step and word alone, not on who else is in the batch.
     A stretch is read in quarters, since the generator makes four numbers at a time.
     """
-    node = since + tl.program_id(2)
+    node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
     row = node * B + tl.program_id(0)
@@ -289,13 +289,13 @@ def survey(
     tl.store(where_MS + place, where)
 
 
-@triton.jit(do_not_specialize=["since"])
+@triton.jit
 def pick(
-    since, going_Z, logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B,
+    going_Z, logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B,
     done_B, V, T, S, B, EOS, temperature, MANY: tl.constexpr, BS: tl.constexpr, BEOS: tl.constexpr,
 ):  # fmt: skip
     """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit."""
-    node = since + tl.program_id(2)
+    node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
     row = node * B + tl.program_id(0)

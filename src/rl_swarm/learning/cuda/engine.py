@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
-MANY = 4  # nodes that keep a GPU busy
 STRETCH = 4096  # words that one program looks at
 LEAST_PROMPTS = 1024  # tokens that there is room for
 
@@ -133,10 +132,8 @@ class Engine:
         self.stack, self.scratch = Stack(nodes), Scratch(nodes, sequences)
         self.seats: list[Weights | None] = [None] * nodes
         self.graphs = dict[object, Any]()
-        self.aside: Any = None  # a stream
         self.ends = dict[frozenset[int], Tensor]()
         self.parts = 1  # sums of squares per row of the residual stream
-        self.chain = range(nodes)  # the nodes that kernels are now launched for
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -325,25 +322,7 @@ class Engine:
         self.graphs[key].replay()
 
     def _step(self, rows: int, decoding: "Decoding") -> None:
-        """One more token for the first `rows` of every node's batch.
-
-        On a GPU many nodes go in two chains side by side: while the kernels of one begin and end, the other computes.
-        """
-        if self.device.type != "cuda" or self.nodes < MANY:
-            self._advance(rows, decoding)
-            return
-        here, half = torch.cuda.current_stream(), self.nodes // 2
-        self.aside = self.aside or torch.cuda.Stream(self.device)
-        self.aside.wait_stream(here)
-        with torch.cuda.stream(self.aside):
-            self.chain = range(half)
-            self._advance(rows, decoding)
-        self.chain = range(half, self.nodes)
-        self._advance(rows, decoding)
-        here.wait_stream(self.aside)
-        self.chain = range(self.nodes)
-
-    def _advance(self, rows: int, decoding: "Decoding") -> None:
+        """One more token for the first `rows` of every node's batch."""
         at = self.scratch
         weights, hidden, side = self.weights, at.hidden_ME, at.side_ME
         self._embed(rows)
@@ -367,8 +346,8 @@ class Engine:
     def _embed(self, rows: int) -> None:
         at = self.scratch
         width = at.hidden_ME.shape[2]
-        kernels.embed[(rows, 1, len(self.chain))](
-            self.chain.start, at.going_Z, at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, self.words_Z, self.places_Z,
+        kernels.embed[(rows, 1, self.nodes)](
+            at.going_Z, at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, self.words_Z, self.places_Z,
             at.hidden_ME, at.low_ME, at.squares_MS, at.room.tokens, width, at.room.sequences,
             at.squares_MS.shape[2], self.weights.word_scale,
             PLACES=self.places_Z is not None, MANY=self.nodes > 1, BE=power(width),
@@ -386,8 +365,8 @@ class Engine:
     def _norm(self, rows: int, x_ME: Tensor, norm: Norm, add: bool = False) -> None:
         at = self.scratch
         width = x_ME.shape[2]
-        kernels.norm[(rows, 1, len(self.chain))](
-            self.chain.start, at.going_Z, x_ME, norm.weight, norm.bias, at.hidden_ME, at.low_ME if add else at.low_side_ME,
+        kernels.norm[(rows, 1, self.nodes)](
+            at.going_Z, x_ME, norm.weight, norm.bias, at.hidden_ME, at.low_ME if add else at.low_side_ME,
             at.squares_MS, width, at.room.sequences, at.squares_MS.shape[2], self.weights.eps,
             CENTRED=norm.bias is not None, ADD=add, MANY=self.nodes > 1, BE=power(width),
         )  # fmt: skip
@@ -409,8 +388,8 @@ class Engine:
         add, normed = out_MN is at.hidden_ME, x_ME is at.low_ME
         block_m, block_n, block_k, options = tiles(rows, outputs, width, self.nodes)
         across = -(-outputs // block_n)
-        kernels.linear[(across, -(-rows // block_m), len(self.chain))](
-            self.chain.start, at.going_Z, x_ME, at.squares_MS, linear.weight, linear.bias, out_MN, at.low_ME, rows, outputs,
+        kernels.linear[(across, -(-rows // block_m), self.nodes)](
+            at.going_Z, x_ME, at.squares_MS, linear.weight, linear.bias, out_MN, at.low_ME, rows, outputs,
             width, self.parts, at.room.sequences, at.squares_MS.shape[2], self.weights.eps,
             NORM=normed, GATED=gated, ACTIVATION=activation, BIAS=linear.bias is not None, ADD=add,
             EVEN=width % block_k == 0, MANY=self.nodes > 1, BM=block_m, BN=block_n, BK=block_k,
@@ -425,9 +404,9 @@ class Engine:
         turn = at.turns.get(decoder.kinds[number])
         cos, sin = turn if turn is not None else (None, None)
         group = decoder.heads // decoder.key_heads
-        block, options = stretch(rows * decoder.key_heads * self.nodes, decoder.head_size)
-        kernels.attend[(rows, decoder.key_heads, len(self.chain))](
-            self.chain.start, at.going_Z, at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
+        block, options = keys_at_once(rows * decoder.key_heads * self.nodes, decoder.head_size)
+        kernels.attend[(rows, decoder.key_heads, self.nodes)](
+            at.going_Z, at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
             at.prompt_keys[number], at.prompt_values[number], at.keys[number], at.values[number],
             layer.q_norm, layer.k_norm, cos, sin, at.attended_MN, at.room.tokens, decoder.heads,
             decoder.key_heads, at.room.sequences, decoder.scale, self.weights.eps, window or 0,
@@ -444,13 +423,15 @@ class Engine:
         weights, words = self.weights, at.logits_MV.shape[2]
         self._product(rows, self._before(rows, weights.last_norm), weights.head, at.logits_MV)
         cut = bool(decoding.top_k) or decoding.top_p < 1
-        for node in self.chain if cut and not decoding.greedy else ():  # one after the other, to save memory
+        for node in range(
+            self.nodes if cut and not decoding.greedy else 0
+        ):  # one after the other, to save memory
             logits_MV = at.logits_MV[node, :rows]
             logprobs_MV = (logits_MV / decoding.temperature).log_softmax(-1)
             kept_MV = truncated(logprobs_MV, decoding.top_k, decoding.top_p) > -torch.inf
             at.lowest_M[node, :rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
-        kernels.survey[(rows, at.stretches, len(self.chain))](
-            self.chain.start, at.going_Z, at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_Z, at.best_MS, at.where_MS,
+        kernels.survey[(rows, at.stretches, self.nodes)](
+            at.going_Z, at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_Z, at.best_MS, at.where_MS,
             at.top_MS, at.sum_MS, words, at.stretches, at.room.sequences, decoding.temperature,
             GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, MANY=self.nodes > 1, BV=STRETCH,
         )  # fmt: skip
@@ -458,8 +439,8 @@ class Engine:
             ends = torch.tensor(sorted(decoding.eos) or [-1], dtype=torch.int32, device=self.device)
             self.ends[decoding.eos] = ends
         eos = self.ends[decoding.eos]
-        kernels.pick[(rows, 1, len(self.chain))](
-            self.chain.start, at.going_Z, at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
+        kernels.pick[(rows, 1, self.nodes)](
+            at.going_Z, at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
             at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, words, at.room.tokens, at.stretches,
             at.room.sequences, len(eos), decoding.temperature,
             MANY=self.nodes > 1, BS=power(at.stretches), BEOS=power(len(eos)),
@@ -476,13 +457,13 @@ def size_for(sequences: int) -> int:
     return next((size for size in SIZES if size >= sequences), -(-sequences // 128) * 128)
 
 
-def tiles(rows: int, outputs: int, width: int, nodes: int = 1) -> tuple[int, int, int, dict[str, int]]:
+def tiles(rows: int, outputs: int, width: int, nodes: int) -> tuple[int, int, int, dict[str, int]]:
     """How a product is cut up: narrow, so that many programs share the reading of the weights.
 
     Found by trying on an H200 with the shapes of a 135 M model; see `benchmarks/sampler.py` for what they give.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if nodes >= MANY:
+    if nodes >= 4:  # enough programs even when they are wide
         block_n, block_k = (32, 128) if outputs < 1000 else (64, 64)
         return block_m, block_n, block_k, {"num_warps": 4, "num_stages": 4}
     across = -(-rows // block_m)
@@ -491,7 +472,7 @@ def tiles(rows: int, outputs: int, width: int, nodes: int = 1) -> tuple[int, int
     return block_m, block_n, block_k, {"num_warps": 4, "num_stages": 3 if block_n >= 64 else 5}
 
 
-def stretch(programs: int, head_size: int) -> tuple[int, dict[str, int]]:
+def keys_at_once(programs: int, head_size: int) -> tuple[int, dict[str, int]]:
     """How many keys attention reads at once. Few programs must be quick; many small ones hide each other's waiting."""
     if programs >= 512:
         return 32, {"num_warps": 1, "num_stages": 3}

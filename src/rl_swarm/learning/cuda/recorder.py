@@ -58,13 +58,13 @@ class Recorder:
         key = (*size, *whose)
         if key not in self.recordings:
             self.recordings[key] = self._record(*size, *whose)
-        recorded = self.recordings[key]
+        recorded = self.recordings[key]  # what is copied from pinned memory does not wait for the GPU
         for place, given in zip(vars(recorded.batch).values(), vars(batch).values(), strict=True):
             place.zero_()
-            place[: len(given)].copy_(given, non_blocking=True)
+            place[: len(given)].copy_(given.pin_memory(), non_blocking=True)
         filled = Segments.of(shape, *size)
         for place, given in zip(vars(recorded.segments).values(), vars(filled).values(), strict=True):
-            place.copy_(given, non_blocking=True)
+            place.copy_(given.pin_memory(), non_blocking=True)
         recorded.graph.replay()
 
     def forget(self, *whose: Hashable) -> None:
