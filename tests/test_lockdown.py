@@ -40,6 +40,15 @@ def in_locked_process(code, before=""):
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+def test_a_module_that_answers_to_every_name_is_no_package(monkeypatch):
+    class Obliging(type(sys)):
+        def __getattr__(self, name):
+            return self
+
+    monkeypatch.setitem(sys.modules, "obliging", Obliging("obliging"))
+    assert any(path.endswith("pytest") for path in lockdown.packages())
+
+
 ATTEMPTS = {
     "reads a file": "open('{folder}/precious').read()",
     "reads the system's": "open('/etc/passwd').read()",

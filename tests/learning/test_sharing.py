@@ -159,14 +159,13 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
 def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape):
     settings = Settings(model="gpt2", local=8, external=0)
     found = plan(shape, 140 * GIB, settings, "cuda", 8)
-    assert found.fits and found.needed < 0.9 * COMMON_CARD
+    assert found.fits and found.needed < COMMON_CARD
     assert found.needed > 8 * (memory.keeping(shape, settings) + memory.SEAT)
-    assert (found.nodes, found.desks) == (8, 1) and found.sequences >= 32 and found.batch_tokens >= 2048
-    assert "8 nodes need together" in str(found) and "32 sequences at once of each, 1 in training" in str(
-        found
-    )
+    assert (found.nodes, found.desks, found.sequences, found.batch_tokens) == (8, 1, 64, 4096)
+    assert "8 nodes need together" in str(found)
+    assert "64 sequences at once of each, 1 in training" in str(found)
     one = plan(shape, 140 * GIB, settings, "cuda")
-    assert found.needed < 4.5 * one.needed
+    assert found.needed < 5 * one.needed
     huge = Shape(24, 896, 4864, 14, 2, 64, 151936)
     assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, (
         "where there is more, it is used"

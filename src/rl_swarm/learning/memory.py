@@ -6,7 +6,7 @@ they err, `Trainer` and `Policy.sample` still take smaller pieces when memory ru
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch

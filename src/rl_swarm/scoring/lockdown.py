@@ -90,7 +90,7 @@ def packages() -> list[str]:
     """The directories that importing and the tasks read: the standard library and each package in use, but ours."""
     found = {sysconfig.get_path("stdlib"), str(sysconfig.get_config_var("DESTSHARED"))}
     for name, module in list(sys.modules.items()):
-        paths = getattr(module, "__path__", None)
+        paths = getattr(module, "__dict__", {}).get("__path__")  # some modules have an answer to every name
         if "." not in name and name != "rl_swarm" and paths:
             found.update(str(path) for path in paths)
     library = sysconfig.get_path("stdlib") + os.sep
