@@ -1,5 +1,6 @@
 """A node and its round, with the bundled model, the real scorer and a swarm in this process."""
 
+import random
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node import Node
 from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import PeerInfo
+from rl_swarm.rounds import MOST_MISSED, PeerInfo
 from rl_swarm.telemetry.journal import Journal, read_lines
 
 SETTINGS = Settings(
@@ -164,6 +165,23 @@ def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning
     assert 2 < sum(asked) <= 10, "and then again, now and then"
     events = [e for e in read_lines(honest.journal.events_path)[0] if e["event"] == "not_asked"]
     assert len(events) == sum(asked) - 1 and events[0]["peer"] == liar.identity.peer_id
+
+
+@pytest.mark.parametrize(("round_end", "asked"), [("lockstep", False), ("everyone", True)])
+def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_missing_ends(
+    environment: Reasoning, tmp_path: Path, round_end: str, asked: bool
+) -> None:
+    """Elsewhere nodes look for what is there, and those of a slow node are as good as any."""
+    settings = msgspec.structs.replace(SETTINGS, round_end=round_end)
+    swarm = LocalSwarm(manifest(settings), min_peers=2)
+    node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
+    member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MOST_MISSED)
+    state = msgspec.structs.replace(
+        swarm.state, members={**swarm.state.members, other.identity.peer_id: member}
+    )
+    other.play(state)
+    published = [publication.node for publication in node.publications(state, random.Random(0))]
+    assert published == [other.name] * asked
 
 
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
