@@ -60,7 +60,7 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
         policy.save(aside)
         save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
         place = msgspec.structs.replace(place, files=_digests(aside))
-        (aside / PLACE).write_bytes(seal(place, identity))
+        (aside / PLACE).write_bytes(seal(place, identity, limit=PLACE_BYTES))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
     except BaseException as error:
