@@ -299,7 +299,12 @@ class Node:
 
     def save(self, push: bool = False) -> None:
         place = checkpoints.Place(
-            self.manifest.swarm(), self.identity.peer_id, self.policy.name, *self.done, self.policy.version
+            self.manifest.swarm(),
+            self.identity.peer_id,
+            self.policy.name,
+            *self.done,
+            self.policy.version,
+            standing=self.standing.kept(self.done[0]),
         )
         keep = self.settings.keep_checkpoints
         folder = checkpoints.save(self.policy, place, self.checkpoints, self.name, keep, self.identity)

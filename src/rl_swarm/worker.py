@@ -182,6 +182,7 @@ def _take_part(
     )
     if place:
         node.done = (place.round, place.stage)
+        node.standing.restore(place.standing)
     journal.event("resumed" if place else "joined", round=node.done[0], model=policy.name, pid=os.getpid())
     log.info(
         "%s (%s) %s with %s on %s",
