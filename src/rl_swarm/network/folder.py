@@ -313,7 +313,8 @@ class FolderCoordinator:
                 shown = admission.ticket(token, self.manifest, me)
             except Rejected as error:
                 raise AdmissionError(
-                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, {self.manifest.peer_id}."
+                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, {self.manifest.peer_id}; if "
+                    "somebody else invited you, this is not the manifest of their swarm."
                 ) from error
         self._read_roll()
         members = self.current().members
