@@ -45,7 +45,7 @@ def check(manifest: Manifest, address: Path, settings: Settings) -> None:
 
 
 def remember(manifest: Manifest, address: Path, settings: Settings) -> None:
-    """Keeps who the owner is, once this node was let in. One that was told needs no memory, but an old one is put right."""
+    """Keeps who the owner is, once this node was let in. Who was told needs no memory, but an old one is put right."""
     file, here = _file(settings), str(address.resolve())
     known = _remembered(file)
     if known.get(here) == manifest.peer_id or (settings.owner and here not in known):
