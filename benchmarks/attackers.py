@@ -29,7 +29,7 @@ from rl_swarm.network.files import Files
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.rollouts import Answer, Completion, Group, Publication, Sampling
 from rl_swarm.rounds import State
-from rl_swarm.wire import MAX_BYTES, canonical, seal, unseal
+from rl_swarm.wire import MAX_BYTES, canonical, sign, unseal
 
 # Foreign, but behind words with which models of this bench may begin: a phrase that begins with a word they never
 # write there takes hundreds of rounds to reach them, with defences or without.
@@ -116,7 +116,7 @@ class Attack:
 
     def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
         """The documents, by their place in the swarm's folder, that one identity writes in a round."""
-        return {known.path(me.node): seal(self.publication(me, known), me, compress=True)}
+        return {known.path(me.node): sign(self.publication(me, known), me, compress=True)}
 
     def publication(self, me: Identity, known: Known) -> Publication:
         questions = known.questions(me, self.questions)
@@ -284,7 +284,7 @@ class Forged(Before):
         victim = known.rng.choice(known.honest)
         theirs = known.published(known.state.round, victim)
         made = replace(self.publication(me, known), node=victim)
-        return {known.path(victim): seal(made, Identity(me.key, theirs.peer_id))}
+        return {known.path(victim): sign(made, Identity(me.key, theirs.peer_id))}
 
 
 class Replay(Attack):
@@ -297,7 +297,7 @@ class Replay(Attack):
         if before < 0:
             return {known.path(me.node): known.document(0, victim)}
         old = replace(known.published(before, victim), node=me.node, round=before + 1)
-        return {known.path(victim): known.document(before, victim), known.path(me.node): seal(old, me)}
+        return {known.path(victim): known.document(before, victim), known.path(me.node): sign(old, me)}
 
 
 class Copying(Attack):
@@ -318,7 +318,7 @@ class RoundLie(Before):
         return super().publication(me, Known(**{**vars(known), "state": ahead}))
 
     def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
-        return {known.path(me.node): seal(self.publication(me, known), me)}
+        return {known.path(me.node): sign(self.publication(me, known), me)}
 
 
 class Garbage(Before):
@@ -326,7 +326,7 @@ class Garbage(Before):
 
     def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
         made = self.publication(me, known)
-        whole = seal(made, me)
+        whole = sign(made, me)
         many = replace(made, rollouts={str(k): made.rollouts["0"] for k in range(5000)})
         ways: list[Callable[[], bytes]] = [
             lambda: b"\x00\xff" * 500,
@@ -334,8 +334,8 @@ class Garbage(Before):
             lambda: b'{"rollouts":' * 100_000,
             lambda: canonical({"rollouts": {"0": [1, None, "x"]}, "peer_id": me.peer_id, "node": 7}),
             lambda: gzip.compress(b'{"a":"' + b" " * (64 << 20) + b'"}', 1),
-            lambda: seal(many, me),
-            lambda: seal(replace(made, rollouts={"0": made.rollouts["0"][:1], "-1": []}), me),
+            lambda: sign(many, me),
+            lambda: sign(replace(made, rollouts={"0": made.rollouts["0"][:1], "-1": []}), me),
             lambda: whole.replace(b'"reward":1.0', b'"reward":1e999'),
         ]
         number = known.state.round * 2 + int(sha256(me.peer_id.encode()).digest()[0] % 2)

@@ -1,5 +1,6 @@
 """A node and its round, with the bundled model, the real scorer and a swarm in this process."""
 
+import random
 import threading
 from pathlib import Path
 
@@ -9,13 +10,16 @@ import pytest
 from rl_swarm.config import Settings
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.identity import Identity
+from rl_swarm.learning import checkpoints
 from rl_swarm.learning.policy import Policy
 from rl_swarm.manifest import Manifest, new_manifest
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node import Node
 from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import PeerInfo
+from rl_swarm.rounds import MOST_MISSED, PeerInfo
 from rl_swarm.telemetry.journal import Journal, read_lines
+from rl_swarm.worker import found, join
 
 SETTINGS = Settings(
     local=3,
@@ -166,6 +170,23 @@ def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning
     assert len(events) == sum(asked) - 1 and events[0]["peer"] == liar.identity.peer_id
 
 
+@pytest.mark.parametrize(("round_end", "asked"), [("lockstep", False), ("everyone", True)])
+def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_missing_ends(
+    environment: Reasoning, tmp_path: Path, round_end: str, asked: bool
+) -> None:
+    """Elsewhere nodes look for what is there, and those of a slow node are as good as any."""
+    settings = msgspec.structs.replace(SETTINGS, round_end=round_end)
+    swarm = LocalSwarm(manifest(settings), min_peers=2)
+    node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
+    member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MOST_MISSED)
+    state = msgspec.structs.replace(
+        swarm.state, members={**swarm.state.members, other.identity.peer_id: member}
+    )
+    other.publish([], state)
+    published = [publication.node for publication in node.publications(state, random.Random(0))]
+    assert published == [other.name] * asked
+
+
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
     honest, member = (make_node(swarm, environment, tmp_path) for _ in range(2))
@@ -208,3 +229,25 @@ def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(
     node.run()
     assert len(rounds_of(node)) == 1
     assert (node.checkpoints / "round_0" / node.name / "place.json").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
+    tmp_path: Path, damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, identity_path=str(tmp_path / "me.pem"))
+    me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "swarm"
+    swarm = found(LocalFiles(address), settings, "swarm", Identity.new()).swarm()
+    place = checkpoints.Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
+    policy = Policy.load(settings, "")
+    folder = checkpoints.save(policy, place, address / "checkpoints", me.node, 2, me)
+    if damaged:
+        path = folder / checkpoints.PLACE
+        path.write_bytes(path.read_bytes().replace(b"[3,50]", b"[0,00]"))
+
+    stop = threading.Event()
+    stop.set()
+    join(address, settings, stop)  # and saves where it is
+    written = checkpoints.written(address / "checkpoints", me.node, swarm, me.peer_id)
+    assert [kept.standing for _, kept in written] == ([] if damaged else [place.standing])
+    assert ("passed over" in caplog.text) == damaged

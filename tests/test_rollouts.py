@@ -11,7 +11,7 @@ from rl_swarm.environments.base import Question
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Limits
 from rl_swarm.rollouts import Answer, Completion, Group, Publication, Sampling, answers, unpack
-from rl_swarm.wire import Rejected, seal, unseal
+from rl_swarm.wire import Rejected, seal, sign, unseal
 
 ALICE = Identity.new()
 LIMITS = Limits(questions=3, completions=4, characters=20)
@@ -146,7 +146,7 @@ def test_what_a_node_publishes_can_be_read_by_the_others(share):
     ],
 )
 def test_a_publication_with_an_impossible_field_is_refused(field, value):
-    sent = seal(replace(publication({}), **{field: value}), ALICE)
+    sent = sign(replace(publication({}), **{field: value}), ALICE)
     with pytest.raises(Rejected, match="schema"):
         unseal(sent, Publication)
 

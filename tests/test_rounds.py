@@ -1,11 +1,22 @@
 """The life of a swarm as a pure state machine: nobody waits for who is gone, nothing counts twice."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_swarm.config import Settings
 from rl_swarm.manifest import new_manifest
-from rl_swarm.rounds import Member, Report, Rules, State, advance, seen, submitted
+from rl_swarm.rounds import (
+    LONGEST_WAIT,
+    MOST_MISSED,
+    Member,
+    Report,
+    Rules,
+    State,
+    advance,
+    seen,
+    submitted,
+)
 
 TIMEOUT = 10.0
 INTERVAL = 60.0
@@ -142,6 +153,80 @@ def test_a_late_joiner_is_part_of_the_round_it_finds():
     assert (state.round, why) == (2, "everyone")
     assert state.members["c"].participation == 1
     assert state.members["a"].participation == 2
+
+
+def stage_with_a_silent_sloth(state, life, began, in_time=False):
+    """The state after a stage in which b gives signs of life, and how long that took: a reports after a second."""
+    now = began + 1.0
+    state = reported(state, report("a", round=state.round), now=now)
+    if in_time:
+        state = reported(state, report("b", round=state.round), now=now)
+    while (found := advance(state, life, now))[1] is None:
+        assert now < began + 1000
+        now += 1.0
+        state = seen(state, "b", "node-b", now)
+    return found[0], now - began, found[1]
+
+
+@pytest.mark.parametrize(
+    ("end", "first", "why"),
+    [
+        ("everyone", 1 + LONGEST_WAIT * TIMEOUT, "patience"),
+        ("lockstep", 1 + LONGEST_WAIT * TIMEOUT, "patience"),
+        ("deadline", INTERVAL, "deadline"),
+    ],
+)
+def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
+    life, now = rules(end, rounds=50), 0.0
+    state = running("a", "b", rules=life)
+    for number in range(MOST_MISSED):
+        state, took, ended = stage_with_a_silent_sloth(state, life, now)
+        now += took
+        assert (state.round, ended) == (number + 1, why)
+        assert took == pytest.approx(first, abs=2)
+    for _ in range(5):
+        state, took, ended = stage_with_a_silent_sloth(state, life, now)
+        now += took
+        assert (took, ended) == (1.0, "everyone")
+    assert state.members["b"].last_seen < now, "signs of life do not help"
+
+    # It reports in time, and is waited for again: until it fails once more.
+    for in_time, waited in ((True, False), (False, True), (False, False)):
+        state, took, _ = stage_with_a_silent_sloth(state, life, now, in_time)
+        now += took
+        assert (took > 1) == waited
+    # Who has earned it is given as many failures as anybody.
+    for in_time in [True] * MOST_MISSED + [False] * MOST_MISSED:
+        state, took, _ = stage_with_a_silent_sloth(state, life, now, in_time)
+        now += took
+        assert (took > 1) == (not in_time)
+
+
+def test_where_rounds_take_long_the_others_may_take_as_long_again_as_the_first():
+    life, long = rules("lockstep"), 3 * LONGEST_WAIT * TIMEOUT
+    state = seen(running("a", "b"), "b", "node-b", long)
+    state = reported(state, report("a"), now=long)
+    state = seen(state, "b", "node-b", 2 * long)
+    assert advance(state, life, 2 * long)[1] is None
+    assert advance(state, life, 2 * long + 1)[1] == "patience"
+
+
+def test_who_was_silent_has_missed_nothing_and_is_waited_for_when_it_comes_back():
+    state, now = running("a", "b"), TIMEOUT + 1
+    for number in range(2 * MOST_MISSED):
+        state = reported(state, report("a", round=number), now=now)
+        state, why = advance(state, rules(rounds=50), now)
+        assert why == "everyone"
+    state = reported(seen(state, "b", "node-b", now), report("a", round=state.round), now=now)
+    assert advance(state, rules(rounds=50), now)[1] is None
+
+
+def test_on_an_interval_nobody_is_waited_for_and_nothing_is_missed():
+    state, now = running("a", "b", rules=rules("interval")), 0.0
+    for _ in range(MOST_MISSED):
+        now += INTERVAL
+        state, _ = advance(seen(state, "b", "node-b", now), rules("interval"), now)
+    assert state.members["b"].missed == 0
 
 
 def test_a_report_from_somebody_new_makes_it_a_member():

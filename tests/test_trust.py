@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rl_swarm.trust import Standing, most_of_one, surprise
+from rl_swarm.trust import MOST_KEPT, Standing, most_of_one, surprise
 
 
 def share_asked(standing, peer_id, round, tries=2000):
@@ -42,6 +42,24 @@ def test_an_honest_swarm_draws_no_random_numbers_for_whom_to_ask():
     standing, rng = Standing(4, 10), random.Random(1)
     assert standing.asks("alice", 0, rng)
     assert rng.random() == random.Random(1).random()
+
+
+def test_what_is_kept_is_what_counts_and_no_more_than_fits():
+    standing = Standing(patience=2, ban_rounds=10)
+    for peer in ("banned", "banned", "failed", "honest", "forgiven"):
+        standing.note(peer, failed=peer != "honest", round=3)
+    standing.note("forgiven", failed=False, round=4)
+    assert standing.kept(4) == {"banned": (1, 14), "failed": (1, 0)}
+
+    for number in range(2 * MOST_KEPT):
+        standing.note(f"peer-{number}", failed=True, round=5)
+    kept = standing.kept(5)
+    assert len(kept) == MOST_KEPT and "banned" in kept
+    again = Standing(patience=2, ban_rounds=10)
+    again.restore(kept)
+    assert again.kept(5) == kept
+    assert share_asked(again, "banned", 13) == 0 and share_asked(again, "honest", 5) == 1
+    assert again.note("failed", failed=True, round=6), "one more failure is enough"
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,13 @@ from rl_swarm.wire import (
     MAX_TEXT,
     Incomplete,
     Rejected,
+    SealError,
     canonical,
     check_shape,
     decode,
     digest,
     seal,
+    sign,
     unseal,
     unseal_named,
 )
@@ -196,10 +198,26 @@ def test_a_document_that_is_no_object_is_refused(text):
 
 def test_a_number_that_is_none_cannot_be_smuggled_in():
     with pytest.raises(Rejected, match="schema"):
-        unseal(seal(Note(text="a", numbers=[math.nan]), ALICE), Note)
+        unseal(sign(Note(text="a", numbers=[math.nan]), ALICE), Note)
     for text in (b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b'{"a": ' + b"9" * 5000 + b"}"):
         with pytest.raises(Rejected):
             decode(text)
+
+
+@pytest.mark.parametrize(
+    ("note", "reason"),
+    [
+        (Note(text="a" * 1000), "size"),
+        (Note(text="a", numbers=[math.nan]), "schema"),
+        (Note(text="a", count="many"), "schema"),
+    ],
+)
+def test_what_no_reader_would_take_is_not_sealed(note, reason):
+    for compress in (False, True):
+        with pytest.raises(SealError, match=f"a Note, would be refused by all \\({reason}"):
+            seal(note, ALICE, compress, limit=1000)
+        with pytest.raises(Rejected, match=reason):
+            unseal(sign(note, ALICE, compress), Note, limit=1000)
 
 
 def nested(depth):

@@ -63,6 +63,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     invitation: Annotated[
         str | None, _setting("the owner's invitation to a swarm of invited peers", "INVITATION")
     ] = None
+    owner: Annotated[
+        str | None,
+        _setting(
+            "the peer id of the swarm's owner: a manifest of anybody else is refused; when not given, of anybody else than "
+            "the first time",
+            "SWARM_OWNER",
+        ),
+    ] = None
     nodes: Annotated[int, _setting("nodes that `up` starts", ge=1, le=64)] = 4
     seed: Annotated[int, _setting("decides questions and sampling", "SEED", ge=0, le=2**62)] = 42
     rounds: Annotated[int, _setting("rounds of a run", "MAX_ROUNDS", ge=1)] = 2000

@@ -226,7 +226,9 @@ class Node:
                     )
 
     def is_silent(self, member: Member, state: State) -> bool:
-        """Whether the coordinator has given a member up. With rounds on an interval it does not look."""
+        """Whether nothing is to be expected of a member. With rounds on an interval the coordinator does not look."""
+        if self.manifest.round_end == "lockstep":
+            return not member.is_awaited(state.timestamp, self.manifest.peer_timeout)
         silence = state.timestamp - member.last_seen
         return self.manifest.round_end != "interval" and silence > self.manifest.peer_timeout
 
@@ -297,7 +299,12 @@ class Node:
 
     def save(self, push: bool = False) -> None:
         place = checkpoints.Place(
-            self.manifest.swarm(), self.identity.peer_id, self.policy.name, *self.done, self.policy.version
+            self.manifest.swarm(),
+            self.identity.peer_id,
+            self.policy.name,
+            *self.done,
+            self.policy.version,
+            standing=self.standing.kept(self.done[0]),
         )
         keep = self.settings.keep_checkpoints
         folder = checkpoints.save(self.policy, place, self.checkpoints, self.name, keep, self.identity)

@@ -5,18 +5,21 @@ folder swarm. `Rollout` is one question of it inside a node, before anything abo
 `Group` is a rollout that this node has made again, scored itself and can learn from.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from rl_swarm.config import Name
 from rl_swarm.environments.base import Question
 from rl_swarm.manifest import Limits
 from rl_swarm.wire import Count, Id, Rejected, canonical, digest
 
+log = logging.getLogger(__name__)
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
@@ -118,6 +121,32 @@ def answers(group: Group, share_logprobs: bool) -> list[Answer]:
         )
         for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
+
+
+def within(publication: Publication, limits: Limits) -> Publication:
+    """What receivers accept of a publication: without its longest answers, and the last questions, where it is too much.
+
+    A question whose group is left with too few answers goes, and so do those behind it: nobody takes gaps.
+    """
+    kept: dict[str, list[Answer]] = {}
+    for number in sorted(publication.rollouts, key=int)[: limits.questions]:
+        given = publication.rollouts[number]
+        fitting = [a for a in given if max(len(a.prompt), len(a.response)) <= limits.characters]
+        if len(fitting) < 2:
+            break
+        kept[number] = fitting[: limits.completions]
+    lost = sum(map(len, publication.rollouts.values())) - sum(map(len, kept.values()))
+    if lost:
+        log.warning(
+            "%d answers to %d questions are not published: this swarm takes at most %d questions, %d answers to each and "
+            "%d characters a text",
+            lost,
+            len(publication.rollouts),
+            limits.questions,
+            limits.completions,
+            limits.characters,
+        )
+    return replace(publication, rollouts=kept)
 
 
 def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:

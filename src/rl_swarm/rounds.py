@@ -1,7 +1,8 @@
 """The life of a swarm in rounds, as a pure state machine: `(state, event) -> state`, the clock an argument.
 
 Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
-comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks.
+comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks. One that
+gives signs of life and yet keeps missing the ends of stages is not either; it counts again when it reports in time.
 """
 
 import itertools
@@ -19,6 +20,8 @@ from rl_swarm.wire import Count, Id
 
 Round = Count
 LONGEST_TICKET = 4096  # characters
+MOST_MISSED = 3  # stages for which a member was waited for in vain, until it is not
+LONGEST_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
 # Why a peer is not admitted.
 Why = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
 
@@ -64,6 +67,11 @@ class Member(msgspec.Struct, frozen=True):
     reward: float = 0.0  # sum over rounds
     wins: int = 0  # votes received
     invitation: str = ""  # the name of the one by which it came
+    sign: float = 0.0  # when its newest introduction was written, by its own clock
+    missed: int = 0  # ends of stages, each taken back by a report in time
+
+    def is_awaited(self, now: float, peer_timeout: float) -> bool:
+        return self.missed < MOST_MISSED and now - self.last_seen <= peer_timeout
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -84,6 +92,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     timestamp: float = 0.0
     members: dict[str, Member] = {}
     reports: dict[str, Report] = {}  # of this stage so far
+    heard: float = 0.0  # when the first of them came
     roll: Round = 0  # the number of the owner's list that this state obeys
     refused: dict[str, Refusal] = {}
 
@@ -128,13 +137,15 @@ class Rules:
         )
 
 
-def seen(state: State, peer_id: str, node: str, now: float, invitation: str = "") -> State:
+def seen(state: State, peer_id: str, node: str, now: float, invitation: str = "", sign: float = 0.0) -> State:
     """A peer has joined or given a sign of life."""
     member = state.members.get(peer_id)
     if member is None:
         joined = state.round if state.phase == "running" else 0
         member = Member(node, joined_round=joined, last_seen=now)
-    member = replace(member, last_seen=now, invitation=invitation or member.invitation)
+    member = replace(
+        member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign)
+    )
     return replace(state, members={**state.members, peer_id: member})
 
 
@@ -157,7 +168,8 @@ def submitted(state: State, report: Report, now: float) -> State:
     if not current or report.peer_id in state.reports:
         return state
     state = seen(state, report.peer_id, report.node, now)
-    return replace(state, reports={**state.reports, report.peer_id: report})
+    heard = state.heard if state.reports else now
+    return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard)
 
 
 def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
@@ -183,23 +195,33 @@ def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
     elapsed = now - state.started
     if rules.end == "interval":
         return "interval" if elapsed >= rules.interval else None
-    awaited = {
-        peer_id for peer_id, member in state.members.items() if now - member.last_seen <= rules.peer_timeout
-    }
-    if state.reports and awaited <= state.reports.keys():
+    if state.reports and not late_members(state, rules, now):
         return "everyone"
     if rules.end == "deadline" and elapsed >= rules.interval:
         return "deadline"
-    return None
+    # Where rounds take long, others may take as long again as the first did.
+    longest = max(LONGEST_WAIT * rules.peer_timeout, state.heard - state.started)
+    return "patience" if state.reports and now - state.heard > longest else None
+
+
+def late_members(state: State, rules: Rules, now: float) -> list[str]:
+    """Members that are waited for and have not reported."""
+    return [
+        peer_id
+        for peer_id, member in state.members.items()
+        if peer_id not in state.reports and member.is_awaited(now, rules.peer_timeout)
+    ]
 
 
 def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]:
-    """Members with this stage's reports counted; votes only at the end of a round.
+    """Members with this stage's reports counted, and who was waited for in vain; votes only at the end of a round.
 
     Whoever reported has the whole `peer_timeout` for the next stage, however long ago its report came.
     """
     members = dict(state.members)
     last = state.stage + 1 == rules.stages
+    for peer_id in late_members(state, rules, now) if rules.end != "interval" else ():
+        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1)
     for peer_id, report in state.reports.items():
         member = members.get(peer_id)
         if member is None:
@@ -209,6 +231,7 @@ def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]
             last_seen=now,
             participation=member.participation + last,
             reward=member.reward + report.reward,
+            missed=max(0, member.missed - 1),
         )
     for peer_id, report in state.reports.items() if last else ():
         if report.vote in members and report.vote != peer_id:

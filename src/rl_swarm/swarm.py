@@ -233,9 +233,10 @@ def _message(child: Child) -> str:
 
 
 def worker_settings(settings: Settings) -> dict[str, Settings]:
-    """One set of settings per node: its own key, its share of the cores, its own repository."""
+    """One set of settings per node: its own key, its share of the cores, its own repository; all with one owner."""
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
     base = Path(settings.identity_path).absolute()
+    owner = Identity.load_or_create(base).peer_id
     workers = {}
     for number in range(1, settings.nodes + 1):
         key = base if number == 1 else base.with_name(f"{base.stem}-{number}{base.suffix}")
@@ -243,6 +244,6 @@ def worker_settings(settings: Settings) -> dict[str, Settings]:
         shared = settings.hub_repo is not None and settings.nodes > 1
         repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo
         workers[node] = msgspec.structs.replace(
-            settings, node_id=node, identity_path=str(key), threads=threads, hub_repo=repo
+            settings, node_id=node, identity_path=str(key), threads=threads, hub_repo=repo, owner=owner
         )
     return workers

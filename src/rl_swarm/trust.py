@@ -1,13 +1,23 @@
 """How often a peer is asked, by how its rollouts fared here, and how much of a batch may come from where.
 
 Only what a peer signed counts against it: a file that somebody else spoilt does not. Nothing of this travels,
-since what one node says about another is not believed either.
+since what one node says about another is not believed either. It lies in the node's own signed checkpoints, so that
+nobody is trusted anew because the node was restarted.
 """
 
 import math
 import random
 from collections import Counter
 from collections.abc import Iterable
+from typing import Annotated
+
+from msgspec import Meta
+
+from rl_swarm.wire import Count, Id
+
+MOST_KEPT = 256  # peers in a checkpoint: the worst ones
+# Peers, each with its failures and the round from which it is asked again.
+Kept = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MOST_KEPT)]
 
 
 class Standing:
@@ -20,6 +30,16 @@ class Standing:
         self.patience, self.ban_rounds = patience, ban_rounds
         self.failures: Counter[str] = Counter()
         self.asked_again: dict[str, int] = {}  # the round from which a peer is asked again
+
+    def kept(self, round: int) -> Kept:
+        """What matters from this round on."""
+        known = {peer: (n, self.asked_again.get(peer, 0)) for peer, n in self.failures.items()}
+        bad = [(peer, (n, again)) for peer, (n, again) in known.items() if n or again > round]
+        return dict(sorted(bad, key=lambda item: (-item[1][1], -item[1][0], item[0]))[:MOST_KEPT])
+
+    def restore(self, kept: Kept) -> None:
+        self.failures.update({peer: failures for peer, (failures, _) in kept.items()})
+        self.asked_again.update({peer: again for peer, (_, again) in kept.items()})
 
     def asks(self, peer_id: str, round: int, rng: random.Random) -> bool:
         """Whether to ask this peer in this round."""

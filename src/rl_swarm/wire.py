@@ -18,6 +18,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity, verify
 
 T = TypeVar("T")
@@ -56,6 +57,10 @@ class Incomplete(Rejected):
     """A document that may be whole when it is read again: a half-written or half-synced file."""
 
 
+class SealError(UserError):
+    """What this node was to send would be refused by everybody."""
+
+
 def canonical(value: object) -> bytes:
     """The one encoding that is hashed and signed: JSON, keys sorted, no spaces."""
     return msgspec.json.encode(value, order="deterministic")
@@ -65,8 +70,21 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def seal(record: msgspec.Struct, identity: Identity, compress: bool = False) -> bytes:
-    """The record as a signed document, ready to be written or sent."""
+def seal(record: msgspec.Struct, identity: Identity, compress: bool = False, limit: int = MAX_BYTES) -> bytes:
+    """The record as a signed document that readers with this limit accept; raises `SealError` if there is none."""
+    data = sign(record, identity, compress)
+    try:
+        typed(decode(data, limit), type(record))
+    except Rejected as error:
+        what = type(record).__name__
+        raise SealError(
+            f"What this node was to send, a {what}, would be refused by all ({error})."
+        ) from error
+    return data
+
+
+def sign(record: msgspec.Struct, identity: Identity, compress: bool = False) -> bytes:
+    """The record as a signed document, whatever it holds."""
     fields: dict[str, object] = {**msgspec.to_builtins(record), "peer_id": identity.peer_id}
     message = canonical(fields)
     fields["digest"] = digest(message)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rl_swarm import owners
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
@@ -117,6 +118,7 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
     manifest = await_manifest(files, stop, settings.poll_interval)
     if manifest is None:
         return
+    owners.check(manifest, address, settings)
 
     if settings.publish == "round" and manifest.round_end == "lockstep":
         raise ConfigError(
@@ -139,6 +141,7 @@ def _take_part(
 ) -> None:
     coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
     ticket = coordinator.knock(settings.invitation)
+    owners.remember(manifest, address, settings)
     check_name(coordinator.current(), identity, name)
     watch = Watch(files, name, identity, manifest.swarm())
 
@@ -182,6 +185,7 @@ def _take_part(
     )
     if place:
         node.done = (place.round, place.stage)
+        node.standing.restore(place.standing)
     journal.event("resumed" if place else "joined", round=node.done[0], model=policy.name, pid=os.getpid())
     log.info(
         "%s (%s) %s with %s on %s",

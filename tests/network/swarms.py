@@ -69,7 +69,7 @@ def publication(manifest: Manifest, node: str, round: int = 0, stage: int = 0, t
         model="tiny",
         policy_version=3,
         sampling=Sampling(1.0, 1.0, 0, 24),
-        rollouts={"0": answers, "7": answers[:1]},
+        rollouts={"0": answers, "7": answers[::-1]},
     )
 
 

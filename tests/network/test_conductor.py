@@ -226,8 +226,8 @@ class Small:
             self.files.write(path, seal(publication(self.manifest, node, number), identity_of(node)))
         conductor.step(time.time())
 
-    def join(self, node):
-        me = introduction(self.manifest, node, timestamp=1.0)
+    def join(self, node, timestamp=1.0):
+        me = introduction(self.manifest, node, timestamp)
         self.files.write(f"peers/{node}.json", seal(me, identity_of(node)))
 
     def submit(self, node, number, vote=""):
@@ -261,6 +261,33 @@ def test_the_silence_of_the_conductor_is_not_counted_against_members(introduced,
 
     conductor.step(much_later + 2 + swarm.manifest.peer_timeout)
     assert conductor.state.round == 2  # but not forever
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_was_said_before_the_conductor_was_restarted_is_no_sign_of_life(damaged, swarm, monkeypatch):
+    """Old introductions of bob, kept by somebody and shown one after the other, do not bring him back."""
+    swarm.join("bob", timestamp=5.0)
+    now = time.time() + 2 * swarm.manifest.peer_timeout
+    swarm.submit("ann", 1)
+    swarm.conductor.step(now - swarm.manifest.peer_timeout)  # bob gives his last sign of life
+    swarm.conductor.step(now + 1)
+    assert swarm.conductor.state.round == 2  # nobody waits for him any more
+    if damaged:
+        (swarm.files.root / STATE).unlink()
+
+    now += 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    conductor = swarm.restarted()
+    for number, old in ((2, 3.0), (3, 4.0), (4, 5.0)):
+        swarm.join("bob", timestamp=old)
+        swarm.submit("ann", number)
+        now += swarm.manifest.peer_timeout / 4
+        conductor.step(now)
+        assert conductor.state.round == number + 1
+    swarm.join("bob", timestamp=6.0)
+    swarm.submit("ann", 5)
+    conductor.step(now + swarm.manifest.peer_timeout / 4)
+    assert conductor.state.phase == "running"  # now he is back
 
 
 @pytest.mark.parametrize("damage", ["gone", "half", "a stranger's", "of another swarm", "junk"])
@@ -608,11 +635,13 @@ def test_an_exchange_keeps_no_more_than_it_needs(tmp_path):
 def test_the_log_says_who_joined_and_how_rounds_ended(swarm, caplog):
     caplog.set_level(logging.INFO)
     conductor = swarm.restarted()
+    swarm.join("cleo")
+    swarm.submit("cleo", 1)
     swarm.play(1, conductor)
 
     said = [record.message for record in caplog.records]
-    assert any("ann joined" in message and peer_id("ann") in message for message in said)
-    assert "round 1 stage 0 ended (everyone), 2 reports" in said
+    assert [m for m in said if " joined (" in m] == [f"cleo joined ({peer_id('cleo')}, tiny)"]
+    assert "round 1 stage 0 ended (everyone), 3 reports" in said
 
 
 def test_a_conductor_in_a_thread_plays_to_the_end(tmp_path):

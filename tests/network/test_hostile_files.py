@@ -38,7 +38,7 @@ from rl_swarm.network.folder import (
     rollouts_path,
 )
 from rl_swarm.rounds import State
-from rl_swarm.wire import canonical, digest, seal
+from rl_swarm.wire import canonical, digest, seal, sign
 
 ROUND, STAGE = 1, 0
 HERE = make_manifest()
@@ -103,7 +103,7 @@ JUNK = {
 
 
 def signed(record, author="mallory"):
-    return put(seal(record, identity_of(author), compress=True))
+    return put(sign(record, identity_of(author), compress=True))
 
 
 def forged(record, author="mallory", **changes):

@@ -25,7 +25,7 @@ from rl_swarm.network.folder import (
 from rl_swarm.report import RunView
 from rl_swarm.rounds import Ended, Member, Report, State
 from rl_swarm.telemetry.journal import read_lines
-from rl_swarm.wire import Rejected, seal, unseal
+from rl_swarm.wire import Rejected, seal, sign, unseal
 
 HERE, ELSEWHERE = make_manifest(stages=2), make_manifest(stages=2, name="elsewhere")
 
@@ -148,7 +148,7 @@ def run_with(folder, peer, author="ann", name="ann"):
     files = LocalFiles(folder)
     files.write(MANIFEST, seal(HERE, OWNER))
     files.write(STATE, state())
-    files.write(f"peers/{name}.json", seal(peer, identity_of(author)))
+    files.write(f"peers/{name}.json", sign(peer, identity_of(author)))
     return RunView.open(folder)
 
 

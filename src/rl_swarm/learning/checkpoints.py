@@ -7,6 +7,7 @@ in the swarm's folder, where others may write: `place.json` is signed and has th
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,10 +22,13 @@ from safetensors.torch import load_file, save_file
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import open_plain
+from rl_swarm.trust import Kept
 from rl_swarm.wire import Rejected, seal, unseal
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
+
+log = logging.getLogger(__name__)
 
 PLACE = "place.json"
 PLACE_BYTES = 1 << 16
@@ -44,6 +48,7 @@ class Place(msgspec.Struct, frozen=True):
     stage: int
     policy_version: int
     files: dict[str, str] = {}  # the SHA-256 of each
+    standing: Kept = {}  # of peers
 
 
 def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, identity: Identity) -> Path:
@@ -60,7 +65,7 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
         policy.save(aside)
         save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
         place = msgspec.structs.replace(place, files=_digests(aside))
-        (aside / PLACE).write_bytes(seal(place, identity))
+        (aside / PLACE).write_bytes(seal(place, identity, limit=PLACE_BYTES))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
     except BaseException as error:
@@ -82,7 +87,8 @@ def written(root: Path, node: str, swarm: str, peer_id: str) -> Iterator[tuple[P
         try:
             with open_plain(folder / PLACE, "rb") as file:
                 place = unseal(file.read(PLACE_BYTES + 1), Place, PLACE_BYTES)
-        except (OSError, Rejected):
+        except (OSError, Rejected) as error:
+            log.warning("the checkpoint %s is passed over: %s", folder, error)
             continue
         if place.swarm == swarm and place.peer_id == peer_id:
             yield folder, place

@@ -71,7 +71,6 @@ class Conductor:
         )
         self.rules = Rules.of(manifest, settings.min_peers)
         self.swarm = manifest.swarm()
-        self._signs: dict[str, float] = {}  # node -> the newest sign of life read
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
         self._refused: set[str] = set()  # paths whose rejection has been logged
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
@@ -145,10 +144,10 @@ class Conductor:
         }
         state = replace(rounds.given_up(state, out), roll=max(state.roll, self.roll.number))
         refused: dict[str, Refusal] = {}
+        introduced = {member.node for member in state.members.values()} - set(out.values())
         for node in self._nodes("peers"):
             path = f"peers/{node}.json"
-            known = node in self._signs and path not in self._unread and node not in out.values()
-            if known and not again:
+            if node in introduced and path not in self._unread and not again:
                 continue
             read = self._read(path, PeerInfo, node, state)
             if read is None:
@@ -164,12 +163,12 @@ class Conductor:
                 refused[peer.peer_id] = Refusal(why, peer.joined)
                 self._refuse(path, f"{peer.peer_id} is not admitted ({why})")
                 continue
-            if node not in self._signs or peer.peer_id in out:
+            if node not in introduced:
                 log.info("%s joined (%s, %s)", node, peer.peer_id, peer.model)
             # An old one that is shown again is no sign of life.
-            if peer.timestamp > self._signs.get(node, -math.inf):
-                self._signs[node] = peer.timestamp
-                state = rounds.seen(state, peer.peer_id, node, now, invitation)
+            member = state.members.get(peer.peer_id)
+            if member is None or peer.timestamp > member.sign:
+                state = rounds.seen(state, peer.peer_id, node, now, invitation, peer.timestamp)
         return replace(state, refused=dict(sorted(refused.items())[:MOST_REFUSED]))
 
     def _read_roll(self, state: State) -> None:
@@ -285,9 +284,8 @@ class Conductor:
             return False
 
     def _restore(self, now: float) -> State:
-        """The state in the folder, brought to where the history is. Members get time to show themselves: the
-        silence was ours."""
-        self._signs.clear()
+        """The state in the folder, brought to where the history is. For members time has stood still: the silence
+        was ours."""
         self._digests.clear()
         self._look_again_at = 0.0
         try:
@@ -302,7 +300,11 @@ class Conductor:
         if ahead and state.phase != "finished":
             state = self._replayed(state, [history[where] for where in ahead])
             self._write_state(state)
-        members = {peer_id: replace(member, last_seen=now) for peer_id, member in state.members.items()}
+        silence = now - state.timestamp
+        members = {
+            peer_id: replace(member, last_seen=min(now, member.last_seen + silence))
+            for peer_id, member in state.members.items()
+        }
         self._read_roll(state)
         return replace(state, members=members)
 
@@ -331,14 +333,15 @@ class Conductor:
         for node in self._nodes("peers"):
             read = self._read(f"peers/{node}.json", PeerInfo, node, state)
             if read is not None:
-                peers[read[0].peer_id] = (node, self._came_by(read[0]))
+                peers[read[0].peer_id] = (node, self._came_by(read[0]), read[0].timestamp)
         for ended in history:
             state = replace(
                 state, phase="running", round=ended.round, stage=ended.stage, started=ended.started
             )
-            for peer_id in (peer_id for peer_id in ended.members if peer_id in peers):
-                node, invitation = peers[peer_id]
-                state = rounds.seen(state, peer_id, node, ended.ended, invitation)
+            for peer_id in ended.members:
+                if peer_id in peers and peer_id not in state.members:
+                    node, invitation, sign = peers[peer_id]
+                    state = rounds.seen(state, peer_id, node, ended.ended, invitation, sign)
             for report in self._counted(state, ended, deadline):
                 state = rounds.submitted(state, report, ended.ended)
             state, _ = rounds.advance(state, at_once, ended.ended)

@@ -17,6 +17,7 @@ second later. So nothing depends on a listing of rollouts (nodes are asked for b
 carries its digest, and what cannot be read yet is read again with growing pauses.
 """
 
+import bisect
 import itertools
 import logging
 import math
@@ -34,9 +35,9 @@ from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError, OnReject
 from rl_swarm.network.files import Files
-from rl_swarm.rollouts import Publication
+from rl_swarm.rollouts import Publication, within
 from rl_swarm.rounds import PeerInfo, Report, State, Why
-from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal, unseal
+from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -179,8 +180,33 @@ class FolderExchange:
 
     def publish(self, publication: Publication) -> None:
         path = rollouts_path(publication.round, publication.stage, self.node)
-        data = seal(publication, self.identity, compress=True)
+        data = self._sealed(within(publication, self.manifest.limits))
         patiently(lambda: self.files.write(path, data), self.stop)
+
+    def _sealed(self, publication: Publication) -> bytes:
+        """The publication with as many questions as fit into a document. The last ones go: nobody takes it with gaps."""
+        limit = self.manifest.limits.file_bytes
+        numbers = sorted(publication.rollouts, key=int)
+
+        def sealed(count: int) -> bytes:
+            rollouts = {number: publication.rollouts[number] for number in numbers[:count]}
+            return seal(replace(publication, rollouts=rollouts), self.identity, compress=True, limit=limit)
+
+        def refused(count: int) -> bool:
+            try:
+                sealed(count)
+            except SealError:
+                return True
+            return False
+
+        try:
+            return sealed(len(numbers))
+        except SealError as error:
+            why = error
+        kept = bisect.bisect_left(range(1, len(numbers)), True, key=refused)
+        data = sealed(kept)
+        log.warning("only the first %d of %d questions are published. %s", kept, len(numbers), why)
+        return data
 
     def collect(
         self, round: int, stage: int, nodes: Sequence[str], patience: float = 0.0, in_order: bool = False
@@ -287,7 +313,8 @@ class FolderCoordinator:
                 shown = admission.ticket(token, self.manifest, me)
             except Rejected as error:
                 raise AdmissionError(
-                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, {self.manifest.peer_id}."
+                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, {self.manifest.peer_id}; if "
+                    "somebody else invited you, this is not the manifest of their swarm."
                 ) from error
         self._read_roll()
         members = self.current().members
@@ -315,7 +342,7 @@ class FolderCoordinator:
 
     def register(self, peer: PeerInfo) -> None:
         self._joined = peer.joined
-        data = seal(peer, self.identity)
+        data = seal(peer, self.identity, limit=RECORD_BYTES)
         patiently(lambda: self.files.write(f"peers/{self.node}.json", data), self.stop)
 
     def submit(self, report: Report) -> None:
@@ -323,7 +350,7 @@ class FolderCoordinator:
         where = (report.round, report.stage)
         if where in self._reported or (not self._reported and self._has_reported(where)):
             return
-        data = seal(report, self.identity)
+        data = seal(report, self.identity, limit=RECORD_BYTES)
         patiently(lambda: self.files.write(report_path(*where, self.node), data), self.stop)
         self._reported.add(where)
 
