@@ -119,6 +119,7 @@ class Meeting(FolderExchange):
     """Reads rollouts once everybody has published and the attackers, who speak last, have spoken."""
 
     barrier: threading.Barrier
+    met: int = -1  # the last round in which everybody had spoken
 
     def meet(self) -> None:
         self.barrier.wait(MEETING_SECONDS)
@@ -127,7 +128,9 @@ class Meeting(FolderExchange):
     def collect(
         self, round: int, stage: int, nodes: Sequence[str], patience: float = 0.0, in_order: bool = False
     ) -> Iterator[Publication]:
-        self.meet()
+        if self.met != round:
+            self.met = round
+            self.meet()
         yield from super().collect(round, stage, nodes, patience, in_order)
 
 

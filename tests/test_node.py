@@ -187,6 +187,38 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
     assert published == [other.name] * asked
 
 
+def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
+    environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, round_end="lockstep", peer_timeout=0.3)
+    swarm = LocalSwarm(manifest(settings), min_peers=3)
+    node, honest, tardy = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
+    monkeypatch.setattr(node, "is_silent", lambda member, state: False)  # it gives signs of life
+    asked = []
+    collect = node.exchange.collect
+
+    def watched(round, stage, nodes, patience=0.0, in_order=False):
+        asked.append((set(nodes), patience))
+        return collect(round, stage, nodes, patience, in_order)
+
+    monkeypatch.setattr(node.exchange, "collect", watched)
+
+    def look(round: int, comes: bool) -> set[str]:
+        state = msgspec.structs.replace(swarm.state, round=round)
+        honest.publish([], state)
+        if comes:
+            tardy.publish([], state)
+        asked.clear()
+        return {publication.node for publication in node.publications(state, random.Random(round))}
+
+    everybody, waits = {honest.name, tardy.name}, settings.peer_timeout
+    assert look(0, comes=False) == {honest.name} and asked[0] == (everybody, waits)
+    for round in (1, 2, 3):  # it is read when it is there
+        assert look(round, comes=True) == everybody
+        assert asked == [({honest.name}, waits), ({tardy.name}, 0.0)]
+    assert look(4, comes=True) == everybody and asked[0] == (everybody, waits)
+
+
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
     honest, member = (make_node(swarm, environment, tmp_path) for _ in range(2))

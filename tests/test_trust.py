@@ -1,10 +1,11 @@
 """A peer that keeps failing is asked less, then not at all, and can earn its way back."""
 
 import random
+from collections import Counter
 
 import pytest
 
-from rl_swarm.trust import MOST_KEPT, Standing, most_of_one, surprise
+from rl_swarm.trust import MOST_KEPT, Standing, in_turn, most_of_one, surprise
 
 
 def share_asked(standing, peer_id, round, tries=2000):
@@ -83,3 +84,17 @@ def test_a_foreign_stretch_stands_out_however_long_the_rest_is():
     assert surprise(usual) < 1
     assert surprise([*usual, 6.0, 7.0, 5.0, *usual]) == pytest.approx(18, abs=1)
     assert surprise([]) == 0
+
+
+def test_a_source_with_many_names_is_not_asked_more_often_than_one_with_few():
+    peers = [*(f"crowd {k}" for k in range(20)), "ann", "bob", "cleo"]
+    sources = {peer: "crowd" for peer in peers if peer.startswith("crowd")}
+    first = Counter()
+    for seed in range(400):
+        order = in_turn(peers, sources, random.Random(seed))
+        assert sorted(order) == sorted(peers)
+        assert len({sources.get(peer, peer) for peer in order[:4]}) == 4, "one of every source first"
+        first[sources.get(order[0], order[0])] += 1
+    assert all(60 < first[source] < 140 for source in ("crowd", "ann", "bob", "cleo"))
+    assert first.total() == 400
+    assert len({in_turn(peers, sources, random.Random(seed))[-1] for seed in range(20)}) > 5

@@ -184,6 +184,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = "none"
 
+    external_negatives: Annotated[
+        float,
+        _setting(
+            "how much others' worse answers count, beside their better ones: 0 leaves them out, so that nobody can make "
+            "a good answer the bad one of its group",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.0
+
     # Rounds
     round_end: Annotated[
         RoundEnd,

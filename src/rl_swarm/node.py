@@ -5,8 +5,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -27,9 +28,11 @@ from rl_swarm.rollouts import Group, Publication, Sampling, answers
 from rl_swarm.rounds import Member, Report, State
 from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal, Stopwatch
-from rl_swarm.trust import Standing
+from rl_swarm.trust import Standing, in_turn
 
 log = logging.getLogger(__name__)
+
+LATE_ROUNDS = 3  # in which a node publishes, until it is waited for again
 
 
 class Stopped(Exception):
@@ -55,6 +58,7 @@ class Node:
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
     rejected: Counter[str] = field(default_factory=Counter)  # in this round, by reason
     refused: set[selection.Place] = field(default_factory=set)  # publications that failed, not read again
+    late: Counter[str] = field(default_factory=Counter)  # nodes that are not waited for, and for how long
 
     def __post_init__(self) -> None:
         self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
@@ -177,11 +181,7 @@ class Node:
             rng,
             self.reject,
             selection.Checks(
-                sources={
-                    peer_id: member.invitation or peer_id
-                    for peer_id, member in state.members.items()
-                    if peer_id != self.identity.peer_id
-                },
+                sources={p: source for p, source in state.sources().items() if p != self.identity.peer_id},
                 share=settings.source_share,
                 completions=settings.generations,
                 surprises=self.policy.surprises if settings.likelihood_gate else None,
@@ -205,17 +205,21 @@ class Node:
             if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
         members = {p: node for p, node in members.items() if self.standing.asks(p, state.round, rng)}
-        nodes = list(members.values())
-        rng.shuffle(nodes)
-        lockstep = self.manifest.round_end == "lockstep"
-        patience = self.manifest.peer_timeout if lockstep else 0.0
+        nodes = [members[peer_id] for peer_id in in_turn(members, state.sources(), rng)]
+        punctual, late = ([n for n in nodes if bool(self.late[n]) == is_late] for is_late in (False, True))
+        lockstep, patience = self.manifest.round_end == "lockstep", self.manifest.peer_timeout
         oldest = state.round if lockstep else max(0, state.round - self.settings.max_age)
         for number in range(state.round, oldest - 1, -1):
-            now = number == state.round
-            found = self.exchange.collect(
-                number, state.stage, nodes, patience if now else 0.0, in_order=lockstep
-            )
+            if lockstep:
+                found = self.exchange.collect(number, state.stage, punctual, patience, in_order=True)
+                found = chain(
+                    self.awaited(found, punctual),
+                    self.exchange.collect(number, state.stage, late, in_order=True),
+                )
+            else:
+                found = self.exchange.collect(number, state.stage, nodes)
             for publication in found:
+                self.late[publication.node] = max(0, self.late[publication.node] - 1)
                 if selection.place_of(publication) in self.refused:
                     continue
                 if members.get(publication.peer_id) == publication.node:
@@ -224,6 +228,16 @@ class Node:
                     self.reject(
                         publication.node, "peer", f"{publication.peer_id} is not the member of that name"
                     )
+
+    def awaited(self, found: Iterable[Publication], nodes: Sequence[str]) -> Iterator[Publication]:
+        """What comes from these nodes, in their order. Those that were waited for in vain are not the next times."""
+        waiting = list(nodes)
+        for publication in found:
+            came = waiting.index(publication.node)  # exchanges give what was asked for
+            self.late.update(dict.fromkeys(waiting[:came], LATE_ROUNDS))
+            del waiting[: came + 1]
+            yield publication
+        self.late.update(dict.fromkeys(waiting, LATE_ROUNDS))
 
     def is_silent(self, member: Member, state: State) -> bool:
         """Whether nothing is to be expected of a member. With rounds on an interval the coordinator does not look."""

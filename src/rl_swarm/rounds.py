@@ -100,6 +100,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         """Members, best first: by votes received, then by reward."""
         return sorted(self.members.items(), key=lambda item: (-item[1].wins, -item[1].reward, item[0]))
 
+    def sources(self) -> dict[str, str]:
+        """Of every member: those that came by one invitation are one source."""
+        return {peer_id: member.invitation or peer_id for peer_id, member in self.members.items()}
+
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """What is written into the history when a stage ends."""

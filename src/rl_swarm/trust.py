@@ -8,7 +8,8 @@ nobody is trusted anew because the node was restarted.
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Annotated
 
 from msgspec import Meta
@@ -57,6 +58,19 @@ class Standing:
         self.failures[peer_id] = max(0, self.patience - 1)
         self.asked_again[peer_id] = round + 1 + self.ban_rounds
         return True
+
+
+def in_turn(peers: Iterable[str], sources: Mapping[str, str], rng: random.Random) -> list[str]:
+    """Peers in the order in which they are asked: by chance, but one of every source before a second of any, so that
+    a source does not get more for having more names."""
+    by_source: dict[str, list[str]] = {}
+    for peer_id in peers:
+        by_source.setdefault(sources.get(peer_id, peer_id), []).append(peer_id)
+    order = list(by_source.values())
+    rng.shuffle(order)
+    for of_source in order:
+        rng.shuffle(of_source)
+    return [peer_id for turn in zip_longest(*order) for peer_id in turn if peer_id is not None]
 
 
 def most_of_one(wanted: int, share: float, sources: int) -> int:

@@ -32,6 +32,19 @@ class TrainingGroup:
     def size(self) -> int:
         return len(self.prompt) + sum(map(len, self.completions))
 
+    def leaning(self, negatives: float) -> "TrainingGroup":
+        """With completions that are worse than the others counting so much less; at 0 they are left out."""
+        if negatives:
+            return replace(self, advantages=[a if a > 0 else a * negatives for a in self.advantages])
+        kept = [number for number, advantage in enumerate(self.advantages) if advantage > 0]
+        return replace(
+            self,
+            completions=[self.completions[number] for number in kept],
+            advantages=[self.advantages[number] for number in kept],
+            logprobs=self.logprobs and [self.logprobs[number] for number in kept],
+            trained=self.trained and [self.trained[number] for number in kept],
+        )
+
 
 def count_tokens(groups: Sequence[TrainingGroup]) -> int:
     """Tokens that are learned from."""

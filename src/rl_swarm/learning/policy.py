@@ -158,7 +158,7 @@ class Policy:
 
     def learn(self, groups: Sequence[Group]) -> Update:
         """One update on the groups that carry signal; the others cost nothing."""
-        training = [self._tokens(group) for group in groups if group.has_signal]
+        training = [self._lesson(group) for group in groups if group.has_signal]
         if not training:
             return Update()
         update = self.trainer.update(training)
@@ -170,6 +170,11 @@ class Policy:
         drift = self.settings.gate_drift
         found = self.trainer.excess([self._tokens(group) for group in groups])
         return [[surprise([value - drift for value in ids]) for ids in group] for group in found]
+
+    def _lesson(self, group: Group) -> TrainingGroup:
+        """What is learned from a group: of others', their better answers."""
+        tokens, negatives = self._tokens(group), self.settings.external_negatives
+        return tokens.leaning(negatives) if group.external and negatives < 1 else tokens
 
     def _tokens(self, group: Group) -> TrainingGroup:
         """The group in this model's tokens. Text of others is encoded anew: their tokens may mean something else.
