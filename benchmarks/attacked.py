@@ -241,6 +241,7 @@ class Swarm:
         self.attack, self.defended, self.size, self.folder = attack, defended, size, folder
         changes = {
             **UP_PRESET,
+            "external_negatives": 0.0,  # as among strangers
             "model": size.model,
             "rounds": rounds_of(attack, size),
             "seed": size.seed,

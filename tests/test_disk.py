@@ -10,7 +10,9 @@ import pytest
 from processes import QUICK, end, run, start, state, until
 
 
-@pytest.mark.parametrize("megabytes", [1, 8, 60])
+@pytest.mark.parametrize(
+    "megabytes", [pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 60]
+)
 def test_a_full_disk_is_said_clearly(tmp_path: Path, megabytes: int) -> None:
     """A real file system of that size, in a mount namespace of its own: too small for the first files, for a
     checkpoint, for the checkpoints of a few rounds."""

@@ -163,6 +163,7 @@ def test_two_shells_with_only_environment_variables_make_a_swarm(tmp_path: Path)
     assert (folders["worker"] / "swarm.pem").exists() and (folders["worker"] / "logs" / "swarm.log").exists()
 
 
+@pytest.mark.slow
 def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
     """Rounds on an interval: a late worker joins the current round, one that was suspended skips some."""
     address = tmp_path / "experiments" / "open"

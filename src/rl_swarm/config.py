@@ -304,6 +304,7 @@ UP_PRESET: dict[str, object] = {
     "round_end": "lockstep",
     "peer_timeout": 60.0,
     "poll_interval": 0.02,
+    "external_negatives": 1.0,  # all nodes are one's own
 }
 TEST_MODE: dict[str, object] = {"rounds": 3, "local": 4, "generations": 4}
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_a_model_that_anybody_can_load(settings, tmp_path):
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     where = save(policy, place(0), tmp_path, "node", keep=2)
-    loaded = Policy.load(Settings(model=str(where), cpu_only=True), "")
+    loaded = Policy.load(replace(settings, model=str(where)), "")
     assert loaded.sample(["Hi"], 1, 0, greedy=True) == policy.sample(["Hi"], 1, 0, greedy=True)[:1]
     assert not list(where.glob("*.bin")) and not list(where.glob("*.pt"))  # no pickle
 

@@ -268,7 +268,7 @@ def test_completions_that_were_cut_off_are_left_out_when_asked(make):
 
 
 def test_groups_without_signal_cost_nothing(make):
-    policy = make()
+    policy = make(external_negatives=0.0)
     tokens = count_tokens(policy.model)
     dull = [group(texts("4", "5"), rewards) for rewards in ((0.0, 0.0), (1.0, 1.0))]
     update = policy.learn(dull)
