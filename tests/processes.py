@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from typing import Any
 import psutil
 
 RL_SWARM = [sys.executable, "-m", "rl_swarm"]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set", "checkpoint_every=5"]
 
 
