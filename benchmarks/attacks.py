@@ -3,7 +3,8 @@
     python benchmarks/attacks.py [--quick] [--attacks before,adaptive] [--json FILE]
 
 Honest nodes are the real ones: bundled model, scoring process, `Node.play`, signed documents that are read as from a
-shared folder, in lock-step, with the settings of `rl-swarm up` but a higher learning rate. Attackers (attackers.py) speak last in every round.
+shared folder, in lock-step, with the settings of `rl-swarm up` but a higher learning rate and those meant for
+strangers. Attackers (attackers.py) speak last in every round.
 Every attack meets two swarms. With defences off a node believes what the systems we replace believe: whoever signed,
 any question, the rewards that are claimed, as much as anybody sends. With defences on it is a node as it is.
 Both also run without attackers: the baseline. What an attack aims at stands in its row; 0 is no success.

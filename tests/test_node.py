@@ -219,6 +219,19 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
     assert look(4, comes=True) == everybody and asked[0] == (everybody, waits)
 
 
+def test_only_who_was_asked_can_be_late(
+    environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = msgspec.structs.replace(
+        SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external=0
+    )
+    swarm = LocalSwarm(manifest(settings), min_peers=3)
+    node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
+    monkeypatch.setattr(node, "is_silent", lambda member, state: False)
+    assert list(node.publications(swarm.state, random.Random(0))) == []
+    assert len(+node.late) == 1
+
+
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS), min_peers=2)
     honest, member = (make_node(swarm, environment, tmp_path) for _ in range(2))

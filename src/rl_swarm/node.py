@@ -205,7 +205,8 @@ class Node:
             if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
         members = {p: node for p, node in members.items() if self.standing.asks(p, state.round, rng)}
-        nodes = [members[peer_id] for peer_id in in_turn(members, state.sources(), rng)]
+        asked = in_turn(members, state.sources(), rng)[: self.settings.fetch_max_peers]
+        nodes = [members[peer_id] for peer_id in asked]
         punctual, late = ([n for n in nodes if bool(self.late[n]) == is_late] for is_late in (False, True))
         lockstep, patience = self.manifest.round_end == "lockstep", self.manifest.peer_timeout
         oldest = state.round if lockstep else max(0, state.round - self.settings.max_age)
@@ -234,10 +235,12 @@ class Node:
         waiting = list(nodes)
         for publication in found:
             came = waiting.index(publication.node)  # exchanges give what was asked for
-            self.late.update(dict.fromkeys(waiting[:came], LATE_ROUNDS))
+            for node in waiting[:came]:
+                self.late[node] = LATE_ROUNDS
             del waiting[: came + 1]
             yield publication
-        self.late.update(dict.fromkeys(waiting, LATE_ROUNDS))
+        for node in waiting:
+            self.late[node] = LATE_ROUNDS
 
     def is_silent(self, member: Member, state: State) -> bool:
         """Whether nothing is to be expected of a member. With rounds on an interval the coordinator does not look."""

@@ -243,7 +243,7 @@ def same_pass(found, expected):
 @pytest.mark.parametrize("kind", FAST)  # of which gemma3 has a sliding window
 def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
     model = small_model(kind)
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 10 * VOCABULARY)  # the tokens in several chunks
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", 40 * VOCABULARY)  # the tokens in several chunks
     batch, shape = Batch.of(training_groups(), 28)
     plain, fused = Decoder(model, fused=False), Decoder(model, fused=True)
     expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))

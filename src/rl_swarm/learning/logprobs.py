@@ -11,7 +11,7 @@ from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.sequences import token_logprobs
 
-LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MB in float32
+LOGITS_BYTES = 1 << 27  # of logits that exist at the same time
 
 
 def packed_logprobs(
@@ -49,11 +49,12 @@ def chunked_logprobs(
         return token_logprobs(head(hidden), targets, temperature)
 
     width: int = getattr(head, "out_features", 1)
-    chunk = max(1, LOGITS_AT_ONCE // width)
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
         from rl_swarm.learning.cuda.fused import word_logprobs
 
-        return word_logprobs(hidden_ME, head.weight, targets_M, temperature, 2 * chunk)  # half the bytes
+        chunk = max(1, LOGITS_BYTES // (2 * width))  # in bfloat16
+        return word_logprobs(hidden_ME, head.weight, targets_M, temperature, chunk)
+    chunk = max(1, LOGITS_BYTES // (4 * width))
     if len(targets_M) <= chunk:
         return part(hidden_ME, targets_M)
     parts = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rl_swarm.config import Settings
-from rl_swarm.learning.logprobs import LOGITS_AT_ONCE
+from rl_swarm.learning.logprobs import LOGITS_BYTES
 from rl_swarm.learning.sizes import Shape
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def training(shape: Shape, settings: Settings, device_type: str, tokens: int) ->
         number, copies = 4, 5
     logits = tokens * shape.vocabulary
     if shape.packed:
-        logits = min(logits, 4 // number * LOGITS_AT_ONCE)
+        logits = min(logits, LOGITS_BYTES // number)
     else:
         number, copies = 4, 5
     head = (
