@@ -4,6 +4,8 @@ import base64
 import gzip
 import json
 import math
+import subprocess
+import sys
 import time
 import tracemalloc
 import zlib
@@ -445,3 +447,29 @@ def test_whatever_a_stranger_signs_is_a_record_or_rejected(fields):
     assert found.peer_id == MALLORY.peer_id
     assert isinstance(found.text, str)
     assert all(isinstance(number, float) for number in found.numbers)
+
+
+MEET_NEW_TYPES = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import msgspec
+from rl_swarm.wire import typed
+
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(8)
+
+def read(kind):
+    start.wait()
+    return typed({"inner": {"number": 1}}, kind).inner.number
+
+with ThreadPoolExecutor(8) as threads:
+    for number in range(400):
+        inner = msgspec.defstruct("Inner", [(f"field{k}", int, 0) for k in range(8)] + [("number", int)], kw_only=True)
+        kind = msgspec.defstruct("Outer", [("inner", inner), ("also", dict[str, list[inner]], {})])
+        assert list(threads.map(read, [kind] * 8)) == [1] * 8
+"""
+
+
+def test_threads_may_meet_a_type_at_the_same_time():
+    """In a process of its own: without care it would end in a segmentation fault."""
+    subprocess.run([sys.executable, "-c", MEET_NEW_TYPES], check=True, timeout=120)

@@ -5,6 +5,7 @@ starts afresh, and the nodes that share a GPU share a process too. Every child h
 process ends, however it ends, the pipe closes and the child ends too: nothing survives.
 """
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -203,6 +204,8 @@ def _child_main(
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     name, settings = next(iter(members.items()))
     start_logging(settings, address / "logs", name, terminal=False)
+    crashes = (address / "logs" / "swarm.log").open("a")
+    faulthandler.enable(crashes)  # where a library brings the process down
     try:
         if role == "coordinator":
             coordinate(address, settings, stop)

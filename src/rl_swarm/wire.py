@@ -10,6 +10,7 @@ import base64
 import binascii
 import gzip
 import hashlib
+import threading
 import zlib
 from collections.abc import Mapping
 from itertools import islice
@@ -38,6 +39,7 @@ MAX_MEMORY = 6 * MAX_BYTES  # what all values may take once they are built, by t
 # Bytes for one of each, measured from above, and per byte of text: one emoji makes a string four times as wide.
 _OBJECT, _LIST, _KEY, _STRING, _VALUE, _WIDEST = 240, 96, 96, 120, 40, 4
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_converting = threading.Lock()  # msgspec crashes when several threads meet a type for the first time
 _DIGITS = bytes(ord("0") if byte in b"0123456789+-.eE" else ord(" ") for byte in range(256))
 
 
@@ -121,7 +123,8 @@ def unseal_named(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T,
 
 def typed(fields: Mapping[str, object], kind: type[T]) -> T:
     try:
-        return msgspec.convert(fields, kind)
+        with _converting:
+            return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise Rejected("schema", str(error)) from error
 

@@ -1,11 +1,13 @@
 """Threads that want the same kind of work at about the same time: one of them does it for all.
 
 The first to come leads. It waits as long as others keep coming, takes along all who want what it wants, does the
-work, and hands out the results. Those who come meanwhile are the next party.
+work, and hands out the results. Those who come meanwhile are the next party. Two parties take almost twice as long as
+one, so the longer the work took last time, the longer others are waited for.
 """
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from typing import Generic, TypeVar
 Order = TypeVar("Order")
 Result = TypeVar("Result")
 
-PAUSE_SECONDS = 0.005  # without a newcomer, after which nobody is waited for
+LEAST_PAUSE, MOST_PAUSE = 0.005, 0.2  # seconds without a newcomer, after which nobody is waited for
+PAUSE_SHARE = 0.2  # of the time that the last party took
 
 
 @dataclass(eq=False)
@@ -33,6 +36,7 @@ class Meeting(Generic[Order, Result]):
         self.members = set[object]()  # all who have asked and not left
         self.waiting = list[Ticket[Order, Result]]()
         self.busy = False
+        self.pause = LEAST_PAUSE
         self.changed = threading.Condition()
 
     def ask(self, who: object, kind: Hashable, order: Order) -> Result:
@@ -68,13 +72,14 @@ class Meeting(Generic[Order, Result]):
         seen = 0
         while seen < len(self.waiting) < len(self.members):
             seen = len(self.waiting)
-            self.changed.wait_for(lambda seen=seen: len(self.waiting) > seen, PAUSE_SECONDS)  # type: ignore[misc]
+            self.changed.wait_for(lambda seen=seen: len(self.waiting) > seen, self.pause)  # type: ignore[misc]
 
     def _lead(self, mine: Ticket[Order, Result]) -> None:
         with self.changed:
             by_member = {ticket.who: ticket for ticket in reversed(self.waiting) if ticket.kind == mine.kind}
             party = [mine, *(ticket for who, ticket in by_member.items() if who != mine.who)]
             self.waiting = [ticket for ticket in self.waiting if ticket not in party]
+        started = time.monotonic()
         try:
             for ticket, result in zip(party, self.serve(mine.kind, [t.order for t in party]), strict=True):
                 ticket.result = result
@@ -82,6 +87,8 @@ class Meeting(Generic[Order, Result]):
             for ticket in party:
                 ticket.error = error if ticket is mine else another(error)
         finally:
+            took = time.monotonic() - started
+            self.pause = min(max(LEAST_PAUSE, PAUSE_SHARE * took), MOST_PAUSE)
             for ticket in party:
                 ticket.done = True
             self._free()

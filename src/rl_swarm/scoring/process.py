@@ -17,6 +17,7 @@ import msgspec
 from rl_swarm.environments.base import Question, TaskError
 from rl_swarm.environments.tasks import Task
 from rl_swarm.scoring.lockdown import describe
+from rl_swarm.wire import Rejected, typed
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +127,8 @@ class ScoringProcess:
             found: list[Question] = []
             try:
                 for made in self._ask(who, request, QUESTION_SECONDS, seconds):
-                    found.append(msgspec.convert(made, Question))
-            except ScorerBroke as error:
+                    found.append(typed(made, Question))
+            except (ScorerBroke, Rejected) as error:
                 if attempt and seconds is None:
                     raise TaskError(
                         f"the tasks {[task.name for task in self.tasks]} make no questions: {error}"
