@@ -20,6 +20,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
 from attackers import ATTACKS, Attack, Known, identity
 
 from rl_swarm import rounds
@@ -29,6 +30,7 @@ from rl_swarm.environments.reasoning import Reasoning, extract
 from rl_swarm.evaluation import SAMPLING_SEED, mean
 from rl_swarm.identity import Identity
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.sharing import Sharing
 from rl_swarm.manifest import derive, new_manifest
 from rl_swarm.network.folder import FolderExchange, rollouts_path
 from rl_swarm.network.local import LocalCoordinator, LocalSwarm
@@ -68,7 +70,9 @@ class Size:
     held_out: int = 40
     samples: int = 2
     seed: int = 0
-    learning_rate: float | None = 3e-4  # three times the default, so that fewer rounds show something
+    learning_rate: float = 3e-4  # three times the default, so that fewer rounds show something
+    tasks: str = "auto"
+    device: str = "cpu"
 
 
 class MemoryFiles:
@@ -137,6 +141,7 @@ class Meeting(FolderExchange):
 class Honest(Node):
     exchange: Meeting
     taken: Sequence[Group] = ()  # external groups of the last round
+    stream: Any = None  # on a GPU
 
     def collect(self, state: State) -> Selection:
         found = super().collect(state)
@@ -245,9 +250,10 @@ class Swarm:
             "model": size.model,
             "rounds": rounds_of(attack, size),
             "seed": size.seed,
-            "device": "cpu",
+            "device": size.device,
+            "tasks": size.tasks,
             "fetch_max_peers": 64,
-            "learning_rate": size.learning_rate if size.model == "tiny" else None,
+            "learning_rate": size.learning_rate,
         }
         if attack and attack.tasks:
             changes["tasks"] = list(attack.tasks)
@@ -262,6 +268,7 @@ class Swarm:
         self.swarm = LocalSwarm(self.manifest, min_peers=1)
         self.coordinator = LocalCoordinator(self.swarm, self.stop)
         self.barrier = threading.Barrier(size.honest + 1)
+        self.sharing = Sharing(size.honest) if size.device == "cuda" else None
         self.nodes = [self.honest_node(identity(f"honest {size.seed} {k}")) for k in range(size.honest)]
         self.liars = list(self.invite_liars())
         self.outcome, self.played = Outcome(), 0
@@ -277,13 +284,14 @@ class Swarm:
             settings=self.settings,
             manifest=self.manifest,
             environment=self.environment,
-            policy=Policy.load(self.settings, self.environment.system_prompt),
+            policy=Policy.load(self.settings, self.environment.system_prompt, sharing=self.sharing),
             exchange=exchange,
             coordinator=self.coordinator,
             journal=Journal(self.folder / me.node),
             checkpoints=self.folder / "checkpoints",
             stop=self.stop,
         )
+        node.stream = torch.cuda.Stream() if self.sharing else None
         if isinstance(node, Gullible) and self.attack:
             node.runs_answers = self.attack.aim == "canary"
         self.admit(me, "")
@@ -343,7 +351,8 @@ class Swarm:
 
     def play_one(self, node: Honest, state: State) -> None:
         try:
-            node.play(state)
+            with torch.cuda.stream(node.stream):  # nothing where there is none
+                node.play(state)
         except BaseException:
             self.barrier.abort()
             raise

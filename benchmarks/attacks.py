@@ -2,6 +2,10 @@
 
     python benchmarks/attacks.py [--quick] [--attacks before,adaptive] [--json FILE]
 
+Another model, which must have some skill at the tasks (`rl-swarm warmup`), on a GPU:
+
+    python benchmarks/attacks.py --model DIRECTORY --tasks ransom_note,syllogism --device cuda --learning-rate 2e-5
+
 Honest nodes are the real ones: bundled model, scoring process, `Node.play`, signed documents that are read as from a
 shared folder, in lock-step, with the settings of `rl-swarm up` but a higher learning rate and those meant for
 strangers. Attackers (attackers.py) speak last in every round.
@@ -14,6 +18,7 @@ import argparse
 import logging
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -86,6 +91,11 @@ def measured(names: Sequence[str], size: Size, processes: int) -> dict[str, Any]
         running = {pool.submit(run_swarm, *job, size): job for job in jobs}
         for future in as_completed(running):
             job = running[future]
+            if (error := future.exception()) is not None:
+                measure.progress(
+                    f"{job[0] or 'baseline'}, defences {'on' if job[1] else 'off'}: failed, {error!r}"
+                )
+                continue
             outcomes[job], seconds = future.result()
             found = outcomes[job]
             measure.progress(
@@ -94,8 +104,10 @@ def measured(names: Sequence[str], size: Size, processes: int) -> dict[str, Any]
                 f"{found.hostile} of {found.external}, refused: {reasons(found.reasons)}"
             )
     baselines = outcomes[None, False], outcomes[None, True]
+    whole = [name for name in names if (name, False) in outcomes and (name, True) in outcomes]
     return {
-        "attacks": [row(name, outcomes[name, False], outcomes[name, True], baselines) for name in names],
+        "attacks": [row(name, outcomes[name, False], outcomes[name, True], baselines) for name in whole],
+        "failed": [name for name in names if name not in whole],
         "baselines": {"undefended": baselines[0].curve, "defended": baselines[1].curve},
         "baseline_refused": dict(baselines[1].reasons),
         "aims": AIMS,
@@ -142,7 +154,13 @@ def main() -> None:
     )
     parser.add_argument("--attacks", help=f"some of {', '.join(ATTACKS)} (default: all)")
     parser.add_argument("--model", default="tiny", help="of the honest nodes (default: tiny)")
+    parser.add_argument(
+        "--tasks", default="auto", help="as rl-swarm takes them (default: those of the model)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
     parser.add_argument("--rounds", type=int, help="of attacks that need time to work")
+    parser.add_argument("--held-out", type=int, default=Size.held_out, help="questions to look at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="swarms at a time")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
@@ -150,7 +168,8 @@ def main() -> None:
     names = options.attacks.split(",") if options.attacks else list(ATTACKS)
     if unknown := [name for name in names if name not in ATTACKS]:
         parser.error(f"--attacks {','.join(unknown)}: choose from {', '.join(ATTACKS)}")
-    changes: dict[str, Any] = {"model": options.model, "seed": options.seed}
+    taken = ("model", "tasks", "device", "learning_rate", "held_out", "seed")
+    changes: dict[str, Any] = {name: getattr(options, name) for name in taken}
     if options.rounds:
         changes["rounds"] = options.rounds
     size = Size(**{**vars(QUICK if options.quick else Size()), **changes})
@@ -158,12 +177,14 @@ def main() -> None:
     figures = measured(names, size, options.processes)
     figures |= {
         "seconds": round(time.monotonic() - started),
-        "machine": measure.machine(torch.device("cpu"), 1),
+        "machine": measure.machine(torch.device(options.device), 1),
         "options": {**vars(options), **vars(size)},
     }
     if options.json != "-":
         print_figures(figures)
     measure.write_json(options.json, figures)
+    if figures["failed"]:
+        sys.exit(f"These could not be played: {', '.join(figures['failed'])}.")
 
 
 if __name__ == "__main__":

@@ -273,6 +273,8 @@ def test_groups_without_signal_cost_nothing(make):
     dull = [group(texts("4", "5"), rewards) for rewards in ((0.0, 0.0), (1.0, 1.0))]
     update = policy.learn(dull)
     assert tokens == [] and update.tokens == 0 and policy.version == 0
+    endless = group(texts("4", "5"), (float("inf"), 0.0), external=True)  # no answer is better by a number
+    assert policy.learn([endless]).tokens == 0 and tokens == []
     lively = group(texts("6", "7", "8"), (1.0, 1.0, 0.0), external=True)
     update = policy.learn([*dull, lively])
     better = [policy.encode(c) for c in lively.completions[:2]]  # of others nothing else is learned from

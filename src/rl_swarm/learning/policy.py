@@ -158,7 +158,10 @@ class Policy:
 
     def learn(self, groups: Sequence[Group]) -> Update:
         """One update on the groups that carry signal; the others cost nothing."""
-        training = [self._lesson(group) for group in groups if group.has_signal]
+        lessons = (self._lesson(group) for group in groups if group.has_signal)
+        training = [
+            lesson for lesson in lessons if lesson.completions
+        ]  # of claimed rewards that are no numbers, none
         if not training:
             return Update()
         update = self.trainer.update(training)
