@@ -40,6 +40,7 @@ from rl_swarm.rounds import Report, State
 from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal
 
+LAST_LOOKS = 3
 MEETING_SECONDS = 300.0  # that nodes wait for each other before something must have broken
 # The original scorers, as they are, on what peers sent: in a process of its own, because it runs the answers.
 ORIGINAL_SCORER = """
@@ -221,12 +222,13 @@ class Outcome:
 
     @property
     def held_out(self) -> float:
-        return self.curve[-1]["held_out"]
+        return self.beside(self)
 
     def beside(self, other: "Outcome") -> float:
-        """The held-out score here when the other swarm ended."""
+        """The held-out score here when the other swarm ended: the mean of the last looks, since one look is noisy."""
         end = other.curve[-1]["round"]
-        return [point["held_out"] for point in self.curve if point["round"] <= end][-1]
+        found = [point["held_out"] for point in self.curve if 0 < point["round"] <= end]
+        return mean(found[-LAST_LOOKS:])
 
     def grown(self, name: str) -> float:
         return self.curve[-1][name] - self.curve[0][name]

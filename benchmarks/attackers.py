@@ -343,7 +343,7 @@ class Garbage(Before):
 
 
 class Silence(Attack):
-    name, aim, short, peer_timeout, reports = "silence: joins and says nothing", "time", True, 5.0, False
+    name, aim, peer_timeout, reports = "silence: joins and says nothing", "time", 5.0, False
 
     def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
         return {}

@@ -135,7 +135,7 @@ def print_figures(figures: dict[str, Any]) -> None:
         ]
         for attack in figures["attacks"]
     ]
-    ends = [f"{figures['baselines'][arm][-1]['held_out']:.3f}" for arm in ARMS]
+    ends = [f"{Outcome(curve=figures['baselines'][arm]).held_out:.3f}" for arm in ARMS]
     last = f"{figures['baselines']['defended'][-1]['round']:.0f}"
     rows.append(["no attackers", last, *"---", *ends, *"--", reasons(figures["baseline_refused"])])
     measure.print_table(header, rows)

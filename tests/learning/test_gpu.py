@@ -321,7 +321,8 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
 def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone(kind, monkeypatch):
     from rl_swarm.learning.cuda.engine import Engine
 
-    monkeypatch.setattr(meeting, "PAUSE_SECONDS", 60)
+    monkeypatch.setattr(meeting, "LEAST_PAUSE", 60)
+    monkeypatch.setattr(meeting, "MOST_PAUSE", 60)
     models = [small_model(kind, seed=seed).cuda() for seed in range(8)]
     engine, passes = Engine(8, torch.float32), []
     real = engine._sample

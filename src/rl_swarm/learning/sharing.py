@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from rl_swarm.config import Settings
 from rl_swarm.learning import sampler
@@ -92,12 +93,12 @@ class SharedTrainer(Trainer):
         desk.reference = self.reference
         return desk
 
-    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
+    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
         assert self.desk is not None
-        own_tokens = self.desk._gradients(groups, tokens, report)
+        figures = self.desk._gradients(groups, tokens)
         for mine, theirs in zip(self.parameters(), self.desk.parameters(), strict=True):
             mine.grad = theirs.grad
-        return own_tokens
+        return figures
 
 
 @contextmanager

@@ -84,27 +84,25 @@ class TeamTrainer(Trainer):
 
     watch: Callable[[], None] = staticmethod(lambda: None)  # raises when waiting is in vain
 
-    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
+    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> torch.Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
-        own_tokens, exhausted = 0, False
+        exhausted = torch.zeros(1, device=self.model.device)
+        self.figures.zero_()
         try:
             mine = share(groups, rank, size)
-            own_tokens = super()._gradients(mine, tokens, report) if mine else 0
+            if mine:
+                super()._gradients(mine, tokens)
         except torch.OutOfMemoryError:
-            exhausted = True
-        values = [*(getattr(report, name) for name in FIGURES), own_tokens, exhausted]
-        figures = torch.tensor(values, dtype=torch.float64, device=self.model.device)
+            exhausted += 1
+        figures = torch.cat([self.figures, exhausted])
         self._add_up([figures])
-        *sums, own_tokens, exhausted = figures.tolist()
-        if exhausted:
+        if figures[-1] > 0:
             raise torch.OutOfMemoryError("a device of the team ran out of memory")
-        for name, value in zip(FIGURES, sums, strict=True):
-            setattr(report, name, value)
         for parameter in self.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._add_up([p.grad for p in self.parameters() if p.grad is not None])
-        return int(own_tokens)
+        return figures[:-1]
 
     def _add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:

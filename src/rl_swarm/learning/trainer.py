@@ -7,6 +7,7 @@ ratio is 1 and the update is plain policy gradient on their advantages.
 
 import copy
 import logging
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,30 +115,35 @@ class Trainer:
         report = Update(tokens=count_tokens(groups))
         if report.tokens == 0:
             return report
-        own_tokens = self._gradients(groups, report.tokens, report)
-        report.mismatch /= max(own_tokens, 1)
+        figures = self._gradients(groups, report.tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
-        report.grad_norm = float(norm)
-        if torch.isfinite(norm):
-            self.optimizer.step()
-            for (
-                parameter
-            ) in self.parameters():  # which the fused step does not do, and copies of weights go by it
-                increment_version(parameter)
-        else:
-            log.error("the gradient is not finite: this update is left out")
+        self._step(norm)
         self.optimizer.zero_grad(set_to_none=self.recorder is None)
+        # Until here nothing has waited for a GPU.
+        *found, own_tokens, report.grad_norm = torch.cat([figures, norm.to(figures).reshape(1)]).tolist()
+        for name, value in zip(FIGURES, found, strict=False):
+            setattr(report, name, value)
+        report.mismatch /= max(own_tokens, 1)
+        if not math.isfinite(report.grad_norm):
+            log.error("the gradient is not finite: this update is left out")
         return report
 
-    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int, report: Update) -> int:
-        """Adds up the gradients and figures of all micro-batches; returns how many tokens were sampled here."""
+    def _step(self, norm: Tensor) -> None:
+        """Adam's step, unless the gradient is not finite, which a fused step finds out where it runs."""
+        if self.optimizer.defaults["fused"]:
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        elif not norm.isfinite():
+            return
+        self.optimizer.step()
+        for parameter in self.parameters():  # which a fused step does not do, and copies of weights go by it
+            increment_version(parameter)
+
+    def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
+        """Adds up the gradients and figures of all micro-batches; returns the figures."""
         self.figures.zero_()
         for batch in micro_batches(groups, self.batch_tokens):
             self._accumulate(batch, tokens)
-        *figures, own_tokens = self.figures.tolist()
-        for name, value in zip(FIGURES, figures, strict=False):
-            setattr(report, name, value)
-        return int(own_tokens)
+        return self.figures
 
     def _accumulate(self, groups: Sequence[TrainingGroup], tokens: int) -> None:
         """Adds the gradients and figures of one micro-batch."""

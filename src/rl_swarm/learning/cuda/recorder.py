@@ -9,15 +9,18 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
 Step = Callable[..., None]  # of a batch, its segments, and what else a recording is made for
 
+ALIGNED = 16  # bytes, at a multiple of which everything begins
 LEAST_SEGMENTS = 128  # that a recording has room for, so that their number seldom asks for another
 
 one_at_a_time = threading.RLock()  # of the threads that compile and record
@@ -33,11 +36,36 @@ def recording(graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None
         yield
 
 
+class Inputs:
+    """What a recording reads, in one piece of memory: it is filled with one copy, which does not wait for the GPU."""
+
+    def __init__(self, batch: Batch, segments: Segments, device: torch.device) -> None:
+        given = [*vars(batch).values(), *vars(segments).values()]
+        self.kinds = [(value.dtype, value.shape, value.nbytes) for value in given]
+        self.starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for _, _, size in self.kinds)]
+        self.memory = torch.zeros(self.starts[-1], dtype=torch.uint8, device=device)
+        views, fields = self._views(self.memory), len(vars(batch))
+        self.batch, self.segments = Batch(*views[:fields]), Segments(*views[fields:])
+        self.fill(batch, segments)
+
+    def fill(self, batch: Batch, segments: Segments) -> None:
+        """Takes these; what is shorter than its place is followed by zeros."""
+        pinned = self.memory.device.type == "cuda"
+        host = torch.zeros(len(self.memory), dtype=torch.uint8, pin_memory=pinned)
+        given = [*vars(batch).values(), *vars(segments).values()]
+        for place, values in zip(self._views(host), given, strict=True):
+            place[: len(values)] = values
+        self.memory.copy_(host, non_blocking=True)
+
+    def _views(self, memory: Tensor) -> list[Tensor]:
+        parts = zip(self.starts, self.kinds, strict=False)
+        return [memory[start : start + size].view(dtype).view(shape) for start, (dtype, shape, size) in parts]
+
+
 @dataclass
 class Recording:
     graph: Any
-    batch: Batch
-    segments: Segments
+    inputs: Inputs
 
 
 class Recorder:
@@ -58,13 +86,8 @@ class Recorder:
         key = (*size, *whose)
         if key not in self.recordings:
             self.recordings[key] = self._record(*size, *whose)
-        recorded = self.recordings[key]  # what is copied from pinned memory does not wait for the GPU
-        for place, given in zip(vars(recorded.batch).values(), vars(batch).values(), strict=True):
-            place.zero_()
-            place[: len(given)].copy_(given.pin_memory(), non_blocking=True)
-        filled = Segments.of(shape, *size)
-        for place, given in zip(vars(recorded.segments).values(), vars(filled).values(), strict=True):
-            place.copy_(given.pin_memory(), non_blocking=True)
+        recorded = self.recordings[key]
+        recorded.inputs.fill(batch, Segments.of(shape, *size))
         recorded.graph.replay()
 
     def forget(self, *whose: Hashable) -> None:
@@ -82,28 +105,27 @@ class Recorder:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
                 self.aside = self.aside or torch.cuda.Stream(self.device)
-                self._rehearse(*self._nothing(2 * BLOCK, LEAST_SEGMENTS), *whose)
-            batch, segments = self._nothing(tokens, count)
+                self._rehearse(self._nothing(2 * BLOCK, LEAST_SEGMENTS), *whose)
+            inputs = self._nothing(tokens, count)
             graph = torch.cuda.CUDAGraph()
             with recording(graph, self.pool, self.aside):
-                self.step(batch, segments, *whose)
-        return Recording(graph, batch, segments)
+                self.step(inputs.batch, inputs.segments, *whose)
+        return Recording(graph, inputs)
 
-    def _nothing(self, tokens: int, count: int) -> tuple[Batch, Segments]:
+    def _nothing(self, tokens: int, count: int) -> Inputs:
         """A batch of this size that changes nothing: its tokens have weight 0."""
         whole = torch.zeros(tokens, dtype=torch.int64)
         real, truth = torch.zeros(tokens), torch.zeros(tokens, dtype=torch.bool)
         batch = Batch(whole, whole, whole, real, real, real, truth, truth)
-        batch = Batch(*(value.to(self.device, copy=True) for value in vars(batch).values()))
         stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
         shape = Shape(tuple(len(stretch) for stretch in stretches), (), ())
-        return batch, Segments.of(shape, tokens, count).to(self.device)
+        return Inputs(batch, Segments.of(shape, tokens, count), self.device)
 
-    def _rehearse(self, batch: Batch, segments: Segments, *whose: Hashable) -> None:
+    def _rehearse(self, inputs: Inputs, *whose: Hashable) -> None:
         """Compiles kernels and sets up libraries, which a recording must not. A small batch is enough."""
         self.aside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.aside):
-            self.step(batch, segments, *whose)
+            self.step(inputs.batch, inputs.segments, *whose)
         torch.cuda.current_stream(self.device).wait_stream(self.aside)
         torch.cuda.empty_cache()
 
