@@ -121,6 +121,17 @@ class Identity:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
+    def libp2p(self) -> bytes:
+        """The private key as libp2p keeps it: a protobuf {1: kind, 2: key}."""
+        if isinstance(self.key, RSAPrivateKey):
+            form = serialization.PrivateFormat.TraditionalOpenSSL
+            data = self.key.private_bytes(serialization.Encoding.DER, form, serialization.NoEncryption())
+        else:
+            data = self.key.private_bytes_raw() + self.key.public_key().public_bytes_raw()
+        kind = _RSA if isinstance(self.key, RSAPrivateKey) else _ED25519
+        size = bytes([len(data) & 0x7F | 0x80, len(data) >> 7]) if len(data) >= 0x80 else bytes([len(data)])
+        return bytes([0x08, kind, 0x12]) + size + data
+
     def public_pem(self) -> bytes:
         return self.key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo

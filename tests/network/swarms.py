@@ -1,5 +1,7 @@
 """What the network tests share: small signed records and swarms to exchange them in."""
 
+import atexit
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +18,13 @@ from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.network.p2p.documents import PeerFiles, accept
+from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.rollouts import Answer, Publication, Sampling
 from rl_swarm.rounds import PeerInfo, Report
 
 POLL = 0.02
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 OWNER = Identity.new()
 _identities: dict[str, Identity] = {}
 
@@ -204,4 +209,42 @@ class InSyncedFolder(InFolder):
         return self.drive.view(node)
 
 
-NETWORKS = {"local": InMemory, "folder": InFolder, "synced folder": InSyncedFolder}
+_engines: dict[str, Engine] = {}
+
+
+def engine_of(node: str) -> Engine:
+    """A real daemon on loopback, which a node keeps for all tests. The first one is where the others begin."""
+    if node not in _engines:
+        known = next(iter(_engines.values())).addresses if _engines else ()
+        who = OWNER if node == "coordinator" else identity_of(node)
+        engine = Engine(who, known, LOOPBACK, accept=accept, relay=False, map_ports=False)
+        _engines[node] = engine.start()
+        atexit.register(engine.close)
+    return _engines[node]
+
+
+class AmongPeers(InFolder):
+    """The peer-to-peer network."""
+
+    number = itertools.count(2)
+
+    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
+        self.views: dict[str, PeerFiles] = {}
+        super().__init__(folder, min_peers, **{"created": float(next(self.number)), **changes})
+
+    def files(self, node: str) -> Files:
+        if node not in self.views:
+            engine = engine_of(node)
+            who = OWNER if node == "coordinator" else identity_of(node)
+            local = LocalFiles(self.folder / node)
+            self.views[node] = PeerFiles(engine, self.manifest.swarm(), OWNER.peer_id, who, local)
+            engine.answer = self.views[node].answer
+        return self.views[node]
+
+
+NETWORKS = {
+    "local": InMemory,
+    "folder": InFolder,
+    "synced folder": InSyncedFolder,
+    "peer-to-peer": AmongPeers,
+}

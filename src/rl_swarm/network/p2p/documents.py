@@ -1,0 +1,263 @@
+"""A swarm's documents among peers: the layout of a folder swarm, without the folder.
+
+A peer keeps what it writes, on its own disk, and hands it to whoever asks. In the DHT it leaves a signed notice of it:
+where, how large, its digest; documents that are no larger than a notice travel inside. So those who know whom they
+want something from ask that peer, and traffic follows what is asked for; the DHT tells who there is.
+"""
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rl_swarm.identity import Identity
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import HISTORY, MANIFEST, ROLL, SAFE_NAME, STATE
+from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.rounds import State
+from rl_swarm.wire import MAX_BYTES, Count, Id, Rejected, seal, unseal
+
+log = logging.getLogger(__name__)
+
+OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
+MOST_INSIDE = 2 << 10  # bytes of a document that travels in its notice
+MOST_NOTICE = 6 << 10
+KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
+EARLIEST, LATEST = 3600.0, 60.0  # seconds by which the clock of a notice's author may differ
+KNOWN_SECONDS = 0.2  # for which an answer of the DHT is good enough to find somebody's name in
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A document that its author keeps."""
+
+    peer_id: Id = ""
+    kind: Literal["notice"] = "notice"
+    swarm: Id
+    path: Annotated[str, Meta(max_length=200)]
+    sha256: Annotated[str, Meta(max_length=64)]
+    size: Count
+    timestamp: float
+    inside: Annotated[str, Meta(max_length=MOST_INSIDE)] = ""
+
+    @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def key(self) -> str:
+        return key_of(self.swarm, self.folder)
+
+    def subkey(self) -> str:
+        return f"{self.peer_id}/{self.name}"
+
+
+def key_of(swarm: str, folder: str) -> str:
+    """Where notices of a folder are. Those of manifests are where somebody finds them who knows no swarm yet."""
+    return f"rl-swarm/{swarm}/{folder}" if folder else "rl-swarm/manifests"
+
+
+def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice | None:
+    """The notice in a record, if it is one: signed by whom it is of, where it belongs, of now."""
+    try:
+        notice = unseal(value, Notice, MOST_NOTICE)
+    except Rejected as error:
+        log.debug("a record is refused: %s", error)
+        return None
+    if notice.subkey() != subkey or key not in (None, notice.key()):
+        return None
+    return notice if now - EARLIEST <= notice.timestamp <= now + LATEST else None
+
+
+def accept(key: bytes, subkey: bytes, value: bytes, expires: float) -> bool:
+    """Whether a stranger's record may lie in our part of the DHT. hivemind hashes keys and packs the rest."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import MSGPackSerializer
+
+    now = time.time()
+    if len(value) > MOST_NOTICE + 8 or len(subkey) > 200 or expires > now + KEPT_SECONDS + LATEST:
+        return False
+    try:
+        name, data = MSGPackSerializer.loads(subkey), MSGPackSerializer.loads(value)
+    except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
+        return False
+    if not isinstance(name, str) or not isinstance(data, bytes):
+        return False
+    notice = acceptable(None, name, data, now)
+    return notice is not None and DHTID.generate(source=notice.key()).to_bytes() == key
+
+
+class PeerFiles:
+    """The `Files` of one peer of a swarm."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        swarm: str,
+        owner: str,
+        identity: Identity,
+        local: LocalFiles,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.engine, self.swarm, self.owner, self.identity = engine, swarm, owner, identity
+        self.local, self.clock = local, clock
+        self.root = local.root
+        self.own = dict[str, bytes]()  # notices of what this peer has written, by path
+        self.handed = dict[str, bytes]()  # copies of what the owner wrote
+        self.authors = dict[str, str]()  # of a node's documents, by the node's name
+        self.inside = dict[str, tuple[str, bytes]]()  # author and document, by path
+        self._listed = dict[str, float]()  # folders -> when they were last looked at
+        self._lock = threading.Lock()
+
+    def read(self, path: str, limit: int) -> bytes:
+        if path in self.own:
+            return self.local.read(path, limit)
+        if path in OWNERS:
+            return self._owners(path, limit)
+        author = self._author(path)
+        with self._lock:
+            inside = self.inside.get(path)
+        if inside is not None and inside[0] == author:
+            return inside[1][: limit + 1]
+        return self._asked([author] if author else [], path, limit)
+
+    def write(self, path: str, data: bytes) -> None:
+        self.local.write(path, data)
+        self._announce(path, data)
+
+    def append(self, path: str, data: bytes) -> None:
+        self.local.append(path, data)
+        self._announce(path, self.local.read(path, MAX_BYTES))
+
+    def names(self, folder: str) -> list[str]:
+        """Those of which there are notices; of rollouts, which nobody lists, this peer's own."""
+        if folder.startswith("rollouts"):
+            return self.local.names(folder)
+        return sorted({notice.name for notice in self._notices(folder)})
+
+    def remove(self, folder: str) -> None:
+        self._forget(folder)
+        self.local.remove(folder)
+
+    def move(self, folder: str, target: str) -> None:
+        self._forget(folder)
+        self.local.move(folder, target)
+
+    def answer(self, request: bytes, peer_id: str) -> bytes | None:
+        """What a peer asks for by its path, if it is ours or the owner's."""
+        try:
+            path = request.decode("ascii")
+        except UnicodeDecodeError:
+            return None
+        if path in self.own:
+            try:
+                return self.local.read(path, MAX_BYTES)
+            except OSError:
+                return None
+        return self.handed.get(path)
+
+    def renew(self) -> None:
+        """Leaves all notices again, before they expire."""
+        for path, notice in list(self.own.items()):
+            self._store(path, notice)
+
+    def _announce(self, path: str, data: bytes) -> None:
+        small = len(data) <= MOST_INSIDE and data.isascii()
+        notice = Notice(
+            swarm=self.swarm,
+            path=path,
+            sha256=hashlib.sha256(data).hexdigest(),
+            size=len(data),
+            timestamp=self.clock(),
+            inside=data.decode("ascii") if small else "",
+        )
+        self.own[path] = seal(notice, self.identity, limit=MOST_NOTICE)
+        self._store(path, self.own[path])
+
+    def _store(self, path: str, notice: bytes) -> None:
+        folder, _, name = path.rpartition("/")
+        try:
+            self.engine.store(
+                key_of(self.swarm, folder), f"{self.identity.peer_id}/{name}", notice, KEPT_SECONDS
+            )
+        except OSError as error:  # whoever asks this peer gets the document all the same
+            log.debug("no notice of %s could be left: %s", path, error)
+
+    def _notices(self, folder: str) -> list[Notice]:
+        found = []
+        now = self.clock()
+        for subkey, value in self.engine.find(key_of(self.swarm, folder)).items():
+            notice = acceptable(key_of(self.swarm, folder), subkey, value, now)
+            if notice is not None and notice.swarm == self.swarm:
+                found.append(notice)
+        with self._lock:
+            for notice in found:
+                node = notice.name.removesuffix(".json")
+                if SAFE_NAME.fullmatch(node):
+                    self.authors.setdefault(node, notice.peer_id)
+                if notice.inside:
+                    self.inside[notice.path] = (notice.peer_id, notice.inside.encode())
+            self._listed[folder] = time.monotonic()
+        return found
+
+    def _owners(self, path: str, limit: int) -> bytes:
+        """Of the owner, or of anybody who has it if the owner is not there."""
+        try:
+            data = self._asked([self.owner], path, limit)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            data = self._asked(self._others(), path, limit)
+        self.handed[path] = data
+        if path == STATE:
+            self._know(data)
+        return data
+
+    def _know(self, data: bytes) -> None:
+        """Who the members are, by the state."""
+        try:
+            state = unseal(data, State)
+        except Rejected:
+            return
+        if state.peer_id == self.owner:
+            self.authors |= {member.node: peer_id for peer_id, member in state.members.items()}
+
+    def _author(self, path: str) -> str | None:
+        """Whose this document is: the member's whom the coordinator knows by its name, else of whoever came first."""
+        folder, _, name = path.rpartition("/")
+        node = name.removesuffix(".json")
+        for place in ("peers", folder):
+            if node not in self.authors and self._is_stale(place):
+                self._notices(place)
+        return self.authors.get(node)
+
+    def _is_stale(self, folder: str) -> bool:
+        return time.monotonic() - self._listed.get(folder, -math.inf) > KNOWN_SECONDS
+
+    def _others(self) -> list[str]:
+        return [peer for peer in dict.fromkeys(self.authors.values()) if peer != self.identity.peer_id][:8]
+
+    def _asked(self, peers: Iterable[str], path: str, limit: int) -> bytes:
+        error: OSError = FileNotFoundError(path)
+        for peer in peers:
+            try:
+                data = self.engine.ask(peer, path.encode("ascii"), limit)
+            except OSError as failure:
+                error = failure
+                continue
+            if data is not None:
+                return data
+            error = FileNotFoundError(path)
+        raise error
+
+    def _forget(self, folder: str) -> None:
+        for path in [path for path in self.own if path.startswith(f"{folder}/")]:
+            del self.own[path]

@@ -1,0 +1,284 @@
+"""The peer-to-peer engine: hivemind's DHT and libp2p's streams, in a thread with an event loop of its own.
+
+Small signed records go into the DHT; everything larger is asked for, peer by peer, over streams. hivemind's daemon
+is a child of this process and ends with it. Nothing here waits longer than it says, and a network that is down is an
+`OSError`, never the end of the node.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as TooLate
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_swarm.identity import Identity
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.p2p import leash
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STREAM = "/rl-swarm/documents/1"
+ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
+START_SECONDS = 30.0
+CALL_SECONDS = 10.0  # for what the DHT is asked
+MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
+MOST_ANSWERS = 64  # that are being given at the same time
+RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
+MISSING = "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'."
+Answer = Callable[[bytes, str], bytes | None]  # to a request of a peer; None: there is nothing
+
+
+class EngineError(NetworkError):
+    """The engine cannot start; the message says what would help."""
+
+
+class Engine:
+    addresses: Sequence[str] = ()  # under which others reach this peer
+
+    def __init__(
+        self,
+        identity: Identity,
+        known: Sequence[str] = (),
+        listen: Sequence[str] = ANYWHERE,
+        announce: Sequence[str] = (),
+        accept: Callable[[bytes, bytes, bytes, float], bool] = lambda key, subkey, value, expires: True,
+        answer: Answer = lambda request, peer: None,
+        relay: bool = True,
+        map_ports: bool = True,
+    ) -> None:
+        self.identity, self.known, self.listen, self.announce = identity, list(known), listen, announce
+        self.accept, self.answer, self.relay, self.map_ports = accept, answer, relay, map_ports
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="p2p", daemon=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-"))  # mode 0700
+        self.met = asyncio.Event()  # somebody else is there
+        self.answering = 0
+        self.p2p: Any = None
+        self.node: Any = None
+        self.keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> "Engine":
+        """Starts the daemon and listens. Others may be found later."""
+        self.thread.start()
+        try:
+            self._call(self._start(), START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Ends the daemon."""
+        if self.thread.is_alive():
+            with suppress(OSError, NetworkError):
+                self._call(self._stop(), CALL_SECONDS)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(CALL_SECONDS)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
+        """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
+        return bool(
+            self._call(self.node.store(key, value, time.time() + seconds, subkey=subkey), CALL_SECONDS)
+        )
+
+    def find(self, key: str) -> dict[str, bytes]:
+        """The records of all peers under a key, the newest of each."""
+        found = self._call(self.node.get(key, latest=True), CALL_SECONDS)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {
+            subkey: entry.value
+            for subkey, entry in found.value.items()
+            if isinstance(subkey, str) and isinstance(entry.value, bytes)
+        }
+
+    def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
+        """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing."""
+        return self._call(self._ask(peer_id, request, limit), seconds)
+
+    def peers(self) -> list[str]:
+        """The addresses of those to whom there is a connection now."""
+        return self._call(self._peers(), CALL_SECONDS)
+
+    def meet(self, seconds: float) -> bool:
+        """Waits until somebody else is there."""
+        with suppress(OSError):
+            self._call(asyncio.wait_for(self.met.wait(), seconds), seconds + 1)
+        return self.met.is_set()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Does this in the engine's thread; whatever goes wrong on the network is an `OSError`."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(seconds)
+        except (TooLate, asyncio.TimeoutError) as error:
+            future.cancel()
+            raise TimeoutError(f"the peer-to-peer network did not answer in {seconds:.0f} s") from error
+        except (NetworkError, OSError):
+            raise
+        except Exception as error:  # hivemind and its daemon raise all kinds
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    async def _start(self) -> None:
+        try:
+            from hivemind.dht.node import DHTNode
+            from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+            from hivemind.p2p import P2P
+            from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+        except ImportError as error:
+            raise EngineError(f"{MISSING} ({error})") from error
+        logging.getLogger("hivemind").setLevel(logging.ERROR)
+        accept = self.accept
+
+        class Validator(RecordValidatorBase):  # type: ignore[misc]
+            def validate(self, record: DHTRecord) -> bool:
+                return accept(record.key, record.subkey, record.value, record.expiration_time)
+
+        class Daemon(P2P):  # type: ignore[misc]
+            _UNIX_SOCKET_PREFIX = f"/unix{self.folder}/"  # where no other user can reach it
+
+            @staticmethod
+            def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+                return [sys.executable, "-S", str(leash.__file__), *P2P._make_process_args(*args, **kwargs)]
+
+        key = self.folder / "key"
+        with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(self.identity.libp2p())
+        try:
+            self.p2p = await Daemon.create(
+                identity_path=str(key),
+                host_maddrs=list(self.listen),
+                announce_maddrs=list(self.announce) or None,
+                nat_port_map=self.map_ports,
+                auto_nat=self.relay,
+                use_relay=self.relay,
+                use_auto_relay=self.relay,
+                check_if_identity_free=False,
+                startup_timeout=START_SECONDS - 5,
+            )
+        except (P2PDaemonError, OSError, ValueError) as error:
+            raise EngineError(explained(str(error), self.listen)) from error
+        finally:
+            key.unlink(missing_ok=True)
+        self.addresses = [str(address) for address in await self.p2p.get_visible_maddrs()]
+        await self.p2p.add_binary_stream_handler(STREAM, self._answer)
+        self.node = await DHTNode.create(p2p=self.p2p, record_validator=Validator(), cache_locally=False)
+        await self._connect()
+        self.keeper = asyncio.create_task(self._keep_connected())
+
+    async def _stop(self) -> None:
+        if self.keeper is not None:
+            self.keeper.cancel()
+        if self.node is not None:
+            await self.node.shutdown()
+        if self.p2p is not None:
+            await self.p2p.shutdown()
+
+    async def _keep_connected(self) -> None:
+        """Looks for others as long as there are none: at the start, and when all have gone."""
+        pause = RECONNECT_SECONDS[0]
+        while True:
+            await asyncio.sleep(pause)
+            with suppress(Exception):  # the next look is soon
+                if await self._peers():
+                    self.met.set()
+                    pause = RECONNECT_SECONDS[0]
+                else:
+                    self.met.clear()
+                    await self._connect()
+                    pause = min(2 * pause, RECONNECT_SECONDS[1])
+
+    async def _connect(self) -> None:
+        """Tries all known addresses at once, and gets to know those that answer."""
+        from hivemind.p2p import PeerID
+        from hivemind.utils.multiaddr import Multiaddr
+
+        async def reach(text: str) -> bool:
+            try:
+                address = Multiaddr(text)
+                peer = PeerID.from_base58(address["p2p"])
+                if peer == self.p2p.peer_id:
+                    return False
+                await self.p2p._client.connect(peer, [address.decapsulate(f"/p2p/{peer}")])
+                return await self.node.protocol.call_ping(peer) is not None
+            except Exception as error:  # noqa: BLE001 an address that does not work, for one of many reasons
+                log.debug("%s cannot be reached: %s", text, error)
+                return False
+
+        if any(await asyncio.gather(*(reach(text) for text in self.known))):
+            await self.node.find_nearest_nodes([self.node.node_id])
+            self.met.set()
+
+    async def _peers(self) -> list[str]:
+        return [
+            f"{address}/p2p/{peer.peer_id}" for peer in await self.p2p.list_peers() for address in peer.addrs
+        ]
+
+    async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
+        from hivemind.p2p import PeerID
+
+        _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
+        try:
+            writer.write(struct.pack(">I", len(request)) + request)
+            await writer.drain()
+            there, size = struct.unpack(">?I", await reader.readexactly(5))
+            if not there:
+                return None
+            return bytes(await reader.readexactly(min(size, limit + 1)))
+        except asyncio.IncompleteReadError as error:
+            raise OSError("the stream ended early") from error
+        finally:
+            writer.close()
+
+    async def _answer(self, stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A stranger asks. It gets as much time and memory as anybody, and no more."""
+        if self.answering >= MOST_ANSWERS:
+            writer.close()
+            return
+        self.answering += 1
+
+        async def converse() -> None:
+            (size,) = struct.unpack(">I", await reader.readexactly(4))
+            if size > MOST_REQUEST:
+                return
+            found = self.answer(await reader.readexactly(size), str(stream.peer_id))
+            writer.write(struct.pack(">?I", found is not None, len(found or b"")) + (found or b""))
+            await writer.drain()
+
+        try:
+            await asyncio.wait_for(converse(), CALL_SECONDS)
+        except (asyncio.TimeoutError, OSError, EOFError) as error:
+            log.debug("a request of %s came to nothing: %s", stream.peer_id, error)
+        finally:
+            self.answering -= 1
+            writer.close()
+
+
+def explained(error: str, listen: Sequence[str]) -> str:
+    """What to do about a daemon that does not start."""
+    where = ", ".join(listen)
+    if "address already in use" in error:
+        return f"P2P_LISTEN={where}: the port is taken. Give another one, or 0 for any that is free."
+    if "cannot assign requested address" in error:
+        return (
+            f"P2P_LISTEN={where}: this machine has no such address. /ip4/0.0.0.0/tcp/0 listens on all it has."
+        )
+    if "multiaddr" in error:
+        return f"P2P_LISTEN={where} is no multiaddress; one looks like /ip4/0.0.0.0/tcp/31000. ({error})"
+    return f"The peer-to-peer daemon does not start: {error}"

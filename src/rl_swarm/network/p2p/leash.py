@@ -1,0 +1,24 @@
+"""Runs a program that ends when its parent does, however that ends: `python leash.py PROGRAM ARGUMENTS`.
+
+The kernel sends the signal on Linux; elsewhere the program outlives a parent that was killed by force.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the kernel was told
+            sys.exit(1)
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

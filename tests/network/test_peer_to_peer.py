@@ -1,0 +1,185 @@
+"""The peer-to-peer engine on loopback: real daemons, real streams."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from swarms import LOOPBACK, AmongPeers, engine_of, eventually, identity_of, publication
+
+from rl_swarm.identity import Identity
+from rl_swarm.network.folder import rollouts_path
+from rl_swarm.network.p2p.documents import MOST_NOTICE, Notice, accept, key_of
+from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
+from rl_swarm.wire import seal, sign
+
+ALONE = {"listen": LOOPBACK, "relay": False, "map_ports": False}
+
+
+def daemons(parent: int) -> list[int]:
+    """Processes of the engine whose parent this is."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent_id = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent_id == parent and b"p2pd" in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+            except (OSError, ValueError):
+                continue
+    return found
+
+
+def exists(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+NODE = """
+import sys, time
+from rl_swarm.identity import Identity
+from rl_swarm.network.p2p.engine import Engine
+engine = Engine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], relay=False, map_ports=False).start()
+print(engine.folder, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_no_daemon_survives_its_node(ending):
+    node = subprocess.Popen([sys.executable, "-c", NODE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert node.stdout is not None and node.stdout.readline()
+        (daemon,) = daemons(node.pid)
+        node.send_signal(ending)
+        node.wait(20)
+        assert eventually(lambda: not exists(daemon))
+    finally:
+        node.kill()
+        node.wait()
+
+
+def test_the_engine_has_the_nodes_own_identity_and_ends_without_a_trace():
+    for identity in (Identity.new(), identity_of("ann")):
+        engine = Engine(identity, **ALONE).start()
+        (daemon,) = [one for one in daemons(os.getpid()) if str(engine.folder) in cmdline(one)]
+        assert all(address.endswith(f"/p2p/{identity.peer_id}") for address in engine.addresses)
+        assert engine.folder.stat().st_mode & 0o077 == 0 and not (engine.folder / "key").exists()
+        engine.close()
+        assert not exists(daemon) and not engine.folder.exists() and not engine.thread.is_alive()
+
+
+def cmdline(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_bytes().decode()
+
+
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [
+        ("/ip4/127.0.0.1/tcp/{taken}", "the port is taken"),
+        ("/ip4/192.0.2.7/tcp/0", "no such address"),
+        ("127.0.0.1:31000", "is no multiaddress"),
+    ],
+)
+def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        where = listen.format(taken=other.getsockname()[1])
+        engine = Engine(Identity.new(), listen=[where], relay=False, map_ports=False)
+        with pytest.raises(EngineError, match=words) as error:
+            engine.start()
+    assert f"P2P_LISTEN={where}" in str(error.value)
+    assert not engine.folder.exists()
+
+
+def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
+    monkeypatch.setattr("rl_swarm.network.p2p.engine.RECONNECT_SECONDS", (0.1, 0.2))
+    later = Identity.new()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}"
+    early = Engine(Identity.new(), [f"{address}/p2p/{later.peer_id}", "nonsense"], **ALONE).start()
+    try:
+        assert not early.meet(0.1)
+        assert early.store("key", "sub", b"value", 60)  # kept by itself
+        assert early.find("key") == {"sub": b"value"}
+        other = Engine(later, (), [address], relay=False, map_ports=False).start()
+        try:
+            assert early.meet(20)
+            assert other.meet(20)
+            assert eventually(lambda: other.find("key") == {"sub": b"value"})
+        finally:
+            other.close()
+    finally:
+        early.close()
+
+
+def notice(identity, **changes):
+    values = {"swarm": "s", "path": "peers/ann.json", "sha256": "0" * 64, "size": 1, "timestamp": time.time()}
+    return Notice(**{**values, **changes})
+
+
+def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
+    ann, bob = identity_of("ann"), identity_of("bob")
+    two = engine_of("bob")
+    one = Engine(Identity.new(), two.addresses, **ALONE).start()  # which checks nothing
+    key, mine = key_of("s", "peers"), f"{ann.peer_id}/ann.json"
+    good = seal(notice(ann), ann)
+
+    def taken(subkey=mine, value=good, key=key, seconds=200.0):  # the later expiry wins
+        before = two.find(key).get(subkey)
+        try:
+            one.store(key, subkey, value, seconds)
+        except OSError:
+            pass
+        return two.find(key).get(subkey) not in (None, before)
+
+    assert taken(seconds=100.0)
+    assert taken(value=seal(notice(ann, size=3), ann), seconds=130.0)
+    assert not taken(value=seal(notice(bob), bob))  # in another's place
+    assert not taken(subkey=f"{bob.peer_id}/ann.json", value=good)
+    assert not taken(key=key_of("s", "rewards"))
+    assert not taken(key=key_of("another", "peers"))
+    assert not taken(value=good.replace(b'"size":1', b'"size":2'))
+    assert not taken(value=b"\x00" * 100)
+    assert not taken(value=b"{" * (MOST_NOTICE + 1))
+    assert not taken(value=seal(notice(ann, timestamp=time.time() + 3600), ann))
+    assert not taken(value=seal(notice(ann, timestamp=time.time() - 7200), ann))
+    assert not taken(value=good, seconds=10_000.0)
+    assert not taken(value=sign(notice(ann, path="x" * 300), ann))
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "bytes_", [b"", b"\xc1", b"\x81" * 1000, b"\xdd\xff\xff\xff\xff", b"\xa3abc", b"\x93\x01"]
+)
+def test_bytes_that_are_no_record_are_refused(bytes_):
+    assert not accept(b"k" * 20, bytes_, bytes_, time.time() + 10)
+
+
+def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
+    swarm = AmongPeers(tmp_path)
+    try:
+        swarm.exchange("ann").publish(publication(swarm.manifest, "ann"))
+        (tmp_path / "ann" / "secret").write_text("no")
+        peer, reader = identity_of("ann").peer_id, engine_of("bob")
+        path = rollouts_path(0, 0, "ann")
+        whole = reader.ask(peer, path.encode(), 1 << 20)
+        assert whole == (tmp_path / "ann" / path).read_bytes()
+        assert len(reader.ask(peer, path.encode(), 10) or b"") == 11
+        for request in (b"secret", b"../ann/secret", b"/etc/passwd", b"\xff", b"", b"x" * MOST_REQUEST):
+            assert reader.ask(peer, request, 1 << 20) is None
+        with pytest.raises(OSError, match="early|closed|reset"):
+            reader.ask(peer, b"x" * (MOST_REQUEST + 1), 1 << 20)
+        with pytest.raises(OSError):
+            reader.ask(Identity.new().peer_id, path.encode(), 1 << 20)
+    finally:
+        swarm.close()
