@@ -143,6 +143,15 @@ class PeerFiles:
             return self.local.names(folder)
         return sorted({notice.name for notice in self._notices(folder)})
 
+    def introductions(self) -> list[tuple[str, bytes]]:
+        """Author and document of everybody who says to be here."""
+        try:
+            found = self._notices("peers")
+        except OSError as error:  # alone for now
+            log.debug("nobody can be found: %s", error)
+            return []
+        return [(notice.peer_id, notice.inside.encode()) for notice in found]
+
     def remove(self, folder: str) -> None:
         self._forget(folder)
         self.local.remove(folder)

@@ -1,0 +1,127 @@
+"""Rounds by the clock: no coordinator, and nobody who is needed."""
+
+import threading
+import time
+
+import pytest
+from msgspec.structs import replace
+from swarms import OWNER, AmongPeers, Background, identity_of, introduction, publication
+
+from rl_swarm.admission import Roll
+from rl_swarm.network.folder import ROLL
+from rl_swarm.network.p2p.clock import ClockCoordinator
+from rl_swarm.wire import seal
+
+INTERVAL = 10.0
+
+
+class Clock:
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Peers(AmongPeers):
+    """Without a conductor."""
+
+    def __init__(self, folder, **changes):
+        self.clock = Clock(time.time())
+        super().__init__(
+            folder, round_end="interval", round_interval=INTERVAL, created=self.clock.now, **changes
+        )
+        super().close()
+
+    def member(self, node, stop=None, joined=0.0):
+        clock = ClockCoordinator(
+            self.files(node),
+            self.manifest,
+            identity_of(node),
+            node,
+            stop or threading.Event(),
+            0.0,
+            self.clock,
+        )
+        clock.register(replace(introduction(self.manifest, node, self.clock.now), joined=joined))
+        return clock
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def peers(tmp_path):
+    return Peers(tmp_path, rounds=3)
+
+
+def names(state):
+    return sorted(member.node for member in state.members.values())
+
+
+def test_everybody_knows_the_round_and_who_is_there(peers):
+    ann, bob = peers.member("ann"), peers.member("bob")
+    for passed, phase, number in (
+        (0, "running", 0),
+        (9.9, "running", 0),
+        (10.1, "running", 1),
+        (30.1, "finished", 3),
+    ):
+        start = peers.manifest.created
+        peers.clock.now = start + passed
+        for one in (ann, bob):
+            state = one.current()
+            assert (state.phase, state.round, state.stage) == (phase, number, 0)
+            assert names(state) == ["ann", "bob"]
+            assert state.swarm == peers.manifest.swarm()
+
+
+def test_the_next_round_is_waited_for_and_the_stop_ends_the_waiting(peers):
+    stop = threading.Event()
+    ann = peers.member("ann", stop)
+    assert ann.wait_for((-1, -1)).round == 0
+    waiting = Background(lambda: ann.wait_for((0, 0)))
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    stop.set()
+    assert waiting.result(5) is None
+    peers.clock.now += 2 * INTERVAL
+    late = peers.member("bob")
+    assert late.wait_for((0, 0)).round == 2
+    peers.clock.now += 2 * INTERVAL
+    assert late.wait_for((2, 0)).phase == "finished"
+
+
+def test_who_gives_no_sign_of_life_is_no_member_and_a_name_is_the_first_ones(peers):
+    ann = peers.member("ann")
+    bob = peers.member("bob", joined=2.0)
+    cleo = ClockCoordinator(
+        peers.files("cleo"), peers.manifest, identity_of("cleo"), "bob", threading.Event(), 0.0, peers.clock
+    )
+    cleo.register(replace(introduction(peers.manifest, "bob", peers.clock.now), joined=5.0))
+    state = ann.current()
+    assert names(state) == ["ann", "bob"]
+    assert {m.node: p for p, m in state.members.items()}["bob"] == identity_of("bob").peer_id
+    peers.clock.now += 3 * peers.manifest.peer_timeout
+    ann.register(introduction(peers.manifest, "ann", peers.clock.now))
+    assert names(ann.current()) == ["ann"] == names(bob.current())
+
+
+def test_whom_the_owner_denies_is_nobodys_member(peers):
+    ann, bob = peers.member("ann"), peers.member("bob")
+    assert names(ann.current()) == ["ann", "bob"]
+    roll = Roll(swarm=peers.manifest.swarm(), number=1, denied=[identity_of("bob").peer_id])
+    peers.files("coordinator").write(ROLL, seal(roll, OWNER))
+    assert names(ann.current()) == ["ann"]
+    bob.current()
+    assert bob.turned_away == "denied"
+    assert ann.refusal(identity_of("bob").peer_id) == "denied"
+
+
+def test_rollouts_are_found_by_the_members_names(peers):
+    ann, bob = peers.member("ann"), peers.member("bob")
+    sent = publication(peers.manifest, "ann", 0)
+    peers.exchange("ann").publish(sent)
+    assert names(bob.current()) == ["ann", "bob"]
+    assert list(peers.exchange("bob").collect(0, 0, ["ann"], 5.0)) == [sent]
+    assert ann.current().leaderboard()
