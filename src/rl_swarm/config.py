@@ -214,6 +214,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         float, _setting("seconds between looks at the folder while waiting", gt=0, le=1_000_000)
     ] = 2.0
 
+    # The peer-to-peer network
+    p2p_listen: Annotated[
+        str,
+        _setting("multiaddresses to listen at, comma-separated; port 0 is any that is free", "P2P_LISTEN"),
+    ] = "/ip4/0.0.0.0/tcp/0"
+    p2p_announce: Annotated[
+        str | None,
+        _setting(
+            "multiaddresses at which others reach this node, where it cannot know them itself", "P2P_ANNOUNCE"
+        ),
+    ] = None
+    p2p_relay: Annotated[
+        bool,
+        _setting(
+            "ask the router for a port, and be reached through other peers where it gives none", "P2P_RELAY"
+        ),
+    ] = True
+
     # The exchange of rollouts
     publish: Annotated[
         Literal["generation", "stage", "round"],

@@ -1,5 +1,6 @@
 """The peer-to-peer engine on loopback: real daemons, real streams."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -136,10 +137,8 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
 
     def taken(subkey=mine, value=good, key=key, seconds=200.0):  # the later expiry wins
         before = two.find(key).get(subkey)
-        try:
+        with contextlib.suppress(OSError):
             one.store(key, subkey, value, seconds)
-        except OSError:
-            pass
         return two.find(key).get(subkey) not in (None, before)
 
     assert taken(seconds=100.0)
@@ -177,7 +176,7 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
         assert len(reader.ask(peer, path.encode(), 10) or b"") == 11
         for request in (b"secret", b"../ann/secret", b"/etc/passwd", b"\xff", b"", b"x" * MOST_REQUEST):
             assert reader.ask(peer, request, 1 << 20) is None
-        with pytest.raises(OSError, match="early|closed|reset"):
+        with pytest.raises(OSError, match=r"early|closed|reset"):
             reader.ask(peer, b"x" * (MOST_REQUEST + 1), 1 << 20)
         with pytest.raises(OSError):
             reader.ask(Identity.new().peer_id, path.encode(), 1 << 20)

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import msgspec
@@ -110,7 +111,8 @@ class PeerFiles:
         self.engine, self.swarm, self.owner, self.identity = engine, swarm, owner, identity
         self.local, self.clock = local, clock
         self.root = local.root
-        self.own = dict[str, bytes]()  # notices of what this peer has written, by path
+        self.own = set[str]()  # paths of what this peer has written
+        self.notices = dict[str, bytes]()  # that it has left, by path
         self.handed = dict[str, bytes]()  # copies of what the owner wrote
         self.authors = dict[str, str]()  # of a node's documents, by the node's name
         self.inside = dict[str, tuple[str, bytes]]()  # author and document, by path
@@ -173,12 +175,23 @@ class PeerFiles:
                 return None
         return self.handed.get(path)
 
+    def hand_on(self, path: str, data: bytes) -> None:
+        """Others may have this of us too, so that its author is not needed."""
+        self.handed[path] = data
+        self._leave(path, data)
+
     def renew(self) -> None:
         """Leaves all notices again, before they expire."""
-        for path, notice in list(self.own.items()):
-            self._store(path, notice)
+        for path in list(self.notices):
+            with suppress(OSError):
+                data = self.local.read(path, MAX_BYTES) if path in self.own else self.handed[path]
+                self._leave(path, data)
 
     def _announce(self, path: str, data: bytes) -> None:
+        self.own.add(path)
+        self._leave(path, data)
+
+    def _leave(self, path: str, data: bytes) -> None:
         small = len(data) <= MOST_INSIDE and data.isascii()
         notice = Notice(
             swarm=self.swarm,
@@ -188,14 +201,11 @@ class PeerFiles:
             timestamp=self.clock(),
             inside=data.decode("ascii") if small else "",
         )
-        self.own[path] = seal(notice, self.identity, limit=MOST_NOTICE)
-        self._store(path, self.own[path])
-
-    def _store(self, path: str, notice: bytes) -> None:
         folder, _, name = path.rpartition("/")
+        self.notices[path] = sealed = seal(notice, self.identity, limit=MOST_NOTICE)
         try:
             self.engine.store(
-                key_of(self.swarm, folder), f"{self.identity.peer_id}/{name}", notice, KEPT_SECONDS
+                key_of(self.swarm, folder), f"{self.identity.peer_id}/{name}", sealed, KEPT_SECONDS
             )
         except OSError as error:  # whoever asks this peer gets the document all the same
             log.debug("no notice of %s could be left: %s", path, error)
@@ -269,4 +279,5 @@ class PeerFiles:
 
     def _forget(self, folder: str) -> None:
         for path in [path for path in self.own if path.startswith(f"{folder}/")]:
-            del self.own[path]
+            self.own.discard(path)
+            self.notices.pop(path, None)

@@ -44,6 +44,7 @@ class EngineError(NetworkError):
 
 class Engine:
     addresses: Sequence[str] = ()  # under which others reach this peer
+    clock = staticmethod(time.time)
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Engine:
     def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
         """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
         return bool(
-            self._call(self.node.store(key, value, time.time() + seconds, subkey=subkey), CALL_SECONDS)
+            self._call(self.node.store(key, value, self.clock() + seconds, subkey=subkey), CALL_SECONDS)
         )
 
     def find(self, key: str) -> dict[str, bytes]:

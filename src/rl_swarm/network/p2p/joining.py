@@ -1,0 +1,162 @@
+"""Into a swarm among peers and out of it again: the engine, the manifest, and what has to be done meanwhile."""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from rl_swarm.config import Settings
+from rl_swarm.identity import Identity
+from rl_swarm.manifest import Manifest
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import MANIFEST, pauses
+from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, accept, acceptable, key_of
+from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
+
+log = logging.getLogger(__name__)
+
+ADDRESSES = "addresses.json"  # of peers that were there last time
+MOST_ADDRESSES = 64
+MEET_SECONDS = 10.0
+
+
+def known_addresses(text: str) -> list[str]:
+    """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raises `NetworkError`."""
+    addresses = [part.strip() for part in text.removeprefix("p2p://").split(",") if part.strip()]
+    for address in addresses:
+        parts = address.split("/")
+        if not address.startswith("/") or len(parts) < 7 or parts[-2] != "p2p":
+            raise NetworkError(
+                f"{address} is no address of a peer. One looks like "
+                "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print theirs."
+            )
+    return addresses
+
+
+@contextmanager
+def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[Engine]:
+    """A running engine that knows these addresses, and those that worked last time."""
+    local = LocalFiles(here)
+    remembered = [address for address in _remembered(local) if address not in known]
+    engine = Engine(
+        identity,
+        [*known, *remembered],
+        listen=tuple(settings.p2p_listen.split(",")),
+        announce=tuple(filter(None, (settings.p2p_announce or "").split(","))),
+        accept=accept,
+        relay=settings.p2p_relay,
+        map_ports=settings.p2p_relay,
+    ).start()
+    try:
+        if engine.known and not engine.meet(MEET_SECONDS):
+            log.warning(
+                "nobody can be reached at %s; this node goes on alone and looks for the others again and again",
+                ", ".join(engine.known),
+            )
+        yield engine
+    finally:
+        with suppress(OSError):
+            _remember(local, engine)
+        engine.close()
+
+
+@contextmanager
+def among_peers(
+    engine: Engine, identity: Identity, manifest: Manifest, signed: bytes, here: Path
+) -> Iterator[PeerFiles]:
+    """The swarm's documents; this peer's own are renewed until the end, and the manifest is handed on."""
+    local = LocalFiles(here)
+    files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, local)
+    engine.answer = files.answer
+    if manifest.peer_id == identity.peer_id:
+        files.write(MANIFEST, signed)
+    else:
+        files.hand_on(MANIFEST, signed)
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(KEPT_SECONDS / 3):
+            files.renew()
+            with suppress(OSError):
+                _remember(local, engine)
+
+    threading.Thread(target=renew, name=threading.current_thread().name, daemon=True).start()
+    try:
+        yield files
+    finally:
+        done.set()
+
+
+def await_manifest(
+    engine: Engine, settings: Settings, stop: threading.Event
+) -> tuple[Manifest, bytes] | None:
+    """The manifest of the swarm that the peers there are in, signed as it is; None when told to stop."""
+    pause = pauses(settings.poll_interval)
+    told = False
+    while not stop.is_set():
+        found = manifests(engine)
+        if settings.owner is not None:
+            found = {
+                swarm: (manifest, data)
+                for swarm, (manifest, data) in found.items()
+                if manifest.peer_id == settings.owner
+            }
+        if len(found) > 1:
+            listed = ", ".join(f"{manifest.name} of {manifest.peer_id}" for manifest, _ in found.values())
+            raise NetworkError(
+                f"There are several swarms among these peers: {listed}. Say whose is meant: SWARM_OWNER=…."
+            )
+        if found:
+            return next(iter(found.values()))
+        if not told:
+            told = True
+            log.info("waiting for somebody who knows the swarm's manifest")
+        stop.wait(next(pause))
+    return None
+
+
+def manifests(engine: Engine) -> dict[str, tuple[Manifest, bytes]]:
+    """The manifests that peers have left notices of, by swarm."""
+    found: dict[str, tuple[Manifest, bytes]] = {}
+    try:
+        records = engine.find(key_of("", ""))
+    except OSError:
+        return found
+    for subkey, value in records.items():
+        notice = acceptable(key_of("", ""), subkey, value, engine.clock())
+        if notice is None or notice.path != MANIFEST:
+            continue
+        with suppress(OSError, Rejected):
+            data = _body(engine, notice)
+            manifest = unseal(data, Manifest)
+            if manifest.swarm() == notice.swarm:  # whoever hands it on, its owner signed it
+                found[notice.swarm] = (manifest, data)
+    return found
+
+
+def _body(engine: Engine, notice: Notice) -> bytes:
+    if notice.inside:
+        return notice.inside.encode()
+    data = engine.ask(notice.peer_id, notice.path.encode(), MAX_BYTES)
+    if data is None:
+        raise FileNotFoundError(notice.path)
+    return data
+
+
+def _remembered(local: LocalFiles) -> list[str]:
+    try:
+        found = typed(decode(local.read(ADDRESSES, MAX_BYTES)), dict[str, list[str]])
+        return found.get("addresses", [])[:MOST_ADDRESSES]
+    except (OSError, Rejected):
+        return []
+
+
+def _remember(local: LocalFiles, engine: Engine) -> None:
+    addresses = list(dict.fromkeys([*engine.peers(), *engine.known]))[:MOST_ADDRESSES]
+    if addresses:
+        local.write(ADDRESSES, msgspec.json.encode({"addresses": addresses}))
