@@ -14,7 +14,7 @@ from swarms import LOOPBACK, AmongPeers, engine_of, eventually, identity_of, pub
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.documents import MOST_NOTICE, Notice, accept, key_of
+from rl_swarm.network.p2p.documents import KEPT_SECONDS, MOST_NOTICE, Notice, Shelf, key_of
 from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
 from rl_swarm.wire import seal, sign
 
@@ -161,7 +161,7 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     "bytes_", [b"", b"\xc1", b"\x81" * 1000, b"\xdd\xff\xff\xff\xff", b"\xa3abc", b"\x93\x01"]
 )
 def test_bytes_that_are_no_record_are_refused(bytes_):
-    assert not accept(b"k" * 20, bytes_, bytes_, time.time() + 10)
+    assert not Shelf().accepts(b"k" * 20, bytes_, bytes_, time.time() + 10)
 
 
 def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
@@ -182,3 +182,30 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
             reader.ask(Identity.new().peer_id, path.encode(), 1 << 20)
     finally:
         swarm.close()
+
+
+def test_nobody_fills_the_memory_of_others(monkeypatch):
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import MSGPackSerializer
+
+    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_ONE", 3)
+    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_BYTES", 4000)
+    now = [time.time()]
+    shelf = Shelf(lambda: now[0])
+
+    def offers(node, number, seconds=60.0):
+        who = identity_of(node)
+        made = notice(who, path=f"rewards/round_{number}/stage_0/{node}.json", timestamp=now[0])
+        key = DHTID.generate(source=key_of("s", f"rewards/round_{number}/stage_0")).to_bytes()
+        record = (
+            MSGPackSerializer.dumps(f"{who.peer_id}/{node}.json"),
+            MSGPackSerializer.dumps(seal(made, who)),
+        )
+        return shelf.accepts(key, *record, now[0] + seconds)
+
+    assert [offers("ann", number) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
+    taken = [offers(f"node-{k}", 0) for k in range(12)]
+    assert True in taken and taken[-1] is False and shelf.bytes <= 4000
+    now[0] += 61
+    assert offers("ann", 3) and offers("node-11", 0) and shelf.bytes < 2000
+    assert not offers("ann", 4, KEPT_SECONDS + 100)

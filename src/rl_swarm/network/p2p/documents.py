@@ -31,6 +31,10 @@ MOST_INSIDE = 2 << 10  # bytes of a document that travels in its notice
 MOST_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 EARLIEST, LATEST = 3600.0, 60.0  # seconds by which the clock of a notice's author may differ
+MOST_OF_ONE, MOST_BYTES = (
+    1500,
+    64 << 20,
+)  # notices of one author, and bytes of all of them, that a peer keeps for others
 KNOWN_SECONDS = 0.2  # for which an answer of the DHT is good enough to find somebody's name in
 
 
@@ -78,22 +82,53 @@ def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice
     return notice if now - EARLIEST <= notice.timestamp <= now + LATEST else None
 
 
-def accept(key: bytes, subkey: bytes, value: bytes, expires: float) -> bool:
-    """Whether a stranger's record may lie in our part of the DHT. hivemind hashes keys and packs the rest."""
-    from hivemind.dht.routing import DHTID
-    from hivemind.utils import MSGPackSerializer
+class Shelf:
+    """What strangers may keep in our part of the DHT: notices that are theirs, and no more than their share."""
 
-    now = time.time()
-    if len(value) > MOST_NOTICE + 8 or len(subkey) > 200 or expires > now + KEPT_SECONDS + LATEST:
-        return False
-    try:
-        name, data = MSGPackSerializer.loads(subkey), MSGPackSerializer.loads(value)
-    except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
-        return False
-    if not isinstance(name, str) or not isinstance(data, bytes):
-        return False
-    notice = acceptable(None, name, data, now)
-    return notice is not None and DHTID.generate(source=notice.key()).to_bytes() == key
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.kept = dict[str, dict[tuple[bytes, bytes], tuple[float, int]]]()  # by author: expiry and size
+        self.bytes = 0
+
+    def accepts(self, key: bytes, subkey: bytes, value: bytes, expires: float) -> bool:
+        """Whether a record may lie here. hivemind hashes keys and packs the rest."""
+        from hivemind.dht.routing import DHTID
+        from hivemind.utils import MSGPackSerializer
+
+        now = self.clock()
+        if len(value) > MOST_NOTICE + 8 or len(subkey) > 200 or expires > now + KEPT_SECONDS + LATEST:
+            return False
+        try:
+            name, data = MSGPackSerializer.loads(subkey), MSGPackSerializer.loads(value)
+        except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
+            return False
+        if not isinstance(name, str) or not isinstance(data, bytes):
+            return False
+        notice = acceptable(None, name, data, now)
+        if notice is None or DHTID.generate(source=notice.key()).to_bytes() != key:
+            return False
+        return self._has_room(notice.peer_id, (key, subkey), len(value), expires, now)
+
+    def _has_room(
+        self, author: str, place: tuple[bytes, bytes], size: int, expires: float, now: float
+    ) -> bool:
+        theirs = self.kept.setdefault(author, {})
+        if place not in theirs and (len(theirs) >= MOST_OF_ONE or self.bytes + size > MOST_BYTES):
+            self._tidy(now)
+            theirs = self.kept.setdefault(author, {})
+            if len(theirs) >= MOST_OF_ONE or self.bytes + size > MOST_BYTES:
+                return False
+        self.bytes += size - theirs.get(place, (0.0, 0))[1]
+        theirs[place] = (expires, size)
+        return True
+
+    def _tidy(self, now: float) -> None:
+        self.kept = {
+            author: left
+            for author, theirs in self.kept.items()
+            if (left := {place: entry for place, entry in theirs.items() if entry[0] > now})
+        }
+        self.bytes = sum(size for theirs in self.kept.values() for _, size in theirs.values())
 
 
 class PeerFiles:

@@ -14,7 +14,7 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
-from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, accept, acceptable, key_of
+from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, Shelf, acceptable, key_of
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
 
@@ -48,7 +48,7 @@ def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here
         [*known, *remembered],
         listen=tuple(settings.p2p_listen.split(",")),
         announce=tuple(filter(None, (settings.p2p_announce or "").split(","))),
-        accept=accept,
+        accept=Shelf().accepts,
         relay=settings.p2p_relay,
         map_ports=settings.p2p_relay,
     ).start()
