@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.base import NetworkError
@@ -56,9 +56,11 @@ class Engine:
         answer: Answer = lambda request, peer: None,
         relay: bool = True,
         map_ports: bool = True,
+        reachability: Literal["public", "private"] | None = None,  # None: it finds out
     ) -> None:
         self.identity, self.known, self.listen, self.announce = identity, list(known), listen, announce
         self.accept, self.answer, self.relay, self.map_ports = accept, answer, relay, map_ports
+        self.reachability = reachability
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="p2p", daemon=True)
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-"))  # mode 0700
@@ -170,6 +172,8 @@ class Engine:
                 auto_nat=self.relay,
                 use_relay=self.relay,
                 use_auto_relay=self.relay,
+                trusted_relays=self.known if self.relay else None,  # through which others reach us behind a router
+                force_reachability=self.reachability,
                 check_if_identity_free=False,
                 startup_timeout=START_SECONDS - 5,
             )
