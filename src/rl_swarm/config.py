@@ -302,7 +302,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def step_size(self) -> float:
         return self.learning_rate or (1e-4 if self.model == "tiny" else 5e-6) * (10 if self.lora_rank else 1)
 
-    def experiment_dir(self) -> Path | None:
+    def experiment_dir(self) -> Path | str | None:
         """The address of the folder swarm that the settings name, if they name one."""
         if self.gdrive_path is None:
             return None
@@ -311,6 +311,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"GDRIVE_PATH={self.gdrive_path} names the root of a folder swarm, but EXPERIMENT_NAME is not set. "
                 "Set it to the swarm's name, for example EXPERIMENT_NAME=my-swarm."
             )
+        if "://" in self.gdrive_path:
+            return f"{self.gdrive_path.rstrip('/')}/experiments/{self.experiment_name}"
         return Path(self.gdrive_path).expanduser() / "experiments" / self.experiment_name
 
 

@@ -12,6 +12,7 @@ import msgspec
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.manifest import Manifest
+from rl_swarm.network.address import is_url
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed
 
@@ -24,7 +25,7 @@ class OwnerError(UserError):
     """A manifest of somebody else than it should be; the message says who, and what to do."""
 
 
-def check(manifest: Manifest, address: Path, settings: Settings) -> None:
+def check(manifest: Manifest, address: Path | str, settings: Settings) -> None:
     """Raises unless the manifest is by whom this node was told, or by whom it was the first time."""
     owner = manifest.peer_id
     if settings.owner is not None:
@@ -35,7 +36,7 @@ def check(manifest: Manifest, address: Path, settings: Settings) -> None:
                 "SWARM_OWNER."
             )
     elif not settings.invitation:  # a node that has one checks it when it knocks
-        first = _remembered(_file(settings)).get(str(address.resolve()), owner)
+        first = _remembered(_file(settings)).get(_place(address), owner)
         if first != owner:
             raise OwnerError(
                 f"The manifest.json in {address} is signed by {owner}, and when this node first came here it was by "
@@ -44,9 +45,9 @@ def check(manifest: Manifest, address: Path, settings: Settings) -> None:
             )
 
 
-def remember(manifest: Manifest, address: Path, settings: Settings) -> None:
+def remember(manifest: Manifest, address: Path | str, settings: Settings) -> None:
     """Keeps who the owner is, once this node was let in. Who was told needs no memory, but an old one is put right."""
-    file, here = _file(settings), str(address.resolve())
+    file, here = _file(settings), _place(address)
     known = _remembered(file)
     if known.get(here) == manifest.peer_id or (settings.owner and here not in known):
         return
@@ -56,6 +57,11 @@ def remember(manifest: Manifest, address: Path, settings: Settings) -> None:
         LocalFiles(file.parent).write(file.name, msgspec.json.format(msgspec.json.encode(dict(latest))))
     except OSError as error:  # a node that does not remember is better than none
         log.warning("%s cannot be written, so the owner of %s is not remembered: %s", file, here, error)
+
+
+def _place(address: Path | str) -> str:
+    """An address as it is remembered, from wherever it is looked at."""
+    return str(address) if is_url(address) else str(Path(address).resolve())
 
 
 def _file(settings: Settings) -> Path:

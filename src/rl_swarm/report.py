@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,9 @@ from rl_swarm.errors import UserError
 from rl_swarm.evaluation import HeldOut, mean
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
-from rl_swarm.rounds import PeerInfo, State
+from rl_swarm.network.address import locate
+from rl_swarm.network.folder import RECORD_BYTES, documents, patiently, read_manifest, read_state
+from rl_swarm.rounds import Member, PeerInfo, State
 from rl_swarm.telemetry.journal import read_lines
 from rl_swarm.wire import Rejected, typed, unseal
 
@@ -43,6 +44,7 @@ class NodeView:
 
     node: str
     peer: PeerInfo | None = None
+    member: Member | None = None
     alive: bool = False
     rounds: list[dict[str, Any]] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
@@ -64,8 +66,15 @@ class NodeView:
     def last(self) -> dict[str, Any]:
         return self.rounds[-1] if self.rounds else {}
 
+    @property
+    def has_reward(self) -> bool:
+        return bool(self.rounds or (self.member and self.member.participation))
+
     def reward(self, rounds: int = TREND_ROUNDS, before: int = 0) -> float:
-        """Mean reward of fresh local rollouts over some rounds, the last `before` left out."""
+        """Mean reward of fresh local rollouts over some rounds, the last `before` left out. Where its log is not at
+        hand, what it reported, over all rounds."""
+        if not self.rounds and self.member and self.member.participation:
+            return self.member.reward / self.member.participation
         end = len(self.rounds) - before
         return mean([line["reward_local"] for line in self.rounds[max(0, end - rounds) : max(0, end)]])
 
@@ -88,23 +97,35 @@ class NodeView:
 class RunView:
     """A run, kept up to date by `refresh`, which reads only what is new."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.files = root, LocalFiles(root)
+    def __init__(self, address: Path | str) -> None:
+        self.address = locate(address)
+        self.root, self.files = self.address.here, self.address.files
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
 
     @classmethod
-    def open(cls, root: Path) -> "RunView":
-        """The run in a folder that exists; a clear error if it is none."""
-        view = cls(root)
+    def open(cls, address: Path | str) -> "RunView":
+        """The run at an address where there is one; a clear error if there is none."""
+        view = cls(address)
+        if view.address.is_url:
+            view.reach()
         view.refresh()
         if view.manifest is None:
             raise UserError(
-                f"{root} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
+                f"{address} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
                 "such as runs/<name> or <GDRIVE_PATH>/experiments/<EXPERIMENT_NAME>; `rl-swarm runs` lists yours."
             )
         return view
+
+    def reach(self) -> None:
+        """Says what is wrong with a store that gives no answer, which is not the same as an empty one."""
+        try:
+            self.manifest = patiently(lambda: read_manifest(self.files), threading.Event())
+        except (FileNotFoundError, Rejected):
+            pass
+        except OSError as error:
+            raise UserError(f"{error.filename or self.address}: {error.strerror or error}") from error
 
     def refresh(self) -> None:
         try:
@@ -120,8 +141,10 @@ class RunView:
                 continue
             if self.manifest is not None and (peer.swarm, peer.node) == (self.manifest.swarm(), node):
                 view.peer = peer
+        members = self.state.members if self.state else {}
         for view in self.nodes.values():
             view.refresh(self.root)
+            view.member = members.get(view.peer.peer_id) if view.peer else None
             view.alive = self._alive(view)
 
     def _alive(self, view: NodeView) -> bool:
@@ -141,9 +164,8 @@ class RunView:
     def as_dict(self) -> dict[str, object]:
         """What `status --json` prints."""
         state, manifest = self.state, self.manifest
-        members = state.members if state else {}
         return {
-            "address": str(self.root),
+            "address": self.address.text,
             "name": manifest.name if manifest else None,
             "swarm": manifest.swarm() if manifest else None,
             "phase": state.phase if state else "waiting",
@@ -162,15 +184,11 @@ class RunView:
                     "round": view.last.get("round"),
                     "held_out_start": view.start["sampled"] if view.start else None,
                     "held_out_now": view.now["sampled"] if view.now else None,
-                    "reward": view.reward() if view.rounds else None,
+                    "reward": view.reward() if view.has_reward else None,
                     "tokens_per_second": view.last.get("tokens_per_second"),
                     "external_taken": view.external_taken,
-                    "participation": members[view.peer.peer_id].participation
-                    if view.peer and view.peer.peer_id in members
-                    else 0,
-                    "wins": members[view.peer.peer_id].wins
-                    if view.peer and view.peer.peer_id in members
-                    else 0,
+                    "participation": view.member.participation if view.member else 0,
+                    "wins": view.member.wins if view.member else 0,
                 }
                 for view in self.nodes.values()
             ],

@@ -17,8 +17,9 @@ import msgspec
 from rl_swarm.environments.base import Environment
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
+from rl_swarm.network.address import Address, locate
 from rl_swarm.network.conductor import read_history
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.files import Files
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
@@ -62,19 +63,29 @@ class RoundLine(msgspec.Struct, frozen=True):
 
 @dataclass
 class Run:
-    files: LocalFiles
+    address: Address
     manifest: Manifest
     state: State
     history: list[Ended]
 
+    @property
+    def files(self) -> Files:
+        return self.address.files
+
     def node(self, peer_id: str) -> str:
         return self.state.members[peer_id].node
 
+    def has_log(self, node: str) -> bool:
+        """With a path, everybody's logs lie there; with a URL, on the machine of the node."""
+        return not self.address.is_url or (self.address.here / "logs" / node).is_dir()
 
-def validate(root: Path, rounds: int | None = None, nodes: int | None = None) -> tuple[Verdict, Run | None]:
+
+def validate(
+    address: Path | str, rounds: int | None = None, nodes: int | None = None
+) -> tuple[Verdict, Run | None]:
     """Everything that can be checked without scoring; `rescore` does the rest."""
     verdict = Verdict()
-    run = _open(LocalFiles(root), verdict)
+    run = _open(locate(address), verdict)
     if run is None:
         return verdict, None
     if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
@@ -93,7 +104,8 @@ def validate(root: Path, rounds: int | None = None, nodes: int | None = None) ->
     return verdict, run
 
 
-def _open(files: LocalFiles, verdict: Verdict) -> Run | None:
+def _open(address: Address, verdict: Verdict) -> Run | None:
+    files = address.files
     try:
         manifest = read_manifest(files)
         state = read_state(files, manifest)
@@ -106,7 +118,7 @@ def _open(files: LocalFiles, verdict: Verdict) -> Run | None:
         return None
     if unreadable:
         verdict.notes.append(f"{unreadable} lines of the history cannot be read (a crash leaves one half)")
-    return Run(files, manifest, state, history)
+    return Run(address, manifest, state, history)
 
 
 def _check_history(run: Run, verdict: Verdict) -> None:
@@ -170,8 +182,10 @@ def _check_gaps(run: Run, verdict: Verdict) -> None:
                 continue
             if number > last:
                 reasons[number] = "after its last sign"
-            elif (run.files.root / report_path(number, run.manifest.stages - 1, member.node)).exists():
+            elif _is_there(run, report_path(number, run.manifest.stages - 1, member.node)):
                 reasons[number] = "reported late"
+            elif not run.has_log(member.node):
+                reasons[number] = "for reasons that stand in its log, which is not here"
             else:
                 verdict.errors.append(f"round {number}: no report of {member.node} and no reason for that")
         explained = missing & (reasons.keys() | set(range(member.joined_round)))
@@ -182,9 +196,23 @@ def _check_gaps(run: Run, verdict: Verdict) -> None:
             )
 
 
+def _is_there(run: Run, path: str) -> bool:
+    try:
+        run.files.read(path, 0)
+    except OSError:
+        return False
+    return True
+
+
 def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
     """Every node's log tells the rewards that it reported."""
+    elsewhere = [peer_id for peer_id, member in run.state.members.items() if not run.has_log(member.node)]
+    if elsewhere:
+        names = ", ".join(sorted(map(animal_name, elsewhere)))
+        verdict.notes.append(f"logs that are not on this machine were not compared: {names}")
     for peer_id, member in run.state.members.items():
+        if peer_id in elsewhere:
+            continue
         logged: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for line in _lines(run, member.node, "metrics.jsonl", RoundLine):
             pair = (line.reward_local, line.reward_training)
@@ -213,7 +241,7 @@ def _killed_before_logging(run: Run, node: str, number: int) -> bool:
 def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
     """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
     found = []
-    for line in read_lines(run.files.root / "logs" / node / name)[0]:
+    for line in read_lines(run.address.here / "logs" / node / name)[0]:
         with suppress(Rejected):
             found.append(typed(line, kind))
     return found

@@ -20,9 +20,10 @@ from rl_swarm.config import ConfigError, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
+from rl_swarm.network.address import Address, is_url, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.files import Files
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
 from rl_swarm.presence import Watch, only_one_here
 from rl_swarm.rounds import PeerInfo, State
@@ -41,13 +42,15 @@ SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has fa
 SWITCH_SECONDS = 0.0005  # a thread that feeds the GPU must not wait long for one that computes
 
 
-def join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None) -> None:
+def join(
+    address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None
+) -> None:
     """Joins the swarm at the address and trains until it has finished or `stop` is set."""
     with explained(address):
-        _join(address, settings, stop, sharing)
+        _join(locate(address), settings, stop, sharing)
 
 
-def join_together(address: Path, workers: Mapping[str, Settings], stop: threading.Event) -> None:
+def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
     """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
     from rl_swarm.learning.sharing import Sharing, own_stream
 
@@ -80,19 +83,20 @@ def join_together(address: Path, workers: Mapping[str, Settings], stop: threadin
         raise failures[0]
 
 
-def coordinate(address: Path, settings: Settings, stop: threading.Event) -> None:
+def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
     """Coordinates the swarm at the address, founding it if there is none."""
     with explained(address):
         identity = Identity.load_or_create(Path(settings.identity_path))
-        address.mkdir(parents=True, exist_ok=True)
-        files = LocalFiles(address)
-        manifest = found(files, settings, address.name, identity)
+        if not is_url(address):
+            Path(address).mkdir(parents=True, exist_ok=True)
+        place = locate(address)
+        manifest = found(place.files, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
-        state = Conductor(files, manifest, identity, settings, stop).run()
+        state = Conductor(place.files, manifest, identity, settings, stop).run()
         log.info("%s at round %d", state.phase, state.round)
 
 
-def found(files: LocalFiles, settings: Settings, name: str, identity: Identity) -> Manifest:
+def found(files: Files, settings: Settings, name: str, identity: Identity) -> Manifest:
     """The swarm's manifest, written now if this is a new swarm."""
     try:
         return read_manifest(files)
@@ -107,18 +111,17 @@ def found(files: LocalFiles, settings: Settings, name: str, identity: Identity) 
         return manifest
     except (Incomplete, Rejected) as error:
         raise NetworkError(
-            f"{files.root / MANIFEST} cannot be used ({error}). Start in another folder."
+            f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder."
         ) from error
 
 
-def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
+def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
-    files = LocalFiles(address)
-    manifest = await_manifest(files, stop, settings.poll_interval)
+    manifest = await_manifest(address.files, stop, settings.poll_interval)
     if manifest is None:
         return
-    owners.check(manifest, address, settings)
+    owners.check(manifest, address.text, settings)
 
     if settings.publish == "round" and manifest.round_end == "lockstep":
         raise ConfigError(
@@ -126,22 +129,22 @@ def _join(address: Path, settings: Settings, stop: threading.Event, sharing: "Sh
             "rollouts before they learn. Use `stage` or `generation`."
         )
     with only_one_here(identity, manifest.swarm()):
-        _take_part(address, settings, stop, sharing, identity, name, files, manifest)
+        _take_part(address, settings, stop, sharing, identity, name, manifest)
 
 
 def _take_part(
-    address: Path,
+    address: Address,
     settings: Settings,
     stop: threading.Event,
     sharing: "Sharing | None",
     identity: Identity,
     name: str,
-    files: LocalFiles,
     manifest: Manifest,
 ) -> None:
+    files, here = address.files, address.here
     coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
     ticket = coordinator.knock(settings.invitation)
-    owners.remember(manifest, address, settings)
+    owners.remember(manifest, address.text, settings)
     check_name(coordinator.current(), identity, name)
     watch = Watch(files, name, identity, manifest.swarm())
 
@@ -155,8 +158,8 @@ def _take_part(
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
-    journal = Journal(address / "logs" / name)
-    written = checkpoints.written(address / "checkpoints", name, manifest.swarm(), identity.peer_id)
+    journal = Journal(here / "logs" / name)
+    written = checkpoints.written(here / "checkpoints", name, manifest.swarm(), identity.peer_id)
     policy, place = _restored(written, settings, sharing)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)
     node = Node(
@@ -179,9 +182,9 @@ def _take_part(
         ),
         coordinator=coordinator,
         journal=journal,
-        checkpoints=address / "checkpoints",
+        checkpoints=here / "checkpoints",
         stop=stop,
-        push=Push.wanted(settings, address / "checkpoints" / f".push-{name}", journal, stop),
+        push=Push.wanted(settings, here / "checkpoints" / f".push-{name}", journal, stop),
     )
     if place:
         node.done = (place.round, place.stage)
@@ -195,6 +198,8 @@ def _take_part(
         policy.name,
         policy.device,
     )
+    if address.is_url:
+        log.info("its logs and checkpoints are on this machine, in %s", here)
     log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
 
     node.prepare()
@@ -295,8 +300,8 @@ def signs_of_life(
 
 
 @contextmanager
-def explained(address: Path) -> Iterator[None]:
-    """Turns what a disk can do to a node into one message for its user."""
+def explained(address: Path | str) -> Iterator[None]:
+    """Turns what a disk or a store can do to a node into one message for its user."""
     try:
         yield
     except OSError as error:
@@ -304,7 +309,7 @@ def explained(address: Path) -> Iterator[None]:
             raise UserError(
                 f"The disk of {address} is full. Free some space, then go on with the same command."
             ) from error
-        if not address.is_dir():
+        if not is_url(address) and not Path(address).is_dir():
             raise UserError(
                 f"The folder {address} has disappeared. Mount it again, then go on with the same command."
             ) from error

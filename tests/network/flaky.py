@@ -76,6 +76,8 @@ class Drive:
 class View:
     """What one node sees. It sees its own writes at once."""
 
+    root = "the drive"
+
     def __init__(self, drive: Drive, node: str) -> None:
         self.drive, self.node = drive, node
         self.asked: Counter[tuple[str, str]] = Counter()

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
@@ -14,7 +13,8 @@ from rl_swarm.cli import program
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity, animal_name, is_peer_id
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.address import locate
+from rl_swarm.network.files import Files, Refused
 from rl_swarm.network.folder import change_roll, read_manifest, read_roll, read_state
 from rl_swarm.rounds import State
 from rl_swarm.wire import Rejected
@@ -23,7 +23,7 @@ DAY = 86400.0
 T = TypeVar("T")
 
 
-def invite(address: Path, owner: Identity, uses: int, days: float) -> None:
+def invite(address: str, owner: Identity, uses: int, days: float) -> None:
     """Prints a new invitation, and beside it what it is good for."""
     _, manifest = _opened(address, owner)
     expires = int(time.time() + days * DAY)
@@ -40,7 +40,7 @@ def invite(address: Path, owner: Identity, uses: int, days: float) -> None:
     told.print(f"To take it back, with all who came by it: {program()} deny {address} {name}")
 
 
-def change(address: Path, owner: Identity, name: str, allow: bool) -> None:
+def change(address: str, owner: Identity, name: str, allow: bool) -> None:
     if not is_peer_id(name) and not is_invitation(name):
         raise UserError(
             f"{name!r} is neither a peer id (12D3KooW... or Qm...) nor the name of an invitation. "
@@ -58,7 +58,7 @@ def change(address: Path, owner: Identity, name: str, allow: bool) -> None:
         print(f"{who} is {what} from the next round on (list number {after.number}).")
 
 
-def members(address: Path, as_json: bool) -> None:
+def members(address: str, as_json: bool) -> None:
     """Who takes part, how they came, and who is kept out."""
     files, manifest = _opened(address)
     roll = _read(lambda: read_roll(files, manifest), address)
@@ -104,8 +104,8 @@ def members(address: Path, as_json: bool) -> None:
         console.print(f"Revoked invitations: {', '.join(roll.revoked)}")
 
 
-def _opened(address: Path, owner: Identity | None = None) -> tuple[LocalFiles, Manifest]:
-    files = LocalFiles(address)
+def _opened(address: str, owner: Identity | None = None) -> tuple[Files, Manifest]:
+    files = locate(address).files
     manifest = _read(lambda: read_manifest(files), address)
     if owner is not None and owner.peer_id != manifest.peer_id:
         raise UserError(
@@ -115,9 +115,11 @@ def _opened(address: Path, owner: Identity | None = None) -> tuple[LocalFiles, M
     return files, manifest
 
 
-def _read(act: Callable[[], T], address: Path) -> T:
+def _read(act: Callable[[], T], address: str) -> T:
     try:
         return act()
+    except Refused as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from error
     except OSError as error:
         raise UserError(
             f"{error.filename or address}: {error.strerror}. Is {address} the folder of a swarm?"

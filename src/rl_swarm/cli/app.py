@@ -46,11 +46,14 @@ Admission = Annotated[
     str | None, typer.Option("--admission", help="Who may take part: open (anybody) or invited.")
 ]
 Address = Annotated[
-    Path, typer.Argument(help="Experiment directory: runs/<name>, or <root>/experiments/<name>.")
+    str,
+    typer.Argument(
+        help="Experiment directory or URL: runs/<name>, <root>/experiments/<name>, s3://<bucket>/<name>."
+    ),
 ]
 OptionalAddress = Annotated[
-    Path | None,
-    typer.Argument(help="Experiment directory; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
+    str | None,
+    typer.Argument(help="Experiment directory or URL; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
 ]
 
 
@@ -198,7 +201,7 @@ def coordinate(
 
 def _alone(
     role: str,
-    address: Path | None,
+    address: str | None,
     config_file: Path | None,
     sets: list[str] | None,
     dry_run: bool,
@@ -273,7 +276,7 @@ def status(
         print(json.dumps(view.as_dict(), indent=2))
         return
     console = Console()
-    console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {address}")
+    console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {view.address}")
     console.print(LiveView(view, console).table(closing="finished"))
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rl_swarm import config
 from rl_swarm.errors import UserError
+from rl_swarm.network.address import locate
 
 Finding = tuple[bool, str]
 
@@ -86,6 +87,9 @@ def scoring() -> Iterator[Finding]:
 def folder() -> Iterator[Finding]:
     settings = config.load().settings
     address = settings.experiment_dir()
+    if isinstance(address, str):
+        yield from _store(address)
+        return
     root = Path(settings.gdrive_path).expanduser() if settings.gdrive_path else Path.cwd()
     try:
         with tempfile.NamedTemporaryFile(dir=root):
@@ -95,6 +99,14 @@ def folder() -> Iterator[Finding]:
             False,
             f"{root} cannot be written ({error.strerror}). Mount it, or set GDRIVE_PATH to one that can.",
         )
+
+
+def _store(address: str) -> Iterator[Finding]:
+    try:
+        locate(address).files.names("peers")
+        yield True, f"{address} can be reached"
+    except (OSError, UserError) as error:
+        yield False, str(error)
 
 
 def identity() -> Iterator[Finding]:

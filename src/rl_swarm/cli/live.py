@@ -118,11 +118,11 @@ class LiveView:
             held_out = f"{start['sampled']:.2f}"
         return (
             Text(view.name + self._lag(view), style="" if view.alive else "dim"),
-            f"{view.reward():.2f}" if view.rounds else "",
+            f"{view.reward():.2f}" if view.has_reward else "",
             arrow if view.rounds else "",
             held_out,
             f"{view.last['tokens_per_second']:,.0f}" if view.rounds else "",
-            str(view.external_taken),
+            str(view.external_taken) if view.rounds or not self.run.address.is_url else "",
         )
 
     def _lag(self, view: NodeView) -> str:

@@ -22,6 +22,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.hub import outcomes
 from rl_swarm.identity import Identity
 from rl_swarm.learning import smollm2
+from rl_swarm.network.address import is_url
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import change_roll
 from rl_swarm.report import RunView
@@ -98,11 +99,11 @@ def _allow(root: Path, settings: Settings, workers: Mapping[str, Settings]) -> N
     change_roll(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
-def alone(role: str, address: Path, settings: Settings) -> None:
+def alone(role: str, address: Path | str, settings: Settings) -> None:
     """One process of a folder swarm, with its log on the terminal."""
     from rl_swarm import worker
 
-    if not address.parent.parent.is_dir() and role == "worker":
+    if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     start_logging(settings, Path("logs"), role, terminal=True)
     stop = _catch_signals()

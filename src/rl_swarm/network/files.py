@@ -1,6 +1,6 @@
 """The file system as a folder swarm sees it: a few calls below one root.
 
-Everything the folder network does goes through these calls, so that another store (or a test that
+Everything the folder network does goes through these calls, so that another store (`remote.py`, or a test that
 behaves like a badly synced drive) can stand in.
 """
 
@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 
+class Refused(OSError):
+    """A store that goes on refusing until somebody changes a setting or a permission; the message says which."""
+
+
 class Files(Protocol):
     """Paths are relative to the root and use `/`. `OSError` means: not now, perhaps later.
 
     What lies in the folder may have been put there by anybody: only plain files are read and written.
     """
+
+    @property
+    def root(self) -> Path | str:
+        """As a person would write it."""
+        ...
 
     def read(self, path: str, limit: int) -> bytes:
         """At most `limit + 1` bytes, so that the caller can tell when there were more."""

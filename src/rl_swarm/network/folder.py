@@ -1,6 +1,6 @@
-"""A swarm in a shared folder: no server, no open port. A mounted Google Drive, NFS and a local disk will do.
+"""A swarm in a shared folder: no server, no open port. A mounted Google Drive, NFS, a local disk or a bucket will do.
 
-Layout below the experiment directory:
+Layout below the experiment directory (with a URL, checkpoints and logs stay on the nodes' machines):
 
     manifest.json                            what this swarm is, signed by its owner
     admission.json                           whom the owner allows and denies, if anybody
@@ -34,7 +34,7 @@ from rl_swarm.admission import AdmissionError, Roll
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError, OnReject
-from rl_swarm.network.files import Files
+from rl_swarm.network.files import Files, Refused
 from rl_swarm.rollouts import Publication, within
 from rl_swarm.rounds import PeerInfo, Report, State, Why
 from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
@@ -148,8 +148,12 @@ def await_manifest(files: Files, stop: threading.Event, poll: float) -> Manifest
     for tries in itertools.count():
         try:
             return read_manifest(files)
-        except (OSError, Incomplete):
-            if tries == 1:
+        except Refused:
+            raise
+        except (OSError, Incomplete) as error:
+            if tries == 1 and not isinstance(error, FileNotFoundError):
+                log.warning("manifest.json cannot be read yet: %s", error)
+            elif tries == 1:
                 log.info("waiting for the coordinator: there is no manifest.json yet")
         except Rejected as error:
             raise NetworkError(f"manifest.json of this swarm cannot be used ({error}).") from error
@@ -324,8 +328,9 @@ class FolderCoordinator:
         return shown
 
     def not_admitted(self, why: Why) -> AdmissionError:
-        address = str(getattr(self.files, "root", "ADDRESS"))
-        return AdmissionError(admission.sentence(why, self.manifest, self.identity.peer_id, address))
+        return AdmissionError(
+            admission.sentence(why, self.manifest, self.identity.peer_id, str(self.files.root))
+        )
 
     def refusal(self, peer_id: str) -> Why | None:
         """Why what a peer publishes is not used."""

@@ -1,0 +1,76 @@
+"""Where a swarm is: a local path or a URL, as text that people hand to each other.
+
+What is signed lies at the address. What a node keeps for itself, its logs and checkpoints, lies in a directory of its
+machine: with a path that is the same directory, with a URL it is `runs/<name>-<digest of the URL>`.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl_swarm.errors import UserError
+from rl_swarm.network.files import Files, LocalFiles
+from rl_swarm.wire import digest
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+READ_ONLY = ("http", "https", "ftp", "github", "git")
+NOT_YET = ("p2p", "chain")
+
+
+@dataclass(frozen=True)
+class Address:
+    text: str  # as people write it, and as the owner is remembered by
+    name: str  # of a swarm that is founded here
+    files: Files  # what is signed
+    here: Path  # what stays on this machine
+    is_url: bool = False  # then others keep their logs elsewhere
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def is_url(where: Path | str) -> bool:
+    return isinstance(where, str) and URL.match(where) is not None
+
+
+def locate(where: Path | str) -> Address:
+    """The address that a text or a path stands for; a clear error where it stands for none."""
+    if isinstance(where, Path) or not (scheme := URL.match(where)):
+        path = Path(where)
+        return Address(str(path), path.name, LocalFiles(path), path)
+    kind = scheme[1].lower()
+    url = kind + where[scheme.end(1) :].rstrip("/")
+    parts = urlsplit(url)
+    if kind == "file":
+        return locate(Path(parts.path))
+    if kind in NOT_YET:
+        raise UserError(
+            f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store."
+        )
+    if kind in READ_ONLY:
+        raise UserError(
+            f"{where}: nodes cannot write to a {kind}:// address. Use a path, s3://bucket/name, gs://bucket/name or "
+            "webdavs://server/folder/name."
+        )
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise UserError(
+            f"An address is handed to others and stands in logs, so it carries neither credentials nor parameters: "
+            f"{kind}://{parts.netloc.rpartition('@')[2]}{parts.path} is what is meant? Credentials are read from the "
+            "environment; docs/folder-swarm.md says which variables."
+        )
+    name = parts.path.rpartition("/")[2]
+    if (
+        not parts.netloc
+        or not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name)
+        or "//" in parts.path
+        or "::" in url
+    ):
+        raise UserError(
+            f"{where}: a swarm needs a bucket or server, and a folder in it with a name of letters, digits, '.', '_' and "
+            f"'-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
+        )
+    from rl_swarm.network.remote import RemoteFiles
+
+    here = Path("runs") / f"{name}-{digest(url.encode())[:8]}"
+    return Address(url, name, RemoteFiles(url), here, is_url=True)

@@ -1,0 +1,221 @@
+"""A store that is reached by a URL, through fsspec: a bucket or a WebDAV server.
+
+An object is written whole or not at all, and what one node has written the next reads, so a bucket is a better
+shared folder than most. Everything is asked of the store anew: listings that fsspec keeps would hide what others write.
+
+A library that talks to a store has errors of its own. Here they become what the rest of the package knows:
+`FileNotFoundError`, `Refused` for what will not work until a person changes something, and `OSError` for the rest.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_swarm.errors import UserError
+from rl_swarm.network.files import Refused
+
+APPENDED_BYTES = 64 << 20  # of a log that is still appended to, which writes it anew
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+ATTEMPTS = 4  # of the library, with growing pauses, before an error reaches us
+
+# What a library of a store needs to know, and where it looks for it.
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and AWS_ENDPOINT_URL where the store is not Amazon's",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "webdav": "WEBDAV_USERNAME and WEBDAV_PASSWORD",
+}
+SAME = {
+    "s3a": "s3",
+    "gcs": "gs",
+    "abfs": "az",
+    "adl": "az",
+    "webdavs": "webdav",
+    "dav": "webdav",
+    "davs": "webdav",
+}
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "webdav": "'webdav4[fsspec]'", "memory": "fsspec"}
+
+NOWHERE = {"NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "IllegalLocationConstraintException"}
+NOT_ALLOWED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "401", "403"}  # fmt: skip
+EMPTY = {"InvalidRange", "416"}  # the first bytes of nothing
+
+
+class RemoteFiles:
+    """`Files` below a URL."""
+
+    def __init__(self, url: str) -> None:
+        self.root = url
+        self.scheme = urlsplit(url).scheme
+        self.store = SAME.get(self.scheme, self.scheme)
+        self._made = (os.getpid(), *_open(url, self.store))  # process, file system, path of the root in it
+
+    def read(self, path: str, limit: int) -> bytes:
+        store, root = self._opened()
+        try:
+            with self._explained(path):
+                return bytes(store.cat_file(f"{root}/{path}", end=limit + 1)[: limit + 1])
+        except OSError as error:
+            if _codes(error) & EMPTY:
+                return b""
+            raise
+
+    def write(self, path: str, data: bytes) -> None:
+        store, root = self._opened()
+        with self._explained(path):
+            store.pipe_file(f"{root}/{path}", data)
+
+    def append(self, path: str, data: bytes) -> None:
+        """Reads and writes the whole object: for a log with one writer."""
+        try:
+            before = self.read(path, APPENDED_BYTES)
+        except FileNotFoundError:
+            before = b""
+        if len(before) > APPENDED_BYTES:
+            raise OSError(errno.EFBIG, "too large to be appended to", self._url(path))
+        self.write(path, before + data)
+
+    def names(self, folder: str) -> list[str]:
+        store, root = self._opened()
+        here = f"{root}/{folder}"
+        try:
+            with self._explained(folder):
+                listed = store.ls(here, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = {name.rstrip("/").rpartition("/")[2] for name in listed if not _same(name, here)}
+        return sorted(found - {""})
+
+    def remove(self, folder: str) -> None:
+        store, root = self._opened()
+        with suppress(FileNotFoundError), self._explained(folder):
+            store.rm(f"{root}/{folder}", recursive=True)
+
+    def move(self, folder: str, target: str) -> None:
+        """Copies what is there, then removes it: a store has no folders that could be renamed."""
+        store, root = self._opened()
+        with self._explained(folder):
+            for source in store.find(f"{root}/{folder}"):
+                inside = source.lstrip("/")[len(f"{root}/{folder}".lstrip("/")) + 1 :]
+                goal = f"{root}/{target}/{inside}"
+                if self.store == "webdav":  # the others make what is missing on the way
+                    store.makedirs(goal.rpartition("/")[0], exist_ok=True)
+                store.cp_file(source, goal)
+            store.rm(f"{root}/{folder}", recursive=True)
+
+    def _url(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    def _opened(self) -> tuple[Any, str]:
+        """The file system and where the root is in it. Its connections and threads do not survive a fork."""
+        made = self._made
+        if made[0] != os.getpid():
+            made = self._made = (os.getpid(), *_open(self.root, self.store))
+        return made[1:]
+
+    @contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        """Turns the errors of a library into ours."""
+        url = self._url(path)
+        try:
+            yield
+        except Exception as error:
+            codes = _codes(error)
+            if codes & NOWHERE:
+                bucket = urlsplit(self.root).netloc
+                raise Refused(
+                    errno.ENXIO,
+                    f"the store has no bucket {bucket!r} that could be used ({_said(error)}). Make it first, or correct "
+                    f"the address; {self._settings()}",
+                    url,
+                ) from error
+            if (
+                codes & NOT_ALLOWED
+                or isinstance(error, PermissionError)
+                or "Credentials" in type(error).__name__
+            ):
+                raise Refused(
+                    errno.EACCES, f"the store does not let us in ({_said(error)}): {self._settings()}", url
+                ) from error
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url) from error
+            if isinstance(error, NotADirectoryError):
+                raise
+            if not isinstance(error, OSError) and type(error).__module__ == "builtins":
+                raise  # a mistake of ours, not of the network
+            raise OSError(getattr(error, "errno", None) or errno.EIO, _said(error), url) from error
+
+    def _settings(self) -> str:
+        names = CREDENTIALS.get(self.store)
+        return (
+            f"it is told who we are by {names}" if names else "its library's documentation says what to set"
+        )
+
+
+def _open(url: str, store: str) -> tuple[Any, str]:
+    if store not in PACKAGES:
+        raise UserError(
+            f"{url}: {store}:// is no kind of address that we know. Use a path, s3://bucket/name, gs://bucket/name, "
+            "az://container/name or webdavs://server/folder/name."
+        )
+    try:
+        if store == "webdav":
+            return _open_webdav(url)
+        import fsspec
+
+        made = fsspec.filesystem(store, skip_instance_cache=True, use_listings_cache=False, **_options(store))
+    except ImportError as error:
+        raise UserError(
+            f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_said(error)}). Install it: "
+            f".venv/bin/pip install {PACKAGES[store]}"
+        ) from error
+    return made, made._strip_protocol(re.sub(r"^[^:]+", store, url)).rstrip("/")
+
+
+def _open_webdav(url: str) -> tuple[Any, str]:
+    from webdav4.fsspec import WebdavFileSystem
+
+    parts = urlsplit(url)
+    web = "https" if parts.scheme.endswith("s") else "http"
+    user, password = os.environ.get("WEBDAV_USERNAME"), os.environ.get("WEBDAV_PASSWORD")
+    auth = (user, password) if user and password else None
+    made = WebdavFileSystem(
+        f"{web}://{parts.netloc}", auth=auth, timeout=READ_SECONDS, skip_instance_cache=True
+    )
+    return made, parts.path.strip("/")
+
+
+def _options(store: str) -> dict[str, object]:
+    if store != "s3":
+        return {}
+    patience = {"retries": {"mode": "standard", "total_max_attempts": ATTEMPTS}}
+    return {
+        "config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, **patience},
+    }
+
+
+def _same(name: str, path: str) -> bool:
+    return name.strip("/") == path.strip("/")
+
+
+def _codes(error: BaseException | None) -> set[str]:
+    """The codes that a store answered with, wherever a library keeps them."""
+    found = set()
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            found.add(str(response.get("Error", {}).get("Code", "")))
+        for name in ("status", "status_code", "code"):
+            found.add(str(getattr(error, name, "") or getattr(response, name, "")))
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _said(error: BaseException) -> str:
+    """What a library says, as one short line."""
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(said).split())[:300].rstrip(".")
