@@ -242,7 +242,8 @@ def worker_settings(settings: Settings) -> dict[str, Settings]:
     owner = Identity.load_or_create(base).peer_id
     workers = {}
     for number in range(1, settings.nodes + 1):
-        key = base if number == 1 else base.with_name(f"{base.stem}-{number}{base.suffix}")
+        first = number == 1 and settings.network == "folder"  # among peers the coordinator is one of its own
+        key = base if first else base.with_name(f"{base.stem}-{number}{base.suffix}")
         node = Identity.load_or_create(key).node
         shared = settings.hub_repo is not None and settings.nodes > 1
         repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange,
 from rl_swarm.presence import Watch, only_one_here
 from rl_swarm.rounds import PeerInfo, State
 from rl_swarm.telemetry.journal import Journal
-from rl_swarm.wire import Incomplete, Rejected, seal
+from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal
 
 if TYPE_CHECKING:
     from rl_swarm.learning.checkpoints import Place
@@ -92,7 +93,20 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
         place = locate(address)
         manifest = found(place.files, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
-        state = Conductor(place.files, manifest, identity, settings, stop).run()
+        with ExitStack() as stack:
+            files = place.files
+            if settings.network == "p2p":
+                from rl_swarm.network.p2p import joining
+
+                signed = files.read(MANIFEST, MAX_BYTES)
+                engine = stack.enter_context(joining.engine_of(identity, [], settings, place.here))
+                files = stack.enter_context(
+                    joining.among_peers(engine, identity, manifest, signed, place.here)
+                )
+                joining.tell(engine, place.here)
+                log.info("others join at p2p://%s", ",".join(engine.addresses))
+            state = Conductor(files, manifest, identity, settings, stop).run()
+            stop.wait(joining.LAST_WORDS if settings.network == "p2p" else 0.0)
         log.info("%s at round %d", state.phase, state.round)
 
 
@@ -118,9 +132,45 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
 def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
-    manifest = await_manifest(address.files, stop, settings.poll_interval)
-    if manifest is None:
+    with opened(address, settings, identity, stop) as (address, manifest):
+        if manifest is not None:
+            _admitted(address, settings, stop, sharing, identity, name, manifest)
+
+
+@contextmanager
+def opened(
+    address: Address, settings: Settings, identity: Identity, stop: threading.Event
+) -> Iterator[tuple[Address, Manifest | None]]:
+    """The address with the files of its swarm, and the manifest; None when told to stop before there is one."""
+    if settings.network == "folder" and not address.text.startswith("p2p://"):
+        yield address, await_manifest(address.files, stop, settings.poll_interval)
         return
+    from rl_swarm.network.p2p import joining
+
+    known = (
+        joining.known_addresses(address.text)
+        if address.text.startswith("p2p://")
+        else joining.told(address.here, stop)
+    )
+    with joining.engine_of(identity, known, settings, address.here) as engine:
+        found = joining.await_manifest(engine, settings, stop)
+        if found is None:
+            yield address, None
+            return
+        manifest, signed = found
+        with joining.among_peers(engine, identity, manifest, signed, address.here) as files:
+            yield replace(address, files=files), manifest
+
+
+def _admitted(
+    address: Address,
+    settings: Settings,
+    stop: threading.Event,
+    sharing: "Sharing | None",
+    identity: Identity,
+    name: str,
+    manifest: Manifest,
+) -> None:
     owners.check(manifest, address.text, settings)
 
     if settings.publish == "round" and manifest.round_end == "lockstep":
@@ -142,7 +192,7 @@ def _take_part(
     manifest: Manifest,
 ) -> None:
     files, here = address.files, address.here
-    coordinator = FolderCoordinator(files, manifest, identity, name, stop, settings.poll_interval)
+    coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
     ticket = coordinator.knock(settings.invitation)
     owners.remember(manifest, address.text, settings)
     check_name(coordinator.current(), identity, name)
@@ -227,6 +277,21 @@ def _take_part(
     journal.event("left", round=node.done[0])
     if coordinator.turned_away:
         raise coordinator.not_admitted(coordinator.turned_away)
+
+
+def coordinator_of(
+    files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
+) -> FolderCoordinator:
+    """Among peers and with rounds on an interval nobody conducts."""
+    if manifest.round_end == "interval" and not hasattr(files, "introductions"):
+        return FolderCoordinator(files, manifest, identity, name, stop, poll)
+    if manifest.round_end != "interval":
+        return FolderCoordinator(files, manifest, identity, name, stop, poll)
+    from rl_swarm.network.p2p.clock import ClockCoordinator
+    from rl_swarm.network.p2p.documents import PeerFiles
+
+    assert isinstance(files, PeerFiles)
+    return ClockCoordinator(files, manifest, identity, name, stop, poll)
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:

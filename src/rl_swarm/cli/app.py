@@ -117,6 +117,7 @@ def up(
     tasks: Tasks = None,
     device: Device = None,
     admission: Admission = None,
+    network: Annotated[str | None, typer.Option("--network", help="folder or p2p.")] = None,
     identity_path: Identity_ = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
@@ -130,7 +131,8 @@ def up(
         preset |= running.settings_of(resume)
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
-        learning_rate=learning_rate, tasks=tasks, device=device, admission=admission, identity_path=identity_path,
+        learning_rate=learning_rate, tasks=tasks, device=device, admission=admission, network=network,
+        identity_path=identity_path,
     )  # fmt: skip
     plain = config.load({}, config_file, {}, command="up").settings
     if plain.gdrive_path and run is None and resume is None:

@@ -15,7 +15,7 @@ from rl_swarm.wire import digest
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 READ_ONLY = ("http", "https", "ftp", "github", "git")
-NOT_YET = ("p2p", "chain")
+NOT_YET = ("chain",)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ def locate(where: Path | str) -> Address:
     parts = urlsplit(url)
     if kind == "file":
         return locate(Path(parts.path))
+    if kind == "p2p":  # its files are there once the engine runs
+        here = Path("runs") / f"p2p-{digest(url.encode())[:8]}"
+        return Address(url, "p2p", LocalFiles(here), here, is_url=True)
     if kind in NOT_YET:
         raise UserError(
             f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store."

@@ -172,7 +172,9 @@ class Engine:
                 auto_nat=self.relay,
                 use_relay=self.relay,
                 use_auto_relay=self.relay,
-                trusted_relays=self.known if self.relay else None,  # through which others reach us behind a router
+                trusted_relays=self.known
+                if self.relay
+                else None,  # through which others reach us behind a router
                 force_reachability=self.reachability,
                 check_if_identity_free=False,
                 startup_timeout=START_SECONDS - 5,

@@ -21,7 +21,9 @@ from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
 log = logging.getLogger(__name__)
 
 ADDRESSES = "addresses.json"  # of peers that were there last time
+BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machine
 MOST_ADDRESSES = 64
+LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
 MEET_SECONDS = 10.0
 
 
@@ -42,7 +44,7 @@ def known_addresses(text: str) -> list[str]:
 def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[Engine]:
     """A running engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
-    remembered = [address for address in _remembered(local) if address not in known]
+    remembered = [address for address in _addresses(local, ADDRESSES) if address not in known]
     engine = Engine(
         identity,
         [*known, *remembered],
@@ -90,6 +92,20 @@ def among_peers(
         yield files
     finally:
         done.set()
+
+
+def tell(engine: Engine, here: Path) -> None:
+    """Leaves this engine's addresses for other processes of this machine."""
+    LocalFiles(here).write(BOOT, msgspec.json.encode({"addresses": list(engine.addresses)}))
+
+
+def told(here: Path, stop: threading.Event) -> list[str]:
+    """The addresses of the process on this machine where others begin, once it has told them."""
+    while not stop.is_set():
+        if found := _addresses(LocalFiles(here), BOOT):
+            return found
+        stop.wait(0.1)
+    return []
 
 
 def await_manifest(
@@ -148,9 +164,9 @@ def _body(engine: Engine, notice: Notice) -> bytes:
     return data
 
 
-def _remembered(local: LocalFiles) -> list[str]:
+def _addresses(local: LocalFiles, name: str) -> list[str]:
     try:
-        found = typed(decode(local.read(ADDRESSES, MAX_BYTES)), dict[str, list[str]])
+        found = typed(decode(local.read(name, MAX_BYTES)), dict[str, list[str]])
         return found.get("addresses", [])[:MOST_ADDRESSES]
     except (OSError, Rejected):
         return []
