@@ -218,6 +218,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     network: Annotated[Literal["folder", "p2p"], _setting("how the nodes of `up` meet", "SWARM_NETWORK")] = (
         "folder"
     )
+    p2p_known: Annotated[
+        str | None, _setting("p2p://… addresses of peers to begin with, comma-separated", "P2P_KNOWN")
+    ] = None
     p2p_listen: Annotated[
         str,
         _setting("multiaddresses to listen at, comma-separated; port 0 is any that is free", "P2P_LISTEN"),

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.address import Address, is_url, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import Files
+from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
 from rl_swarm.presence import Watch, only_one_here
 from rl_swarm.rounds import PeerInfo, State
@@ -93,21 +93,35 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
         place = locate(address)
         manifest = found(place.files, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
-        with ExitStack() as stack:
-            files = place.files
-            if settings.network == "p2p":
-                from rl_swarm.network.p2p import joining
-
-                signed = files.read(MANIFEST, MAX_BYTES)
-                engine = stack.enter_context(joining.engine_of(identity, [], settings, place.here))
-                files = stack.enter_context(
-                    joining.among_peers(engine, identity, manifest, signed, place.here)
-                )
-                joining.tell(engine, place.here)
-                log.info("others join at p2p://%s", ",".join(engine.addresses))
-            state = Conductor(files, manifest, identity, settings, stop).run()
-            stop.wait(joining.LAST_WORDS if settings.network == "p2p" else 0.0)
+        if settings.network == "p2p":
+            _lead_among_peers(place, settings, identity, manifest, stop)
+            return
+        state = Conductor(place.files, manifest, identity, settings, stop).run()
         log.info("%s at round %d", state.phase, state.round)
+
+
+def _lead_among_peers(
+    place: Address, settings: Settings, identity: Identity, manifest: Manifest, stop: threading.Event
+) -> None:
+    """Conducts over the peer-to-peer network. With rounds by the clock there is nothing to conduct: it is a peer that
+    knows the manifest."""
+    from rl_swarm.network.p2p import joining
+
+    signed = place.files.read(MANIFEST, MAX_BYTES)
+    with (
+        joining.engine_of(identity, [], settings, place.here) as engine,
+        joining.among_peers(engine, identity, manifest, signed, place.here) as files,
+    ):
+        joining.tell(engine, place.here)
+        for address in engine.addresses:
+            log.info("others join at p2p://%s", address)
+        if manifest.round_end == "interval":
+            coordinator = coordinator_of(files, manifest, identity, "", stop, settings.poll_interval)
+            coordinator.wait_for((manifest.rounds, 0))
+            return
+        state = Conductor(files, manifest, identity, settings, stop).run()
+        log.info("%s at round %d", state.phase, state.round)
+        stop.wait(joining.LAST_WORDS)  # nodes still ask how it ended
 
 
 def found(files: Files, settings: Settings, name: str, identity: Identity) -> Manifest:
@@ -282,16 +296,14 @@ def _take_part(
 def coordinator_of(
     files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
 ) -> FolderCoordinator:
-    """Among peers and with rounds on an interval nobody conducts."""
-    if manifest.round_end == "interval" and not hasattr(files, "introductions"):
-        return FolderCoordinator(files, manifest, identity, name, stop, poll)
-    if manifest.round_end != "interval":
-        return FolderCoordinator(files, manifest, identity, name, stop, poll)
-    from rl_swarm.network.p2p.clock import ClockCoordinator
-    from rl_swarm.network.p2p.documents import PeerFiles
+    """What tells a node the round. Among peers, with rounds on an interval, it is the clock."""
+    if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
+        from rl_swarm.network.p2p.clock import ClockCoordinator
+        from rl_swarm.network.p2p.documents import PeerFiles
 
-    assert isinstance(files, PeerFiles)
-    return ClockCoordinator(files, manifest, identity, name, stop, poll)
+        if isinstance(files, PeerFiles):
+            return ClockCoordinator(files, manifest, identity, name, stop, poll)
+    return FolderCoordinator(files, manifest, identity, name, stop, poll)
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:

@@ -201,6 +201,26 @@ def coordinate(
     ))  # fmt: skip
 
 
+@app.command()
+def bootnode(
+    known: Annotated[
+        str | None, typer.Option("--known", help="p2p://… addresses of other bootnodes, comma-separated.")
+    ] = None,
+    identity_path: Annotated[
+        str | None, typer.Option("--identity", help="Its key; bootnode.pem by default.")
+    ] = None,
+    config_file: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Run a peer that is always there, so that others on the internet find each other."""
+    from rl_swarm.cli import peers
+
+    resolved = _settings(
+        "bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, identity_path=identity_path
+    )
+    peers.bootnode(resolved.settings, known)
+
+
 def _alone(
     role: str,
     address: str | None,

@@ -67,7 +67,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
         each = "-<node>" if settings.nodes > 1 else ""
         console.print(f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
     started = time.monotonic()
-    interrupted = _catch_signals()
+    interrupted = catch_signals()
     swarm.start()
     try:
         with LiveView(RunView(root), console) as live:
@@ -106,7 +106,7 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     start_logging(settings, Path("logs"), role, terminal=True)
-    stop = _catch_signals()
+    stop = catch_signals()
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
 
 
@@ -178,7 +178,7 @@ def _portable(settings: Settings) -> dict[str, object]:
     return values
 
 
-def _catch_signals() -> threading.Event:
+def catch_signals() -> threading.Event:
     """Set by the first Ctrl-C or SIGTERM; the second one ends the process."""
     stop = threading.Event()
 

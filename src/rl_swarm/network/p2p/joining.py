@@ -16,6 +16,7 @@ from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, Shelf, acceptable, key_of
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.presence import only_one_here
 from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ MEET_SECONDS = 10.0
 
 def known_addresses(text: str) -> list[str]:
     """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raises `NetworkError`."""
-    addresses = [part.strip() for part in text.removeprefix("p2p://").split(",") if part.strip()]
+    addresses = [part.strip().removeprefix("p2p://") for part in text.split(",") if part.strip()]
     for address in addresses:
         parts = address.split("/")
         if not address.startswith("/") or len(parts) < 7 or parts[-2] != "p2p":
@@ -44,10 +45,17 @@ def known_addresses(text: str) -> list[str]:
 def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[Engine]:
     """A running engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
-    remembered = [address for address in _addresses(local, ADDRESSES) if address not in known]
+    with only_one_here(identity, "p2p"):  # two daemons of one identity would take each other's messages
+        yield from _engine(identity, known, settings, local)
+
+
+def _engine(
+    identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles
+) -> Iterator[Engine]:
+    first = [*known, *known_addresses(settings.p2p_known or "")]
     engine = Engine(
         identity,
-        [*known, *remembered],
+        list(dict.fromkeys([*first, *_addresses(local, ADDRESSES)])),
         listen=tuple(settings.p2p_listen.split(",")),
         announce=tuple(filter(None, (settings.p2p_announce or "").split(","))),
         accept=Shelf().accepts,

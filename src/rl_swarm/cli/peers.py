@@ -1,0 +1,28 @@
+"""`rl-swarm bootnode`: a peer that is always there, so that others find each other."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_swarm.cli import program
+from rl_swarm.cli.running import catch_signals
+from rl_swarm.config import Settings
+from rl_swarm.identity import Identity
+from rl_swarm.network.p2p.joining import engine_of, known_addresses
+from rl_swarm.telemetry.logs import start_logging
+
+HERE = Path("runs") / "bootnode"
+
+
+def bootnode(settings: Settings, others: str | None) -> None:
+    """Listens until Ctrl-C. It knows no swarm, trains nothing, and keeps only what the DHT gives it to keep."""
+    start_logging(settings, HERE / "logs", "bootnode", terminal=True)
+    stop = catch_signals()
+    identity = Identity.load_or_create(Path(settings.identity_path))
+    known = known_addresses(others) if others else []
+    with engine_of(identity, known, settings, HERE) as engine:
+        console = Console(highlight=False)
+        console.print("Others begin here, with the address that they can reach:   (Ctrl-C stops it)")
+        for address in engine.addresses:
+            console.print(f"  {program()} join p2p://{address}", soft_wrap=True)
+        stop.wait()

@@ -1,0 +1,112 @@
+"""A swarm among peers, as users start it: processes that know nothing of each other but an address."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import RL_SWARM, end, metrics, run, start, state, until
+
+QUICK = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.05"]
+SMALL = ["--local", "2", "--external", "2", "--generations", "4"]
+HERE = ["--set", "p2p_listen=/ip4/127.0.0.1/tcp/0", "--set", "p2p_relay=false"]
+
+
+def daemons() -> set[int]:
+    return {
+        p.pid for p in psutil.process_iter(["cmdline"]) if any("p2pd" in a for a in p.info["cmdline"] or [])
+    }
+
+
+def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
+    before = daemons()
+    folders = {name: tmp_path / name for name in ("boot", "lead", "one", "two")}
+    for folder in folders.values():
+        folder.mkdir()
+    address = folders["lead"] / "experiments" / "open"
+    processes = [boot := start(folders["boot"], "bootnode", *HERE, PYTHONUNBUFFERED="1")]
+    try:
+        assert boot.stdout is not None
+        known = next(line.split()[-1] for line in boot.stdout if "join p2p://" in line)
+        rules = ["--rounds", "4", "--round-end", "lockstep", "--min-peers", "2", "--set", "network=p2p"]
+        lead = start(
+            folders["lead"], "coordinate", str(address), *rules, *QUICK, *HERE, "--set", f"p2p_known={known}"
+        )
+        workers = [
+            start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name)
+            for name in ("one", "two")
+        ]
+        processes += [lead, *workers]
+        until(
+            lambda: (address / "state/current_state.json").exists() and state(address)["phase"] == "running",
+            120,
+        )
+        boot.kill()
+        outputs = [process.communicate(timeout=180)[0] for process in (lead, *workers)]
+    finally:
+        for process in processes:
+            end(process)
+    assert [process.returncode for process in (lead, *workers)] == [0, 0, 0], outputs
+    assert (state(address)["phase"], state(address)["round"]) == ("finished", 3)
+    for name in ("one", "two"):
+        (run_folder,) = (folders[name] / "runs").iterdir()
+        lines = [line for line in metrics(run_folder)[name] if line["kind"] == "round"]
+        assert len(lines) == 4 and sum(line["external_scored"] for line in lines) > 0
+    until(lambda: daemons() <= before, 10)
+
+
+@pytest.mark.slow
+def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None:
+    """Whoever founded the swarm is killed as soon as the others are in it."""
+    folders = {name: tmp_path / name for name in ("lead", "one", "two")}
+    for folder in folders.values():
+        folder.mkdir()
+    address = folders["lead"] / "experiments" / "open"
+    rules = ["--rounds", "8", "--round-end", "interval", "--round-interval", "6", "--set", "network=p2p"]
+    processes = [
+        lead := start(folders["lead"], "coordinate", str(address), *rules, *HERE, PYTHONUNBUFFERED="1")
+    ]
+    try:
+        assert lead.stdout is not None
+        known = next(line.split()[-1] for line in lead.stdout if "others join at p2p://" in line)
+        workers = [
+            start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name)
+            for name in ("one", "two")
+        ]
+        processes += workers
+        until(lambda: all((folders[name] / "runs").exists() for name in ("one", "two")), 60)
+        until(lambda: all("joins with" in log_of(folders[name]) for name in ("one", "two")), 60)
+        lead.kill()
+        outputs = [process.communicate(timeout=120)[0] for process in workers]
+    finally:
+        for process in processes:
+            end(process)
+    assert [process.returncode for process in workers] == [0, 0], outputs
+    for name in ("one", "two"):
+        (run_folder,) = (folders[name] / "runs").iterdir()
+        lines = [line for line in metrics(run_folder)[name] if line["kind"] == "round"]
+        assert lines[-1]["round"] == 7 and sum(line["external_scored"] for line in lines) > 0
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "logs" / "swarm.log").read_text()
+
+
+@pytest.mark.slow
+def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = daemons()
+    code, output = run(
+        tmp_path, "up", "--network", "p2p", "--nodes", "3", "--rounds", "30", "--run", "run", *HERE
+    )
+    assert code == 0, output
+    code, output = run(tmp_path, "validate", "run")
+    assert code == 0 and "sound" in output
+    assert daemons() <= before
+
+
+def test_an_address_that_is_none_gets_a_clear_error(tmp_path: Path) -> None:
+    for text in ("p2p://example.org:31000", "p2p:///ip4/127.0.0.1/tcp/31000"):
+        code, output = run(tmp_path, "join", text, *HERE)
+        assert code == 1 and "is no address of a peer" in output and "/p2p/12D3KooW" in output, (
+            RL_SWARM,
+            output,
+        )
