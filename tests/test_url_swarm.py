@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-from processes import QUICK, end, run, start
+from processes import end, run, start
 from stores import BUCKET, S3
 
 from rl_swarm.network.address import locate
+from rl_swarm.report import RunView
 from rl_swarm.validate import validate
 
 
@@ -15,7 +16,8 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
     url = f"s3://{BUCKET}/experiments/first"
     for name in ("owner", "ann", "bob"):
         (tmp_path / name).mkdir()
-    quick = [*QUICK, "--set", "poll_interval=0.1"]
+    small = ("held_out_questions=4", "held_out_samples=1", "generations=4", "threads=1", "poll_interval=0.1")
+    quick = [part for setting in small for part in ("--set", setting)]
     swarm = [
         start(
             tmp_path / "owner", "coordinate", url, "--rounds", "2", "--round-end", "lockstep", "--min-peers", "2", *quick
@@ -53,7 +55,7 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
     assert "4 reports" in output and "2 log lines" in output and "4 publications" in output, output
     assert "not on this machine" in output
 
-    told = json.loads(run(tmp_path, "status", url, "--json")[1])
+    told = RunView.open(url).as_dict()
     assert (told["address"], told["phase"], told["round"]) == (url, "finished", 1)
     assert [(node["participation"], node["round"]) for node in told["nodes"]] == [(2, None)] * 2
     assert all(0 <= node["reward"] <= 1 for node in told["nodes"])

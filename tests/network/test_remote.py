@@ -7,11 +7,11 @@ import uuid
 from pathlib import Path
 
 import pytest
-from processes import run
 from stores import BUCKET, WebDav
-from swarms import OWNER, Background, InBucket, eventually, introduction, make_manifest, publication, report
+from swarms import OWNER, Background, InBucket, introduction, make_manifest, publication, report
 
 from rl_swarm import owners, worker
+from rl_swarm.cli import admission
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.network import conductor, folder, remote
@@ -337,17 +337,13 @@ def test_the_owner_of_a_url_is_remembered(tmp_path):
         )
 
 
-def test_the_owner_decides_by_url_who_takes_part(s3, tmp_path):
-    (tmp_path / "owner.pem").write_bytes(OWNER.pem())
-    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/swarm"
-    worker.found(locate(url).files, Settings(admission="invited"), "swarm", OWNER)
-    me = introduction(make_manifest(), "ann").peer_id
-    owner = ["--identity-path", "owner.pem"]
-    for command in (["invite", url, *owner], ["allow", url, me, *owner], ["deny", url, me, *owner]):
-        code, output = run(tmp_path, *command)
-        assert code == 0, output
-    code, output = run(tmp_path, "members", url)
-    assert code == 0 and me in output and "kept out" in output, output
-    assert eventually(
-        lambda: folder.read_roll(locate(url).files, folder.read_manifest(locate(url).files)).number == 2
-    )
+def test_the_owner_decides_by_url_who_takes_part(url, capsys):
+    files = locate(url).files
+    manifest = worker.found(files, Settings(admission="invited"), "swarm", OWNER)
+    me = introduction(manifest, "ann").peer_id
+    admission.invite(url, OWNER, uses=1, days=1.0)
+    admission.change(url, OWNER, me, allow=True)
+    assert folder.read_roll(files, manifest).allowed == [me]
+    admission.change(url, OWNER, me, allow=False)
+    admission.members(url, as_json=False)
+    assert f"{me}  " in (told := capsys.readouterr().out) and "kept out" in told
