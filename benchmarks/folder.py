@@ -1,6 +1,6 @@
 """What a folder swarm costs: calls, bytes and seconds, with 4 nodes and 2 stages per round.
 
-    python benchmarks/folder.py [--rounds 100] [--json]
+    python benchmarks/folder.py [--rounds 100] [--bucket] [--json]
 
 Exchange, coordinator, conductor and selection are the real ones; only the model is missing: a node "generates"
 by sleeping and publishes text made from a seed (8 questions x 8 completions, prompts of about 400 characters,
@@ -12,22 +12,28 @@ across the network; they say what a stage costs in seconds there.
 What counts as added: out of lock-step the seconds a node spends on publishing, collecting and reporting, and from
 the moment a state is written until it sees it; in lock-step all that a stage takes beyond its slowest node's work.
 
+With `--bucket` the last two scenarios are played in a bucket of an S3 server on this machine, the one of the tests,
+which counts the requests that it gets.
+
 The same content as plain JSON, in the layout of the system we replace, is measured in the same run.
 """
 
 import argparse
 import json
 import logging
+import os
+import platform
 import pydoc_data.topics
 import random
 import re
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +43,11 @@ from rl_swarm.environments.base import Question
 from rl_swarm.environments.tasks import Task
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, derive, question_seed
+from rl_swarm.network.address import locate
 from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.files import Files
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
+from rl_swarm.presence import Watch
 from rl_swarm.rollouts import Completion, Group, Publication, Sampling, answers
 from rl_swarm.rounds import PeerInfo, Report, State
 from rl_swarm.worker import signs_of_life
@@ -98,15 +106,17 @@ class Tally:
         return sum(count for (subject, _), count in self.calls.items() if not subjects or subject in subjects)
 
 
-class CountedFiles(LocalFiles):
-    def __init__(self, root: Path, tally: Tally, latency: float) -> None:
-        super().__init__(root)
-        self.tally, self.latency = tally, latency
+class CountedFiles:
+    """Any store, with a count of what is asked of it."""
+
+    def __init__(self, files: Files, tally: Tally, latency: float) -> None:
+        self.files, self.tally, self.latency = files, tally, latency
+        self.root, self.remove, self.move = files.root, files.remove, files.move
 
     def read(self, path: str, limit: int) -> bytes:
         time.sleep(self.latency)
         try:
-            data = super().read(path, limit)
+            data = self.files.read(path, limit)
         except FileNotFoundError:
             self.tally.note(path, "nothing there")
             raise
@@ -115,20 +125,20 @@ class CountedFiles(LocalFiles):
 
     def write(self, path: str, data: bytes) -> None:
         time.sleep(self.latency)
-        super().write(path, data)
+        self.files.write(path, data)
         self.tally.note(path, "write", written=len(data))
         if path == STATE:
             self.tally.stages.append(time.monotonic())
 
     def append(self, path: str, data: bytes) -> None:
         time.sleep(self.latency)
-        super().append(path, data)
+        self.files.append(path, data)
         self.tally.note(path, "append", written=len(data))
 
     def names(self, folder: str) -> list[str]:
         time.sleep(self.latency)
         self.tally.note(folder, "list")
-        return super().names(folder)
+        return self.files.names(folder)
 
 
 class Prose:
@@ -210,9 +220,19 @@ class Node:
 
     def run(self) -> None:
         done, free_since, now = (-1, -1), time.monotonic(), time.time()
-        peer = PeerInfo(swarm=self.manifest.swarm(), node=self.name, model="none", joined=now, timestamp=now)
+        peer = PeerInfo(
+            swarm=self.manifest.swarm(),
+            node=self.name,
+            model="none",
+            host=platform.node(),
+            pid=os.getpid(),
+            joined=now,
+            timestamp=now,
+        )
         self.coordinator.register(peer)
-        with signs_of_life(self.coordinator, peer, self.manifest.peer_timeout / 4, self.coordinator.stop):
+        watch = Watch(self.coordinator.files, self.name, self.identity, self.manifest.swarm())
+        life = self.manifest.peer_timeout / 4
+        with signs_of_life(self.coordinator, peer, life, self.coordinator.stop, watch):
             while (state := self.coordinator.wait_for(done)) is not None and state.phase == "running":
                 noticed = time.monotonic() - max(self.tally.stages[-1], free_since)
                 done = (state.round, state.stage)
@@ -324,7 +344,7 @@ def fail(node: str, reason: str, detail: str) -> None:
     raise AssertionError(f"{node} was rejected: {detail}")
 
 
-def measure(scenario: Scenario, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
     owner, stop, tally, environment = Identity.new(), threading.Event(), Tally(), Arithmetic()
     manifest = Manifest(
         peer_id=owner.peer_id,
@@ -344,14 +364,15 @@ def measure(scenario: Scenario, rounds: int, folder: Path) -> dict[str, Any]:
 
     def node(number: int) -> Node:
         name, identity = f"node-{number}", Identity.new()
-        files = CountedFiles(folder, tally, scenario.latency)
+        files = CountedFiles(locate(address).files, tally, scenario.latency)
         exchange = FolderExchange(files, manifest, identity, name, stop, fail, scenario.poll)
         coordinator = FolderCoordinator(files, manifest, identity, name, stop, scenario.poll)
         return Node(name, identity, scenario, manifest, environment, exchange, coordinator, tally)
 
     nodes = [node(number) for number in range(NODES)]
     settings = Settings(min_peers=NODES, poll_interval=scenario.poll)
-    conductor = Conductor(CountedFiles(folder, tally, scenario.latency), manifest, owner, settings, stop)
+    files = CountedFiles(locate(address).files, tally, scenario.latency)
+    conductor = Conductor(files, manifest, owner, settings, stop)
     with ThreadPoolExecutor(NODES + 1) as pool:
         playing = [pool.submit(node.run) for node in nodes]
         pool.submit(conductor.run).result()
@@ -416,18 +437,42 @@ def print_table(results: list[dict[str, Any]]) -> None:
     )
 
 
+def print_requests() -> None:
+    """What is asked of an S3 server."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from stores import BUCKET, S3
+
+    server = S3()
+    os.environ.update(server.environ)
+    server.make_bucket(BUCKET)
+    print("| scenario | requests per stage | GET | PUT | LIST | others | seconds added per stage |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for scenario in SCENARIOS[-2:]:
+        server.requests.clear()
+        name = scenario.name.partition(",")[0]
+        result = measure(replace(scenario, latency=0.0), 0, f"s3://{BUCKET}/{name}")
+        each = {kind: count / result["stages"] for kind, count in server.requests.items()}
+        kinds = [each.pop(kind, 0.0) for kind in ("GET", "PUT", "LIST")] + [sum(each.values())]
+        shown = " | ".join(f"{count:.1f}" for count in [sum(kinds), *kinds])
+        print(f"| {name} | {shown} | {result['seconds_added_per_stage']:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--bucket", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     quiet_at_the_end()
+    if args.bucket:
+        print_requests()
+        return
     results = []
     for scenario in SCENARIOS:
         with tempfile.TemporaryDirectory(prefix="folder-") as folder:
-            results.append(measure(scenario, args.rounds, Path(folder)))
+            results.append(measure(scenario, args.rounds, folder))
     if args.json:
         print(json.dumps({"results": results, "replaced": REPLACED}, indent=2))
     else:

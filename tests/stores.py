@@ -1,22 +1,18 @@
 """Real stores on loopback: an S3 server and a WebDAV server, which can be told to misbehave or to go away."""
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 Wsgi = Callable[..., Any]
-ACCESS_KEY = "swarm-tests"
+ACCESS_KEY, BUCKET = "swarm-tests", "swarms"
 
 
 class Silent(WSGIRequestHandler):
-    protocol_version = "HTTP/1.1"
-
     def log(self, *_: Any) -> None:
         pass
 
@@ -28,9 +24,9 @@ class Store:
         self.application = application
         self.port = 0
         self.requests: Counter[str] = Counter()  # by method
-        self.paths: list[tuple[str, str]] = []
+        self.ranges: list[str] = []  # that were asked for
         self.refusals: list[tuple[int, str]] = []  # status and code of the answers to the next requests
-        self.every: int = 0  # every so many requests is answered by 503
+        self.every: int = 0  # every so many requests is answered by 500 or 503
         self.lock = threading.Lock()
         self.server: Any = None
         self.start()
@@ -56,10 +52,12 @@ class Store:
             method = environ["REQUEST_METHOD"]
             listing = method == "GET" and "list-type" in environ.get("QUERY_STRING", "")
             self.requests["LIST" if listing else method] += 1
-            self.paths.append((method, environ["PATH_INFO"]))
+            self.ranges += filter(None, [environ.get("HTTP_RANGE")])
             refusal = self.refusals.pop(0) if self.refusals else None
             if refusal is None and self.every and self.count() % self.every == 0:
-                refusal = (503, "SlowDown")
+                refusal = ((500, "InternalError"), (503, "ServiceUnavailable"))[
+                    self.count() // self.every % 2
+                ]
         if refusal is None and self._is_stranger(environ):
             refusal = (403, "InvalidAccessKeyId")
         if refusal is None:
@@ -126,20 +124,3 @@ class WebDav(Store):
 
     def stop(self) -> None:
         self.server.stop()
-
-
-@contextmanager
-def away(store: Store, seconds: float) -> Iterator[None]:
-    """The store goes away now and comes back in the background."""
-
-    def come_back() -> None:
-        time.sleep(seconds)
-        store.start()
-
-    store.stop()
-    thread = threading.Thread(target=come_back)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()

@@ -11,7 +11,8 @@ import rl_swarm
 
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
-    code = "import sys, rl_swarm, rl_swarm.cli.app; print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    heavy = ("torch", "transformers", "huggingface_hub", "fsspec", "s3fs")
+    code = f"import sys, rl_swarm, rl_swarm.cli.app; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

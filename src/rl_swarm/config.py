@@ -40,7 +40,8 @@ Admission = Literal["open", "invited"]
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # The swarm
     gdrive_path: Annotated[
-        str | None, _setting("root of the folder swarm: any shared directory", "GDRIVE_PATH")
+        str | None,
+        _setting("root of the folder swarm: any shared directory, or the URL of a store", "GDRIVE_PATH"),
     ] = None
     experiment_name: Annotated[
         Name | None, _setting("the swarm's name below that root", "EXPERIMENT_NAME")

@@ -21,6 +21,8 @@ def impatient(monkeypatch):
 @pytest.fixture(params=NETWORKS)
 def network(request, tmp_path):
     """Makes swarms on each network in turn. A new network is one more entry in `NETWORKS`."""
+    if request.param == "bucket":
+        request.getfixturevalue("s3")
     made = []
 
     def make(**changes):

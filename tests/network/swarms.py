@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flaky import FAULTS, Drive
+from stores import BUCKET
 
 from rl_swarm.config import Settings
 from rl_swarm.environments.tasks import Task
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
+from rl_swarm.network.address import locate
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import Files, LocalFiles
@@ -242,9 +244,21 @@ class AmongPeers(InFolder):
         return self.views[node]
 
 
+class InBucket(InFolder):
+    """The folder network in a bucket of a real S3 server, through one connection for all nodes."""
+
+    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
+        self.bucket = locate(f"s3://{BUCKET}/{folder.parent.name}/{folder.name}").files
+        super().__init__(folder, min_peers, **changes)
+
+    def files(self, node: str) -> Files:
+        return self.bucket
+
+
 NETWORKS = {
     "local": InMemory,
     "folder": InFolder,
     "synced folder": InSyncedFolder,
+    "bucket": InBucket,
     "peer-to-peer": AmongPeers,
 }

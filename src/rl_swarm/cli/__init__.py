@@ -19,5 +19,10 @@ def main() -> None:
     except UserError as error:
         print(f"rl-swarm: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:
+        if "://" not in str(error.filename):  # of this machine, and not foreseen
+            raise
+        print(f"rl-swarm: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
