@@ -108,6 +108,8 @@ class RunView:
     def open(cls, address: Path | str) -> "RunView":
         """The run at an address where there is one; a clear error if there is none."""
         view = cls(address)
+        if view.address.text.startswith("p2p://"):
+            raise UserError(f"{address}: give the folder of the swarm's coordinator instead, runs/<name>.")
         if view.address.is_url:
             view.reach()
         view.refresh()

@@ -21,7 +21,7 @@ from rl_swarm.config import ConfigError, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
-from rl_swarm.network.address import Address, is_url, locate
+from rl_swarm.network.address import Address, is_url, known_addresses, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import Files, LocalFiles
@@ -162,7 +162,7 @@ def opened(
     from rl_swarm.network.p2p import joining
 
     known = (
-        joining.known_addresses(address.text)
+        known_addresses(address.text)
         if address.text.startswith("p2p://")
         else joining.told(address.here, stop)
     )

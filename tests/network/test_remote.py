@@ -299,7 +299,7 @@ def test_without_its_package_a_url_is_answered_by_what_to_install(package, url, 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("p2p://12D3KooW/swarm", "p2p:// address are not supported"),
+        ("p2p://12D3KooW/swarm", "no address of a peer"),
         ("chain://1/swarm", "chain:// address are not supported"),
         ("https://example.org/swarm", "cannot write"),
         ("gopher://example.org/swarm", "no kind of address"),

@@ -8,7 +8,8 @@ from rl_swarm.cli import program
 from rl_swarm.cli.running import catch_signals
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
-from rl_swarm.network.p2p.joining import engine_of, known_addresses
+from rl_swarm.network.address import known_addresses
+from rl_swarm.network.p2p.joining import engine_of
 from rl_swarm.telemetry.logs import start_logging
 
 HERE = Path("runs") / "bootnode"

@@ -30,6 +30,19 @@ class Address:
         return self.text
 
 
+def known_addresses(text: str) -> list[str]:
+    """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; a clear error where there are none."""
+    addresses = [part.strip().removeprefix("p2p://") for part in text.split(",") if part.strip()]
+    for address in addresses:
+        parts = address.split("/")
+        if not address.startswith("/") or len(parts) < 7 or parts[-2] != "p2p":
+            raise UserError(
+                f"{address} is no address of a peer. One looks like "
+                "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print theirs."
+            )
+    return addresses
+
+
 def is_url(where: Path | str) -> bool:
     return isinstance(where, str) and URL.match(where) is not None
 
@@ -45,6 +58,7 @@ def locate(where: Path | str) -> Address:
     if kind == "file":
         return locate(Path(parts.path))
     if kind == "p2p":  # its files are there once the engine runs
+        known_addresses(url)
         here = Path("runs") / f"p2p-{digest(url.encode())[:8]}"
         return Address(url, "p2p", LocalFiles(here), here, is_url=True)
     if kind in NOT_YET:

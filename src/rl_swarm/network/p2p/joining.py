@@ -11,6 +11,7 @@ import msgspec
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
+from rl_swarm.network.address import known_addresses
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
@@ -26,19 +27,6 @@ BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machi
 MOST_ADDRESSES = 64
 LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
 MEET_SECONDS = 10.0
-
-
-def known_addresses(text: str) -> list[str]:
-    """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raises `NetworkError`."""
-    addresses = [part.strip().removeprefix("p2p://") for part in text.split(",") if part.strip()]
-    for address in addresses:
-        parts = address.split("/")
-        if not address.startswith("/") or len(parts) < 7 or parts[-2] != "p2p":
-            raise NetworkError(
-                f"{address} is no address of a peer. One looks like "
-                "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print theirs."
-            )
-    return addresses
 
 
 @contextmanager
