@@ -1,24 +1,22 @@
 """A swarm among peers, as users start it: processes that know nothing of each other but an address."""
 
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import RL_SWARM, end, metrics, run, start, state, until
+from processes import RL_SWARM, end, family, metrics, run, start, state, until
 
 QUICK = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.05"]
 SMALL = ["--local", "2", "--external", "2", "--generations", "4"]
 HERE = ["--set", "p2p_listen=/ip4/127.0.0.1/tcp/0", "--set", "p2p_relay=false"]
 
 
-def daemons() -> set[int]:
-    return {
-        p.pid for p in psutil.process_iter(["cmdline"]) if any("p2pd" in a for a in p.info["cmdline"] or [])
-    }
+def daemons(*nodes: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return [child for node in nodes for child in family(node) if "p2pd" in " ".join(child.cmdline())]
 
 
 def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
-    before = daemons()
     folders = {name: tmp_path / name for name in ("boot", "lead", "one", "two")}
     for folder in folders.values():
         folder.mkdir()
@@ -40,6 +38,8 @@ def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
             lambda: (address / "state/current_state.json").exists() and state(address)["phase"] == "running",
             120,
         )
+        running = daemons(*processes)
+        assert len(running) == 4
         boot.kill()
         outputs = [process.communicate(timeout=180)[0] for process in (lead, *workers)]
     finally:
@@ -51,7 +51,7 @@ def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
         (run_folder,) = (folders[name] / "runs").iterdir()
         lines = [line for line in metrics(run_folder)[name] if line["kind"] == "round"]
         assert len(lines) == 4 and sum(line["external_scored"] for line in lines) > 0
-    until(lambda: daemons() <= before, 10)
+    until(lambda: not any(daemon.is_running() for daemon in running), 10)
 
 
 @pytest.mark.slow
@@ -93,14 +93,18 @@ def log_of(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = daemons()
-    code, output = run(
-        tmp_path, "up", "--network", "p2p", "--nodes", "3", "--rounds", "30", "--run", "run", *HERE
-    )
-    assert code == 0, output
+    options = ["--network", "p2p", "--nodes", "3", "--rounds", "30", "--run", "run", *HERE]
+    swarm = start(tmp_path, "up", *options)
+    try:
+        until(lambda: len(daemons(swarm)) == 4, 60)
+        running = daemons(swarm)
+        output, _ = swarm.communicate(timeout=240)
+    finally:
+        end(swarm)
+    assert swarm.returncode == 0, output
+    assert not any(daemon.is_running() for daemon in running)
     code, output = run(tmp_path, "validate", "run")
     assert code == 0 and "sound" in output
-    assert daemons() <= before
 
 
 def test_an_address_that_is_none_gets_a_clear_error(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: Count
     timestamp: float
     inside: Annotated[str, Meta(max_length=MOST_INSIDE)] = ""
+    # Where its author can be reached, on introductions and manifests.
+    addresses: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=8)] = []
 
     @property
     def folder(self) -> str:
@@ -238,6 +240,9 @@ class PeerFiles:
             size=len(data),
             timestamp=self.clock(),
             inside=data.decode("ascii") if small else "",
+            addresses=list(self.engine.addresses)[:8]
+            if path == MANIFEST or path.startswith("peers/")
+            else [],
         )
         folder, _, name = path.rpartition("/")
         self.notices[path] = sealed = seal(notice, self.identity, limit=MOST_NOTICE)
@@ -255,6 +260,8 @@ class PeerFiles:
             notice = acceptable(key_of(self.swarm, folder), subkey, value, now)
             if notice is not None and notice.swarm == self.swarm:
                 found.append(notice)
+        for notice in found:
+            self.engine.introduce(notice.peer_id, notice.addresses)
         with self._lock:
             for notice in found:
                 node = notice.name.removesuffix(".json")

@@ -33,6 +33,8 @@ START_SECONDS = 30.0
 CALL_SECONDS = 10.0  # for what the DHT is asked
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
+LONGEST_FOLDER = 40  # characters, for temporary files
+MOST_MET = 256  # peers whose addresses are kept
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'."
 Answer = Callable[[bytes, str], bytes | None]  # to a request of a peer; None: there is nothing
@@ -63,8 +65,11 @@ class Engine:
         self.reachability = reachability
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="p2p", daemon=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-"))  # mode 0700
+        # Mode 0700. The path of a socket has to be short.
+        short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
+        self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
+        self.met_before = set[str]()
         self.answering = 0
         self.p2p: Any = None
         self.node: Any = None
@@ -109,6 +114,16 @@ class Engine:
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
         """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing."""
         return self._call(self._ask(peer_id, request, limit), seconds)
+
+    def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
+        own = [text for text in addresses if text.endswith(f"/p2p/{peer_id}")]
+        if peer_id in self.met_before or peer_id == self.identity.peer_id or not own:
+            return
+        if len(self.met_before) < MOST_MET:
+            self.met_before.add(peer_id)
+            self.known += own
+            asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
 
     def peers(self) -> list[str]:
         """The addresses of those to whom there is a connection now."""
@@ -213,24 +228,27 @@ class Engine:
 
     async def _connect(self) -> None:
         """Tries all known addresses at once, and gets to know those that answer."""
+        if await self._reach_any(self.known):
+            await self.node.find_nearest_nodes([self.node.node_id])
+            self.met.set()
+
+    async def _reach_any(self, addresses: Sequence[str]) -> bool:
+        return any(await asyncio.gather(*(self._reach(text) for text in addresses)))
+
+    async def _reach(self, text: str) -> bool:
         from hivemind.p2p import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 
-        async def reach(text: str) -> bool:
-            try:
-                address = Multiaddr(text)
-                peer = PeerID.from_base58(address["p2p"])
-                if peer == self.p2p.peer_id:
-                    return False
-                await self.p2p._client.connect(peer, [address.decapsulate(f"/p2p/{peer}")])
-                return await self.node.protocol.call_ping(peer) is not None
-            except Exception as error:  # noqa: BLE001 an address that does not work, for one of many reasons
-                log.debug("%s cannot be reached: %s", text, error)
+        try:
+            address = Multiaddr(text)
+            peer = PeerID.from_base58(address["p2p"])
+            if peer == self.p2p.peer_id:
                 return False
-
-        if any(await asyncio.gather(*(reach(text) for text in self.known))):
-            await self.node.find_nearest_nodes([self.node.node_id])
-            self.met.set()
+            await self.p2p._client.connect(peer, [address.decapsulate(f"/p2p/{peer}")])
+            return await self.node.protocol.call_ping(peer) is not None
+        except Exception as error:  # noqa: BLE001 an address that does not work, for one of many reasons
+            log.debug("%s cannot be reached: %s", text, error)
+            return False
 
     async def _peers(self) -> list[str]:
         return [

@@ -143,6 +143,7 @@ def manifests(engine: Engine) -> dict[str, tuple[Manifest, bytes]]:
         notice = acceptable(key_of("", ""), subkey, value, engine.clock())
         if notice is None or notice.path != MANIFEST:
             continue
+        engine.introduce(notice.peer_id, notice.addresses)
         with suppress(OSError, Rejected):
             data = _body(engine, notice)
             manifest = unseal(data, Manifest)
