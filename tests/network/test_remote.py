@@ -275,6 +275,17 @@ def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, 
         RunView.open(url)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("AWS_ENDPOINT_URL", "my-store"), ("AWS_PROFILE", "nobody")],
+)
+def test_a_variable_that_cannot_be_used_is_said(url, tmp_path, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    for act in commands(url, tmp_path):
+        with pytest.raises(UserError, match=r"s3://.*AWS_ENDPOINT_URL"):
+            act()
+
+
 def test_a_bucket_that_is_not_there_is_named_and_not_made(s3, tmp_path):
     for act in commands("s3://no-such-bucket/swarm", tmp_path):
         with pytest.raises(UserError, match=r"no bucket 'no-such-bucket'.*Make it first"):
