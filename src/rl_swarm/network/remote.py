@@ -29,15 +29,7 @@ CREDENTIALS = {
     "az": "credentials are read from AZURE_STORAGE_CONNECTION_STRING",
     "webdav": "credentials are read from WEBDAV_USERNAME and WEBDAV_PASSWORD",
 }
-SAME = {
-    "s3a": "s3",
-    "gcs": "gs",
-    "abfs": "az",
-    "adl": "az",
-    "webdavs": "webdav",
-    "dav": "webdav",
-    "davs": "webdav",
-}
+SAME = {"gcs": "gs", "webdavs": "webdav", "dav": "webdav", "davs": "webdav"}
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "webdav": "'webdav4[fsspec]'", "memory": "fsspec"}
 
 NOWHERE = {"NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -51,8 +43,8 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         self.root = url
-        self.scheme = urlsplit(url).scheme
-        self.store = SAME.get(self.scheme, self.scheme)
+        scheme = urlsplit(url).scheme
+        self.store = SAME.get(scheme, scheme)
         self._made = (os.getpid(), *_open(url, self.store))  # process, file system, path of the root in it
 
     def read(self, path: str, limit: int) -> bytes:
