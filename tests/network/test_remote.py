@@ -6,6 +6,7 @@ import threading
 import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
 from stores import BUCKET, WebDav
 from swarms import OWNER, Background, InStore, introduction, make_manifest, publication, report
@@ -256,6 +257,15 @@ def test_a_store_that_goes_away_and_comes_back_costs_no_round(s3, url, at_once, 
     swarm.close()
 
 
+@pytest.fixture
+def own_connections():
+    """None that was made with other settings, and none that is left to others."""
+    kept = fsspec.get_filesystem_class("s3")
+    kept.clear_instance_cache()
+    yield
+    kept.clear_instance_cache()
+
+
 def commands(url, tmp_path):
     """What a person can do with an address."""
     settings = Settings(identity_path=str(tmp_path / "me.pem"))
@@ -264,13 +274,14 @@ def commands(url, tmp_path):
     yield lambda: RunView.open(url)
 
 
-def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, monkeypatch):
+def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, monkeypatch, own_connections):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody-else")
     for act in commands(url, tmp_path):
         with pytest.raises(UserError, match=r"does not let us in.*AWS_ACCESS_KEY_ID"):
             act()
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(UserError, match=r"credentials.*AWS_ACCESS_KEY_ID"):
         RunView.open(url)
 
@@ -279,7 +290,7 @@ def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, 
     ("variable", "value"),
     [("AWS_ENDPOINT_URL", "my-store"), ("AWS_PROFILE", "nobody")],
 )
-def test_a_variable_that_cannot_be_used_is_said(url, tmp_path, monkeypatch, variable, value):
+def test_a_variable_that_cannot_be_used_is_said(url, tmp_path, monkeypatch, own_connections, variable, value):
     monkeypatch.setenv(variable, value)
     for act in commands(url, tmp_path):
         with pytest.raises(UserError, match=r"s3://.*AWS_ENDPOINT_URL"):
@@ -300,7 +311,7 @@ def test_a_wrong_password_ends_in_one_message_that_names_the_variable(webdav, tm
             act()
 
 
-def test_a_store_that_cannot_be_reached_is_said(s3, url, tmp_path, at_once, monkeypatch):
+def test_a_store_that_cannot_be_reached_is_said(s3, url, tmp_path, at_once, monkeypatch, own_connections):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"Could not connect.*127.0.0.1:9"):
         RunView.open(url)

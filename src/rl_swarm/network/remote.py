@@ -152,7 +152,7 @@ def _open(url: str, store: str) -> tuple[Any, str]:
             return _open_webdav(url)
         import fsspec
 
-        made = fsspec.filesystem(store, skip_instance_cache=True, use_listings_cache=False, **_options(store))
+        made = fsspec.filesystem(store, use_listings_cache=False, **_options(store))
     except ImportError as error:
         raise UserError(
             f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_said(error)}). Install it: "
