@@ -26,7 +26,8 @@ class Store:
         self.requests: Counter[str] = Counter()  # by method
         self.ranges: list[str] = []  # that were asked for
         self.refusals: list[tuple[int, str]] = []  # status and code of the answers to the next requests
-        self.every: int = 0  # every so many requests is answered by 500 or 503
+        self.shaky = False  # then the first request for anything fails, and every third one after it
+        self.asked: Counter[tuple[str, str]] = Counter()  # while it was
         self.lock = threading.Lock()
         self.server: Any = None
         self.start()
@@ -54,10 +55,12 @@ class Store:
             self.requests["LIST" if listing else method] += 1
             self.ranges += filter(None, [environ.get("HTTP_RANGE")])
             refusal = self.refusals.pop(0) if self.refusals else None
-            if refusal is None and self.every and self.count() % self.every == 0:
-                refusal = ((500, "InternalError"), (503, "ServiceUnavailable"))[
-                    self.count() // self.every % 2
-                ]
+            if refusal is None and self.shaky:
+                what = (method, environ["PATH_INFO"])
+                self.asked[what] += 1
+                if self.asked[what] % 3 == 1:
+                    kinds = ((500, "InternalError"), (503, "ServiceUnavailable"))
+                    refusal = kinds[self.asked[what] // 3 % 2]
         if refusal is None and self._is_stranger(environ):
             refusal = (403, "InvalidAccessKeyId")
         if refusal is None:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from rl_swarm.evaluation import HeldOut, mean
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import locate
-from rl_swarm.network.folder import RECORD_BYTES, documents, patiently, read_manifest, read_state
+from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
 from rl_swarm.telemetry.journal import read_lines
 from rl_swarm.wire import Rejected, typed, unseal
@@ -123,7 +122,7 @@ class RunView:
     def reach(self) -> None:
         """Says what is wrong with a store that gives no answer, which is not the same as an empty one."""
         try:
-            self.manifest = patiently(lambda: read_manifest(self.files), threading.Event())
+            self.manifest = read_manifest(self.files)
         except (FileNotFoundError, Rejected):
             pass
         except OSError as error:

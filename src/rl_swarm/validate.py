@@ -151,8 +151,11 @@ def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Rep
             path = report_path(ended.round, ended.stage, run.node(peer_id))
             try:
                 report, name = unseal_named(run.files.read(path, MAX_BYTES), Report)
-            except OSError:
+            except FileNotFoundError:
                 verdict.errors.append(f"{path}: missing")
+                continue
+            except OSError as error:
+                verdict.errors.append(f"{path}: cannot be read ({error.strerror})")
                 continue
             except Rejected as error:
                 verdict.errors.append(f"{path}: altered or forged ({error})")

@@ -382,7 +382,7 @@ def explained(address: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if not is_url(address) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"The disk of {address} is full. Free some space, then go on with the same command."
             ) from error

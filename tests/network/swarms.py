@@ -244,15 +244,22 @@ class AmongPeers(InFolder):
         return self.views[node]
 
 
-class InBucket(InFolder):
-    """The folder network in a bucket of a real S3 server, through one connection for all nodes."""
+class InStore(InFolder):
+    """The folder network at a URL, through one connection for all nodes."""
 
-    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
-        self.bucket = locate(f"s3://{BUCKET}/{folder.parent.name}/{folder.name}").files
-        super().__init__(folder, min_peers, **changes)
+    def __init__(self, url: str, min_peers: int = 1, **changes) -> None:
+        self.store = locate(url).files
+        super().__init__(Path("nowhere"), min_peers, **changes)
 
     def files(self, node: str) -> Files:
-        return self.bucket
+        return self.store
+
+
+class InBucket(InStore):
+    """In a bucket of a real S3 server."""
+
+    def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
+        super().__init__(f"s3://{BUCKET}/{folder.parent.name}/{folder.name}", min_peers, **changes)
 
 
 NETWORKS = {

@@ -6,9 +6,10 @@ import threading
 import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
 from stores import BUCKET, WebDav
-from swarms import OWNER, Background, InBucket, introduction, make_manifest, publication, report
+from swarms import OWNER, Background, InStore, introduction, make_manifest, publication, report
 
 from rl_swarm import owners, worker
 from rl_swarm.cli import admission
@@ -190,39 +191,52 @@ def test_an_error_that_stays_is_an_oserror_that_names_the_object(s3, url, answer
         assert caught.value.filename == f"{url}/a" and not isinstance(caught.value, Refused)
 
 
-def test_a_swarm_plays_on_while_every_fifth_request_fails(s3, tmp_path, at_once):
-    s3.every = 5
-    try:
-        swarm = InBucket(tmp_path / "swarm", min_peers=2, rounds=3)
-        nodes = {name: (swarm.coordinator(name), swarm.exchange(name)) for name in ("ann", "bob")}
-        received = {}
+def play_three_rounds(swarm):
+    """Two nodes that exchange everything: what each received, by round."""
+    received = {}
 
-        def play(name, other):
-            coordinator, exchange = nodes[name]
-            coordinator.register(introduction(swarm.manifest, name))
-            done = (-1, -1)
-            while (state := coordinator.wait_for(done)).phase == "running":
-                done = (state.round, state.stage)
-                exchange.publish(publication(swarm.manifest, name, *done))
-                received[name, state.round] = list(exchange.collect(*done, [other], 20.0))
-                coordinator.submit(report(swarm.manifest, name, *done))
+    def play(name, other):
+        coordinator, exchange = swarm.coordinator(name), swarm.exchange(name)
+        coordinator.register(introduction(swarm.manifest, name))
+        done = (-1, -1)
+        while (state := coordinator.wait_for(done)).phase == "running":
+            done = (state.round, state.stage)
+            exchange.publish(publication(swarm.manifest, name, *done))
+            received[name, state.round] = [found.node for found in exchange.collect(*done, [other], 20.0)]
+            coordinator.submit(report(swarm.manifest, name, *done))
 
-        for thread in [Background(lambda: play("ann", "bob")), Background(lambda: play("bob", "ann"))]:
-            thread.result(60)
-        swarm.close()
-    finally:
-        s3.every = 0
-    assert {where: [p.node for p in found] for where, found in received.items()} == {
-        (name, number): [other] for number in range(3) for name, other in (("ann", "bob"), ("bob", "ann"))
-    }
+    for thread in [Background(lambda: play("ann", "bob")), Background(lambda: play("bob", "ann"))]:
+        thread.result(60)
+    swarm.close()
+    return received
+
+
+def everything_arrived(swarm, received):
     ended, unreadable = conductor.read_history(swarm.files("ann"))
-    assert [len(one.reports) for one in ended] == [2, 2, 2] and not unreadable
+    expected = {(name, k): [other] for k in range(3) for name, other in (("ann", "bob"), ("bob", "ann"))}
+    return received == expected and [len(one.reports) for one in ended] == [2, 2, 2] and not unreadable
 
 
-def test_a_store_that_goes_away_and_comes_back_costs_no_round(s3, tmp_path, at_once, monkeypatch):
+def test_a_swarm_plays_on_while_every_third_request_fails(s3, url, at_once):
+    s3.shaky = True
+    try:
+        swarm = InStore(url, min_peers=2, rounds=3)
+        received = play_three_rounds(swarm)
+    finally:
+        s3.shaky = False
+    assert everything_arrived(swarm, received)
+
+
+@pytest.mark.parametrize("address", ["webdav", "memory"], indirect=True)
+def test_a_swarm_plays_in_other_stores_too(address):
+    swarm = InStore(address, min_peers=2, rounds=3)
+    assert everything_arrived(swarm, play_three_rounds(swarm))
+
+
+def test_a_store_that_goes_away_and_comes_back_costs_no_round(s3, url, at_once, monkeypatch):
     for module in (folder, conductor):
         monkeypatch.setattr(module, "FIRST_PAUSE", 0.2)
-    swarm = InBucket(tmp_path / "swarm", rounds=2)
+    swarm = InStore(url, rounds=2)
     ann = swarm.coordinator("ann")
     ann.register(introduction(swarm.manifest, "ann"))
     assert ann.wait_for((-1, -1)).round == 0
@@ -243,6 +257,15 @@ def test_a_store_that_goes_away_and_comes_back_costs_no_round(s3, tmp_path, at_o
     swarm.close()
 
 
+@pytest.fixture
+def own_connections():
+    """None that was made with other settings, and none that is left to others."""
+    kept = fsspec.get_filesystem_class("s3")
+    kept.clear_instance_cache()
+    yield
+    kept.clear_instance_cache()
+
+
 def commands(url, tmp_path):
     """What a person can do with an address."""
     settings = Settings(identity_path=str(tmp_path / "me.pem"))
@@ -251,15 +274,27 @@ def commands(url, tmp_path):
     yield lambda: RunView.open(url)
 
 
-def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, monkeypatch):
+def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, monkeypatch, own_connections):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody-else")
     for act in commands(url, tmp_path):
         with pytest.raises(UserError, match=r"does not let us in.*AWS_ACCESS_KEY_ID"):
             act()
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(UserError, match=r"credentials.*AWS_ACCESS_KEY_ID"):
         RunView.open(url)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("AWS_ENDPOINT_URL", "my-store"), ("AWS_PROFILE", "nobody")],
+)
+def test_a_variable_that_cannot_be_used_is_said(url, tmp_path, monkeypatch, own_connections, variable, value):
+    monkeypatch.setenv(variable, value)
+    for act in commands(url, tmp_path):
+        with pytest.raises(UserError, match=r"s3://.*AWS_ENDPOINT_URL"):
+            act()
 
 
 def test_a_bucket_that_is_not_there_is_named_and_not_made(s3, tmp_path):
@@ -276,7 +311,7 @@ def test_a_wrong_password_ends_in_one_message_that_names_the_variable(webdav, tm
             act()
 
 
-def test_a_store_that_cannot_be_reached_is_said(s3, url, tmp_path, at_once, monkeypatch):
+def test_a_store_that_cannot_be_reached_is_said(s3, url, tmp_path, at_once, monkeypatch, own_connections):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"Could not connect.*127.0.0.1:9"):
         RunView.open(url)
@@ -306,6 +341,7 @@ def test_without_its_package_a_url_is_answered_by_what_to_install(package, url, 
         ("s3://bucket", "such as s3://bucket/my-swarm"),
         ("s3:///swarm", "such as s3://bucket/my-swarm"),
         ("s3://bucket/my swarm", "letters, digits"),
+        ("s3://[bucket/swarm", "is no URL"),
         ("s3://bucket/a//b", "letters, digits"),
         ("webdavs://me:secret@server/swarm", "neither credentials"),
         ("s3://bucket/swarm?key=secret", "neither credentials"),

@@ -54,7 +54,10 @@ def locate(where: Path | str) -> Address:
         return Address(str(path), path.name, LocalFiles(path), path)
     kind = scheme[1].lower()
     url = kind + where[scheme.end(1) :].rstrip("/")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UserError(f"{where} is no URL ({error}).") from error
     if kind == "file":
         return locate(Path(parts.path))
     if kind == "p2p":  # its files are there once the engine runs

@@ -22,26 +22,19 @@ APPENDED_BYTES = 64 << 20  # of a log that is still appended to, which writes it
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 ATTEMPTS = 4  # of the library, with growing pauses, before an error reaches us
 
-# What a library of a store needs to know, and where it looks for it.
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and AWS_ENDPOINT_URL where the store is not Amazon's",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "webdav": "WEBDAV_USERNAME and WEBDAV_PASSWORD",
+    "s3": "credentials are read from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and the server from "
+    "AWS_ENDPOINT_URL where it is not Amazon's",
+    "gs": "credentials are read from GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "credentials are read from AZURE_STORAGE_CONNECTION_STRING",
+    "webdav": "credentials are read from WEBDAV_USERNAME and WEBDAV_PASSWORD",
 }
-SAME = {
-    "s3a": "s3",
-    "gcs": "gs",
-    "abfs": "az",
-    "adl": "az",
-    "webdavs": "webdav",
-    "dav": "webdav",
-    "davs": "webdav",
-}
+SAME = {"gcs": "gs", "webdavs": "webdav", "dav": "webdav", "davs": "webdav"}
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "webdav": "'webdav4[fsspec]'", "memory": "fsspec"}
 
 NOWHERE = {"NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "IllegalLocationConstraintException"}
 NOT_ALLOWED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "401", "403"}  # fmt: skip
+WRONGLY_SET = re.compile("Credential|Profile|Config|NoRegion|ParamValidation")  # in the names of errors
 EMPTY = {"InvalidRange", "416"}  # the first bytes of nothing
 
 
@@ -50,8 +43,8 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         self.root = url
-        self.scheme = urlsplit(url).scheme
-        self.store = SAME.get(self.scheme, self.scheme)
+        scheme = urlsplit(url).scheme
+        self.store = SAME.get(scheme, scheme)
         self._made = (os.getpid(), *_open(url, self.store))  # process, file system, path of the root in it
 
     def read(self, path: str, limit: int) -> bytes:
@@ -130,16 +123,14 @@ class RemoteFiles:
                 raise Refused(
                     errno.ENXIO,
                     f"the store has no bucket {bucket!r} that could be used ({_said(error)}). Make it first, or correct "
-                    f"the address; {self._settings()}",
+                    f"the address; {CREDENTIALS.get(self.store, '')}",
                     url,
                 ) from error
-            if (
-                codes & NOT_ALLOWED
-                or isinstance(error, PermissionError)
-                or "Credentials" in type(error).__name__
-            ):
+            if codes & NOT_ALLOWED or isinstance(error, PermissionError) or _wrongly_set(error):
                 raise Refused(
-                    errno.EACCES, f"the store does not let us in ({_said(error)}): {self._settings()}", url
+                    errno.EACCES,
+                    f"the store does not let us in ({_said(error)}): {CREDENTIALS.get(self.store, '')}",
+                    url,
                 ) from error
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url) from error
@@ -147,13 +138,7 @@ class RemoteFiles:
                 raise
             if not isinstance(error, OSError) and type(error).__module__ == "builtins":
                 raise  # a mistake of ours, not of the network
-            raise OSError(getattr(error, "errno", None) or errno.EIO, _said(error), url) from error
-
-    def _settings(self) -> str:
-        names = CREDENTIALS.get(self.store)
-        return (
-            f"it is told who we are by {names}" if names else "its library's documentation says what to set"
-        )
+            raise OSError(errno.EIO, _said(error), url) from error
 
 
 def _open(url: str, store: str) -> tuple[Any, str]:
@@ -167,7 +152,7 @@ def _open(url: str, store: str) -> tuple[Any, str]:
             return _open_webdav(url)
         import fsspec
 
-        made = fsspec.filesystem(store, skip_instance_cache=True, use_listings_cache=False, **_options(store))
+        made = fsspec.filesystem(store, use_listings_cache=False, **_options(store))
     except ImportError as error:
         raise UserError(
             f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_said(error)}). Install it: "
@@ -213,6 +198,11 @@ def _codes(error: BaseException | None) -> set[str]:
             found.add(str(getattr(error, name, "") or getattr(response, name, "")))
         error = error.__cause__ or error.__context__
     return found
+
+
+def _wrongly_set(error: Exception) -> bool:
+    """Whether a library did not even ask: it has no key, or cannot use the endpoint or the name that it was given."""
+    return isinstance(error, ValueError) or WRONGLY_SET.search(type(error).__name__) is not None
 
 
 def _said(error: BaseException) -> str:
