@@ -51,8 +51,9 @@ else:
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def ip(words: str) -> None:
+    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, (words, done.stderr)
 
 
 @pytest.fixture
@@ -61,36 +62,23 @@ def networks() -> Iterator[None]:
     made = []
     try:
         for name in (WORLD, ROUTER, HOME, OTHER):
-            ip("netns", "add", name)
+            ip(f"netns add {name}")
             made.append(name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", WORLD, "link", "add", "bridge", "type", "bridge")
-        ip("-n", WORLD, "addr", "add", "10.77.0.1/24", "dev", "bridge")
-        ip("-n", WORLD, "link", "set", "bridge", "up")
+            ip(f"-n {name} link set lo up")
+        ip(f"-n {WORLD} link add bridge type bridge")
+        ip(f"-n {WORLD} addr add 10.77.0.1/24 dev bridge")
+        ip(f"-n {WORLD} link set bridge up")
         for name, address in ((ROUTER, "10.77.0.2/24"), (OTHER, "10.77.0.3/24")):
-            ip(
-                "link",
-                "add",
-                "up",
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"to-{name}",
-                "netns",
-                WORLD,
-            )
-            ip("-n", WORLD, "link", "set", f"to-{name}", "master", "bridge", "up")
-            ip("-n", name, "addr", "add", address, "dev", "wan0")
-            ip("-n", name, "link", "set", "wan0", "up")
-        ip("link", "add", "lan0", "netns", ROUTER, "type", "veth", "peer", "name", "home0", "netns", HOME)
-        ip("-n", ROUTER, "addr", "add", "192.168.77.1/24", "dev", "lan0")
-        ip("-n", ROUTER, "link", "set", "lan0", "up")
-        ip("-n", HOME, "addr", "add", "192.168.77.2/24", "dev", "home0")
-        ip("-n", HOME, "link", "set", "home0", "up")
-        ip("-n", HOME, "route", "add", "default", "via", "192.168.77.1")
+            ip(f"link add wan0 netns {name} type veth peer name to-{name} netns {WORLD}")
+            ip(f"-n {WORLD} link set to-{name} master bridge up")
+            ip(f"-n {name} addr add {address} dev wan0")
+            ip(f"-n {name} link set wan0 up")
+        ip(f"link add lan0 netns {ROUTER} type veth peer name home0 netns {HOME}")
+        ip(f"-n {ROUTER} addr add 192.168.77.1/24 dev lan0")
+        ip(f"-n {ROUTER} link set lan0 up")
+        ip(f"-n {HOME} addr add 192.168.77.2/24 dev home0")
+        ip(f"-n {HOME} link set home0 up")
+        ip(f"-n {HOME} route add default via 192.168.77.1")
         within = ["ip", "netns", "exec", ROUTER]
         subprocess.run([*within, "sysctl", "-qw", "net.ipv4.ip_forward=1"], check=True)
         subprocess.run([*within, "nft", "-f", "-"], input=MASQUERADE, check=True, text=True)
