@@ -228,7 +228,7 @@ class Outcome:
         """The held-out score here when the other swarm ended: the mean of the last looks, since one look is noisy."""
         end = other.curve[-1]["round"]
         found = [point["held_out"] for point in self.curve if 0 < point["round"] <= end]
-        return mean(found[-LAST_LOOKS:])
+        return mean(found[-LAST_LOOKS:] or [self.curve[0]["held_out"]])
 
     def grown(self, name: str) -> float:
         return self.curve[-1][name] - self.curve[0][name]

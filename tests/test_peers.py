@@ -1,5 +1,6 @@
 """A swarm among peers, as users start it: processes that know nothing of each other but an address."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from processes import RL_SWARM, end, family, metrics, run, start, state, until
 
 QUICK = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.05"]
 SMALL = ["--local", "2", "--external", "2", "--generations", "4"]
-HERE = ["--set", "p2p_listen=/ip4/127.0.0.1/tcp/0", "--set", "p2p_relay=false"]
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HERE = ["--set", f"p2p_listen={LOOPBACK}", "--set", "p2p_relay=false"]
 
 
 def daemons(*nodes: "subprocess.Popen[str]") -> list[psutil.Process]:
@@ -98,6 +100,13 @@ def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None
     try:
         until(lambda: len(daemons(swarm)) == 4, 60)
         running = daemons(swarm)
+        until(lambda: (tmp_path / "run/bootnodes.json").exists(), 60)
+        known = json.loads((tmp_path / "run/bootnodes.json").read_text())["addresses"][0]
+        until(lambda: state(tmp_path / "run")["phase"] == "running", 60)
+        code, seen = run(
+            tmp_path, "status", f"p2p://{known}", "--json", P2P_LISTEN=LOOPBACK, P2P_RELAY="false"
+        )
+        assert code == 0 and json.loads(seen[seen.index("{") :])["swarm"], seen
         output, _ = swarm.communicate(timeout=240)
     finally:
         end(swarm)

@@ -4,6 +4,8 @@ import contextlib
 import os
 import platform
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.evaluation import HeldOut, mean
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
 from rl_swarm.telemetry.journal import read_lines
@@ -96,8 +98,9 @@ class NodeView:
 class RunView:
     """A run, kept up to date by `refresh`, which reads only what is new."""
 
-    def __init__(self, address: Path | str) -> None:
-        self.address = locate(address)
+    def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
+        self.address = address if isinstance(address, Address) else locate(address)
+        self.clock = clock  # tells the state where nobody writes it
         self.root, self.files = self.address.here, self.address.files
         self.manifest: Manifest | None = None
         self.state: State | None = None
@@ -108,7 +111,7 @@ class RunView:
         """The run at an address where there is one; a clear error if there is none."""
         view = cls(address)
         if view.address.text.startswith("p2p://"):
-            raise UserError(f"{address}: give the folder of the swarm's coordinator instead, runs/<name>.")
+            raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
         if view.address.is_url:
             view.reach()
         view.refresh()
@@ -131,7 +134,7 @@ class RunView:
     def refresh(self) -> None:
         try:
             self.manifest = self.manifest or read_manifest(self.files)
-            self.state = read_state(self.files, self.manifest)
+            self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
         except (OSError, Rejected):
             pass  # not written yet, or just being replaced: what was read before stands
         for node in documents(self.files, "peers"):
@@ -194,6 +197,20 @@ class RunView:
                 for view in self.nodes.values()
             ],
         }
+
+
+@contextmanager
+def looked_at(address: str) -> Iterator[RunView]:
+    """The run at an address, whatever network it is on, for as long as somebody looks."""
+    if not address.startswith("p2p://"):
+        yield RunView.open(address)
+        return
+    from rl_swarm.network.p2p.joining import observed
+
+    with observed(address) as (place, clock):
+        view = RunView(place, clock)
+        view.refresh()
+        yield view
 
 
 def _runs(pid: int) -> bool:

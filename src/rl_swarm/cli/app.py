@@ -291,15 +291,15 @@ def status(
     from rich.console import Console
 
     from rl_swarm.cli.live import LiveView
-    from rl_swarm.report import RunView
+    from rl_swarm.report import looked_at
 
-    view = RunView.open(address)
-    if as_json:
-        print(json.dumps(view.as_dict(), indent=2))
-        return
-    console = Console()
-    console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {view.address}")
-    console.print(LiveView(view, console).table(closing="finished"))
+    with looked_at(address) as view:
+        if as_json:
+            print(json.dumps(view.as_dict(), indent=2))
+            return
+        console = Console()
+        console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {view.address}")
+        console.print(LiveView(view, console).table(closing="finished"))
 
 
 @app.command()
