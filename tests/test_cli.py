@@ -8,6 +8,7 @@ from pathlib import Path
 from processes import QUICK, RL_SWARM, run, start, state, until
 
 import rl_swarm
+from rl_swarm.identity import Identity
 
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
@@ -85,15 +86,20 @@ def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None
     assert [row["model"] for row in found["models"]][:2] == ["tiny", "smollm2-135m"]
     assert all(row["plan"]["needed"] > 0 and row["seconds"] > 0 for row in found["models"])
     assert found["models"][0]["plan"]["fits"]
-    code, output = run(tmp_path, "doctor")
+    code, output = run(tmp_path, "doctor", P2P_LISTEN="/ip4/127.0.0.1/tcp/0")
     assert code == 0, output
-    assert "All is well" in output
+    assert "All is well" in output and "listens at /ip4/127.0.0.1/tcp/" in output
 
 
 def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "doctor", GDRIVE_PATH="/nowhere/at/all", EXPERIMENT_NAME="x")
+    nobody = f"p2p:///ip4/127.0.0.1/tcp/9/p2p/{Identity.new().peer_id}"
+    wrong = {"GDRIVE_PATH": "/nowhere/at/all", "EXPERIMENT_NAME": "x", "P2P_KNOWN": nobody}
+    code, output = run(tmp_path, "doctor", P2P_LISTEN="/ip4/127.0.0.1/tcp/0", **wrong)
     assert code == 1
     assert "/nowhere/at/all" in output and "GDRIVE_PATH" in output
+    assert "nobody answers" in " ".join(output.split())
+    code, output = run(tmp_path, "doctor", P2P_LISTEN="nonsense")
+    assert code == 1 and "P2P_LISTEN=nonsense is no multiaddress" in " ".join(output.split())
 
 
 def test_runs_are_listed_and_removed_but_not_while_they_run(tmp_path: Path) -> None:

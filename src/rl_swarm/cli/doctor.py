@@ -1,6 +1,7 @@
 """What this machine has, what is missing, and what to do about it."""
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from rl_swarm import config
@@ -109,6 +111,32 @@ def _store(address: str) -> Iterator[Finding]:
         yield False, str(error)
 
 
+def peer_to_peer() -> Iterator[Finding]:
+    """Starts the daemon as a node would, and asks those whom the settings name."""
+    from rl_swarm.identity import Identity
+    from rl_swarm.network.p2p.joining import engine_of
+
+    if importlib.util.find_spec("hivemind") is None:
+        yield True, "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'"
+        return
+    settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engine_of(Identity.new(), [], settings, Path(folder)) as engine,
+    ):
+        yield True, f"the daemon starts and listens at {engine.addresses[0].rpartition('/p2p/')[0]}"
+        if engine.known:
+            yield (
+                engine.met.is_set(),
+                f"P2P_KNOWN={settings.p2p_known}: "
+                + (
+                    "somebody answers"
+                    if engine.met.is_set()
+                    else "nobody answers. Are the addresses right, and is the port open?"
+                ),
+            )
+
+
 def identity() -> Iterator[Finding]:
     from rl_swarm.identity import Identity
 
@@ -137,5 +165,6 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("model", model),
     ("scoring", scoring),
     ("folder", folder),
+    ("peer-to-peer", peer_to_peer),
     ("identity", identity),
 )
