@@ -209,3 +209,21 @@ def test_nobody_fills_the_memory_of_others(monkeypatch):
     now[0] += 61
     assert offers("ann", 3) and offers("node-11", 0) and shelf.bytes < 2000
     assert not offers("ann", 4, KEPT_SECONDS + 100)
+
+
+def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_ROUNDS", 3)
+    swarm = AmongPeers(tmp_path)
+    try:
+        files, peer, reader = swarm.files("ann"), identity_of("ann").peer_id, engine_of("bob")
+        files.write("peers/ann.json", b"{}")
+        for number in range(5):
+            files.write(rollouts_path(number, 0, "ann"), b"body")
+        asked = [reader.ask(peer, rollouts_path(number, 0, "ann").encode(), 100) for number in range(5)]
+        assert asked == [None, None, b"body", b"body", b"body"]
+        left = []
+        monkeypatch.setattr(files.engine, "store", lambda key, subkey, *rest: left.append((key, subkey)))
+        files.renew()
+        assert left == [(key_of(swarm.manifest.swarm(), "peers"), f"{peer}/ann.json")]
+    finally:
+        swarm.close()

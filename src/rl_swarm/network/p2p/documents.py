@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Annotated, Literal
@@ -27,6 +28,8 @@ from rl_swarm.wire import MAX_BYTES, Count, Id, Rejected, seal, unseal
 log = logging.getLogger(__name__)
 
 OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
+OF_A_ROUND = ("rollouts/", "rewards/")
+MOST_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
 MOST_INSIDE = 2 << 10  # bytes of a document that travels in its notice
 MOST_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
@@ -149,10 +152,11 @@ class PeerFiles:
         self.local, self.clock = local, clock
         self.root = local.root
         self.own = set[str]()  # paths of what this peer has written
-        self.notices = dict[str, bytes]()  # that it has left, by path
+        self.lasting = set[str]()  # paths of which there must always be a notice
         self.handed = dict[str, bytes]()  # copies of what the owner wrote
         self.authors = dict[str, str]()  # of a node's documents, by the node's name
         self.inside = dict[str, tuple[str, bytes]]()  # author and document, by path
+        self._of_rounds = deque[str]()  # its documents of single rounds, the oldest first
         self._listed = dict[str, float]()  # folders -> when they were last looked at
         self._lock = threading.Lock()
 
@@ -221,14 +225,18 @@ class PeerFiles:
         self._leave(path, data)
 
     def renew(self) -> None:
-        """Leaves all notices again, before they expire."""
-        for path in list(self.notices):
+        """Leaves notices again before they expire; those of a round's documents need not outlast it."""
+        for path in list(self.lasting):
             with suppress(OSError):
                 data = self.local.read(path, MAX_BYTES) if path in self.own else self.handed[path]
                 self._leave(path, data)
 
     def _announce(self, path: str, data: bytes) -> None:
         self.own.add(path)
+        if path.startswith(OF_A_ROUND):
+            self._of_rounds.append(path)
+            while len(self._of_rounds) > MOST_OF_ROUNDS:
+                self.own.discard(self._of_rounds.popleft())
         self._leave(path, data)
 
     def _leave(self, path: str, data: bytes) -> None:
@@ -245,7 +253,9 @@ class PeerFiles:
             else [],
         )
         folder, _, name = path.rpartition("/")
-        self.notices[path] = sealed = seal(notice, self.identity, limit=MOST_NOTICE)
+        if not path.startswith(OF_A_ROUND):
+            self.lasting.add(path)
+        sealed = seal(notice, self.identity, limit=MOST_NOTICE)
         try:
             self.engine.store(
                 key_of(self.swarm, folder), f"{self.identity.peer_id}/{name}", sealed, KEPT_SECONDS
@@ -325,4 +335,4 @@ class PeerFiles:
     def _forget(self, folder: str) -> None:
         for path in [path for path in self.own if path.startswith(f"{folder}/")]:
             self.own.discard(path)
-            self.notices.pop(path, None)
+            self.lasting.discard(path)
