@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_swarm import rounds
 from rl_swarm.config import Settings
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.identity import Identity
@@ -296,3 +297,26 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     written = checkpoints.written(address / "checkpoints", me.node, swarm, me.peer_id)
     assert [kept.standing for _, kept in written] == ([] if damaged else [place.standing])
     assert ("passed over" in caplog.text) == damaged
+
+
+def test_peers_of_one_neighbourhood_are_one_source_unless_they_were_invited(
+    environment: Reasoning, tmp_path: Path
+) -> None:
+    swarm = LocalSwarm(manifest(SETTINGS))
+    one, two, three, four = (make_node(swarm, environment, tmp_path) for _ in range(4))
+    peers = [node.identity.peer_id for node in (one, two, three, four)]
+    swarm.apply(lambda state, now: rounds.seen(state, peers[3], four.name, now, "f" * 16))
+    one.exchange.neighbourhoods = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
+    state = one.coordinator.current()
+    assert one.sources(state) == {
+        peers[0]: peers[0],
+        peers[1]: "8.8.4.0/24",
+        peers[2]: "8.8.4.0/24",
+        peers[3]: state.members[peers[3]].invitation or "8.8.4.0/24",
+    }
+    for node in (two, three, four):
+        node.play(state)
+    one.settings = msgspec.structs.replace(SETTINGS, external=4, source_share=0.25)
+    found = one.collect(state)
+    near = [group for group in found.chosen if group.peer_id in peers[1:3]]
+    assert len(near) <= 2  # an even part of two sources

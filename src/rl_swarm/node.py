@@ -181,7 +181,7 @@ class Node:
             rng,
             self.reject,
             selection.Checks(
-                sources={p: source for p, source in state.sources().items() if p != self.identity.peer_id},
+                sources={p: s for p, s in self.sources(state).items() if p != self.identity.peer_id},
                 share=settings.source_share,
                 completions=settings.generations,
                 surprises=self.policy.surprises if settings.likelihood_gate else None,
@@ -205,7 +205,7 @@ class Node:
             if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
         members = {p: node for p, node in members.items() if self.standing.asks(p, state.round, rng)}
-        asked = in_turn(members, state.sources(), rng)[: self.settings.fetch_max_peers]
+        asked = in_turn(members, self.sources(state), rng)[: self.settings.fetch_max_peers]
         nodes = [members[peer_id] for peer_id in asked]
         punctual, late = ([n for n in nodes if bool(self.late[n]) == is_late] for is_late in (False, True))
         lockstep, patience = self.manifest.round_end == "lockstep", self.manifest.peer_timeout
@@ -229,6 +229,14 @@ class Node:
                     self.reject(
                         publication.node, "peer", f"{publication.peer_id} is not the member of that name"
                     )
+
+    def sources(self, state: State) -> dict[str, str]:
+        """Whom a member's rollouts are counted with: all of its invitation, else of its part of the internet."""
+        near = self.exchange.neighbourhoods()
+        return {
+            peer_id: near.get(peer_id, source) if source == peer_id else source
+            for peer_id, source in state.sources().items()
+        }
 
     def awaited(self, found: Iterable[Publication], nodes: Sequence[str]) -> Iterator[Publication]:
         """What comes from these nodes, in their order. Those that were waited for in vain are not the next times."""

@@ -243,6 +243,7 @@ def _take_part(
             settings.poll_interval,
             settings.fetch_max_peers,
             coordinator.refusal,
+            getattr(files, "neighbourhoods", dict),
         ),
         coordinator=coordinator,
         journal=journal,

@@ -14,7 +14,7 @@ from swarms import LOOPBACK, AmongPeers, engine_of, eventually, identity_of, pub
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.documents import KEPT_SECONDS, MOST_NOTICE, Notice, Shelf, key_of
+from rl_swarm.network.p2p.documents import KEPT_SECONDS, MOST_NOTICE, Notice, Shelf, key_of, neighbourhood
 from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
 from rl_swarm.wire import seal, sign
 
@@ -227,3 +227,21 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
         assert left == [(key_of(swarm.manifest.swarm(), "peers"), f"{peer}/ann.json")]
     finally:
         swarm.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [
+        ("/ip4/8.8.4.4/tcp/31000/p2p/12D3KooWx", "8.8.4.0/24"),
+        ("/ip4/8.8.4.200/udp/4001/quic/p2p/12D3KooWy", "8.8.4.0/24"),
+        ("/ip6/2a00:1450:4001:81b::200e/tcp/1/p2p/12D3KooWx", "2a00:1450:4001::/48"),
+        ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWx", ""),
+        ("/ip4/192.168.1.7/tcp/1/p2p/12D3KooWx", ""),
+        ("/ip4/8.8.4.4/tcp/1/p2p/12D3KooWr/p2p-circuit/p2p/12D3KooWx", ""),
+        ("/dns4/example.org/tcp/1/p2p/12D3KooWx", ""),
+        ("/ip4/nonsense/tcp/1", ""),
+        ("", ""),
+    ],
+)
+def test_an_address_is_in_a_neighbourhood(address, where):
+    assert neighbourhood(address) == where

@@ -1,6 +1,6 @@
 """How nodes meet: an exchange moves rollouts, a coordinator says which round it is."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rl_swarm.errors import UserError
@@ -28,6 +28,11 @@ class Exchange(Protocol):
         Waits up to `patience` seconds for those that have not published yet, then goes on without them.
         `in_order` keeps to the order of `nodes`; otherwise whoever is there comes first.
         """
+        ...
+
+    def neighbourhoods(self) -> Mapping[str, str]:
+        """Of peers whose address this node sees: the part of the internet that it is in. Names are free, addresses are
+        not, so those of one neighbourhood count as one source."""
         ...
 
 

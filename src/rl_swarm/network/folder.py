@@ -24,7 +24,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -174,10 +174,12 @@ class FolderExchange:
         poll: float = 2.0,
         max_peers: int = 10,
         refusal: Callable[[str], Why | None] = lambda peer_id: None,
+        neighbourhoods: Callable[[], Mapping[str, str]] = dict,  # a folder shows no addresses
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
         self.refusal = refusal  # why a peer is not admitted
+        self.neighbourhoods = neighbourhoods
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
         # Files that were there but not whole: tries so far, time of the first and of the next.
         self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}

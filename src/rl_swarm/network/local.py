@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rl_swarm import rounds
 from rl_swarm.manifest import Manifest
@@ -63,6 +63,9 @@ class LocalExchange:
                 return
             with self.swarm.changed:
                 self.swarm.changed.wait(min(self.poll, max(0.0, deadline - time.monotonic())))
+
+    def neighbourhoods(self) -> Mapping[str, str]:
+        return {}
 
 
 class LocalCoordinator:

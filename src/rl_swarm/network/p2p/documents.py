@@ -6,6 +6,7 @@ want something from ask that peer, and traffic follows what is asked for; the DH
 """
 
 import hashlib
+import ipaddress
 import logging
 import math
 import threading
@@ -85,6 +86,21 @@ def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice
     if notice.subkey() != subkey or key not in (None, notice.key()):
         return None
     return notice if now - EARLIEST <= notice.timestamp <= now + LATEST else None
+
+
+def neighbourhood(address: str) -> str:
+    """The part of the internet that a multiaddress is in; nothing for one of a private network or through a relay."""
+    kind, _, rest = address.lstrip("/").partition("/")
+    host = rest.partition("/")[0]
+    if kind not in ("ip4", "ip6") or "/p2p-circuit" in address:
+        return ""
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return ""
+    if not found.is_global:
+        return ""
+    return str(ipaddress.ip_network(f"{found}/{24 if found.version == 4 else 48}", strict=False))
 
 
 class Shelf:
@@ -197,6 +213,16 @@ class PeerFiles:
             log.debug("nobody can be found: %s", error)
             return []
         return [(notice.peer_id, notice.inside.encode()) for notice in found]
+
+    def neighbourhoods(self) -> dict[str, str]:
+        """Of those to whom there is a connection: where they are."""
+        try:
+            addresses = self.engine.peers()
+        except OSError:
+            return {}
+        return {
+            address.rpartition("/")[2]: where for address in addresses if (where := neighbourhood(address))
+        }
 
     def remove(self, folder: str) -> None:
         self._forget(folder)
