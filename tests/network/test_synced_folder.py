@@ -108,7 +108,10 @@ def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_
 
     assert state.phase == "finished"
     assert outcome.rejected == []
-    assert [record for record in caplog.records if "not used" in record.message] == []
+    refused = [record.message for record in caplog.records if "not used" in record.message]
+    assert [
+        line for line in refused if "when the stage ended" not in line
+    ] == []  # a drive may be slower than a round
     for reader in NODES:
         arrived = {(publication.node, publication.round) for publication in outcome.received[reader]}
         expected = {
