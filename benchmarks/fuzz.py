@@ -439,7 +439,9 @@ class Mutator:
         if rng.random() < 0.2:  # a sealed document, altered on its way
             data = self.kept[kind][rng.random() < 0.2]
             for _ in range(rng.choice((1, 1, 2, 4))):
-                data = change_bytes(data, others, rng)
+                data = change_bytes(
+                    data, others[:2], rng
+                )  # with parts of others that were signed: no other record
             return Message(kind, data, RECORDS[kind])
         data = rng.choice(self.kept[kind]) if rng.random() < 0.6 else self.kept[kind][0]
         fields = self._fields(data)
