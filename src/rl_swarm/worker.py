@@ -147,8 +147,16 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
     with opened(address, settings, identity, stop) as (address, manifest):
-        if manifest is not None:
-            _admitted(address, settings, stop, sharing, identity, name, manifest)
+        if manifest is None:
+            return
+        owners.check(manifest, address.text, settings)
+        if settings.publish == "round" and manifest.round_end == "lockstep":
+            raise ConfigError(
+                "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
+                "rollouts before they learn. Use `stage` or `generation`."
+            )
+        with only_one_here(identity, manifest.swarm()):
+            _take_part(address, settings, stop, sharing, identity, name, manifest)
 
 
 @contextmanager
@@ -174,26 +182,6 @@ def opened(
         manifest, signed = found
         with joining.among_peers(engine, identity, manifest, signed, address.here) as files:
             yield replace(address, files=files), manifest
-
-
-def _admitted(
-    address: Address,
-    settings: Settings,
-    stop: threading.Event,
-    sharing: "Sharing | None",
-    identity: Identity,
-    name: str,
-    manifest: Manifest,
-) -> None:
-    owners.check(manifest, address.text, settings)
-
-    if settings.publish == "round" and manifest.round_end == "lockstep":
-        raise ConfigError(
-            "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
-            "rollouts before they learn. Use `stage` or `generation`."
-        )
-    with only_one_here(identity, manifest.swarm()):
-        _take_part(address, settings, stop, sharing, identity, name, manifest)
 
 
 def _take_part(

@@ -175,6 +175,7 @@ class Engine:
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
                 return [sys.executable, "-S", str(leash.__file__), *P2P._make_process_args(*args, **kwargs)]
 
+        relays = self.known if self.relay else None  # through which others reach us behind a router
         key = self.folder / "key"
         with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(self.identity.libp2p())
@@ -187,9 +188,7 @@ class Engine:
                 auto_nat=self.relay,
                 use_relay=self.relay,
                 use_auto_relay=self.relay,
-                trusted_relays=self.known
-                if self.relay
-                else None,  # through which others reach us behind a router
+                trusted_relays=relays,
                 force_reachability=self.reachability,
                 check_if_identity_free=False,
                 startup_timeout=START_SECONDS - 5,
