@@ -36,7 +36,10 @@ MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
 MOST_MET = 256  # peers whose addresses are kept
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
-MISSING = "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'."
+MISSING = (
+    "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'; in a "
+    "clone, .venv/bin/pip install -c constraints.txt -e '.[p2p]'."
+)
 Answer = Callable[[bytes, str], bytes | None]  # to a request of a peer; None: there is nothing
 
 
