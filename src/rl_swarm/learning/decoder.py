@@ -23,6 +23,7 @@ FAMILIES = LLAMA_LIKE | {"gpt2", "gemma3_text"}
 
 # (layer, queries [N, H, D], keys, values) -> attended [N, H * D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Parts = tuple[Tensor, Tensor | None]  # of the residual stream, their sum
 
 
 class Decoder:
@@ -69,23 +70,23 @@ class Decoder:
         return config.model_type in FAMILIES and plain and not getattr(config, "add_cross_attention", False)
 
     def run(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """The hidden state after the last norm, of every token."""
-        return self._norm(self.last_norm, self.run_layers(ids_N, positions_N, attend))
+        """The hidden state after the last norm, of every token.
 
-    def run_layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """The hidden state after the last layer, of every token."""
+        Between layers the residual stream is in two parts, so that the norm behind can add them up as it reads them.
+        """
         step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(
             self.family, self._llama_layer
         )
+        parts: Parts
         if self.family == "gpt2":
-            hidden: Tensor = self.body.wte(ids_N) + self.body.wpe(positions_N)
+            parts = self.body.wte(ids_N), self.body.wpe(positions_N)
         else:
-            hidden = self.body.embed_tokens(ids_N)
-        turns = self.rotations(hidden, positions_N)
+            parts = self.body.embed_tokens(ids_N), None
+        turns = self.rotations(parts[0], positions_N)
         for number, layer in enumerate(self.layers):
-            given = (layer, hidden, number, turns.get(self.kinds[number]), attend)
-            hidden = checkpoint(step, *given, use_reentrant=False) if self.frugal else step(*given)
-        return hidden
+            given = (layer, parts, number, turns.get(self.kinds[number]), attend)
+            parts = checkpoint(step, *given, use_reentrant=False) if self.frugal else step(*given)
+        return self._added(self.last_norm, parts)[1]
 
     def rotations(self, hidden: Tensor, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosines and sines of the positions, [N, 1, D], for every kind of layer."""
@@ -110,13 +111,36 @@ class Decoder:
         kind = x.device.type
         return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 
+    def _added(self, norm: Any, parts: Parts) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what the norm makes of it."""
+        hidden, more = parts
+        if self.fused:
+            from rl_swarm.learning.cuda import fused
+
+            kind = hidden.device.type
+            low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+            if self.family == "gpt2":
+                return fused.added_norm(hidden, more, norm.weight, norm.bias, norm.eps, low)
+            gemma = self.family == "gemma3_text"
+            weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
+            return fused.added_norm(hidden, more, weight, None, eps, low)
+        hidden = hidden if more is None else hidden + more
+        return hidden, self._norm(norm, hidden)
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        """The module's product; where nothing has been put around it, with a faster way back."""
+        turned = type(module).__name__ == "Conv1D"
+        if self.fused and (turned or type(module) is torch.nn.Linear):
+            from rl_swarm.learning.cuda import fused
+
+            return fused.linear(x, module.weight, getattr(module, "bias", None), turned)
+        out: Tensor = module(x)
+        return out
+
     def _projected(self, attention: Any, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
         shape = (len(x), -1, self.head_size)
-        q, k, v = (
-            attention.q_proj(x).view(shape),
-            attention.k_proj(x).view(shape),
-            attention.v_proj(x).view(shape),
-        )
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (self._linear(projection, x).view(shape) for projection in projections)
         if self.family in ("qwen3", "gemma3_text"):
             q, k = self._norm(attention.q_norm, q), self._norm(attention.k_norm, k)
         cos, sin = turn
@@ -127,7 +151,7 @@ class Decoder:
         return rotated(q, cos, sin), rotated(k, cos, sin), v
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
-        gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
+        gate, up, down = self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x), mlp.down_proj
         if (
             self.fused
             and self.plain_gate
@@ -141,28 +165,29 @@ class Decoder:
         out: Tensor = down(mlp.act_fn(gate) * up)
         return out
 
-    def _llama_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
+    def _llama_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
         attention = layer.self_attn
-        q, k, v = self._projected(attention, self._norm(layer.input_layernorm, hidden), turn)
-        hidden = hidden + attention.o_proj(attend(number, q, k, v))
-        return hidden + self._gated(layer.mlp, self._norm(layer.post_attention_layernorm, hidden))
+        hidden, x = self._added(layer.input_layernorm, parts)
+        attended = self._linear(attention.o_proj, attend(number, *self._projected(attention, x, turn)))
+        hidden, x = self._added(layer.post_attention_layernorm, (hidden, attended))
+        return hidden, self._gated(layer.mlp, x)
 
-    def _gemma_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
+    def _gemma_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
         attention = layer.self_attn
-        q, k, v = self._projected(attention, self._norm(layer.input_layernorm, hidden), turn)
-        attended = attention.o_proj(attend(number, q, k, v))
-        hidden = hidden + self._norm(layer.post_attention_layernorm, attended)
-        mixed = self._gated(layer.mlp, self._norm(layer.pre_feedforward_layernorm, hidden))
-        return hidden + self._norm(layer.post_feedforward_layernorm, mixed)
+        hidden, x = self._added(layer.input_layernorm, parts)
+        attended = self._linear(attention.o_proj, attend(number, *self._projected(attention, x, turn)))
+        more = self._norm(layer.post_attention_layernorm, attended)
+        hidden, x = self._added(layer.pre_feedforward_layernorm, (hidden, more))
+        return hidden, self._norm(layer.post_feedforward_layernorm, self._gated(layer.mlp, x))
 
-    def _gpt2_layer(self, layer: Any, hidden: Tensor, number: int, turn: Any, attend: Attend) -> Tensor:
-        x = layer.attn.c_attn(self._norm(layer.ln_1, hidden))
-        q, k, v = x.view(len(hidden), 3 * self.heads, -1).chunk(3, 1)
-        hidden = hidden + layer.attn.c_proj(attend(number, q, k, v))
-        inner = layer.mlp.c_fc(self._norm(layer.ln_2, hidden))
+    def _gpt2_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
+        hidden, x = self._added(layer.ln_1, parts)
+        q, k, v = self._linear(layer.attn.c_attn, x).view(len(x), 3 * self.heads, -1).chunk(3, 1)
+        attended = self._linear(layer.attn.c_proj, attend(number, q, k, v))
+        hidden, x = self._added(layer.ln_2, (hidden, attended))
+        inner = self._linear(layer.mlp.c_fc, x)
         inner = F.gelu(inner, approximate="tanh") if self.plain_gate else layer.mlp.act(inner)
-        out: Tensor = hidden + layer.mlp.c_proj(inner)
-        return out
+        return hidden, self._linear(layer.mlp.c_proj, inner)
 
 
 def has_kernels(model: Any) -> bool:

@@ -12,6 +12,7 @@ from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.sequences import token_logprobs
 
 LOGITS_BYTES = 1 << 27  # of logits that exist at the same time
+ALIGNED = 64  # tokens
 
 
 def packed_logprobs(
@@ -52,7 +53,8 @@ def chunked_logprobs(
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
         from rl_swarm.learning.cuda.fused import word_logprobs
 
-        chunk = max(1, LOGITS_BYTES // (2 * width))  # in bfloat16
+        chunk = LOGITS_BYTES // (2 * width)  # in bfloat16
+        chunk = max(1, chunk // ALIGNED * ALIGNED or chunk)  # products of odd sizes take longer
         return word_logprobs(hidden_ME, head.weight, targets_M, temperature, chunk)
     chunk = max(1, LOGITS_BYTES // (4 * width))
     if len(targets_M) <= chunk:

@@ -12,6 +12,154 @@ import triton.language as tl
 from torch import Tensor
 
 ALIGNED = 64  # words
+NORM_ROWS = 8  # whose gradients one program adds up
+
+
+@triton.jit
+def norm_forward(
+    x_NE, more_NE, weight_E, bias_E, sum_NE, out_NE, mean_N, scale_N, E, eps,
+    MORE: tl.constexpr, CENTRED: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """sum = x + more; out = its layer norm (centred, with a bias) or RMS norm."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BE)
+    inside = index < E
+    x = tl.load(x_NE + row * E + index, mask=inside, other=0.0)
+    if MORE:
+        x += tl.load(more_NE + row * E + index, mask=inside, other=0.0).to(tl.float32)
+        tl.store(sum_NE + row * E + index, x, mask=inside)
+    if CENTRED:
+        mean = tl.sum(x, 0) / E
+        tl.store(mean_N + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    tl.store(scale_N + row, scale)
+    x *= scale * tl.load(weight_E + index, mask=inside, other=0.0)
+    if CENTRED:
+        x += tl.load(bias_E + index, mask=inside, other=0.0)
+    tl.store(out_NE + row * E + index, x, mask=inside)
+
+
+@triton.jit
+def norm_backward(
+    dsum_NE, dout_NE, sum_NE, mean_N, scale_N, weight_E, dx_NE, dmore_NE, dweight_PE, dbias_PE, N, E,
+    GIVEN: tl.constexpr, LOW: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what was added up, in one or two precisions, and parts of those of weight and bias."""
+    part = tl.program_id(0)
+    index = tl.arange(0, BE)
+    inside = index < E
+    weight = tl.load(weight_E + index, mask=inside, other=0.0)
+    dweight = tl.zeros((BE,), tl.float32)
+    dbias = tl.zeros((BE,), tl.float32)
+    for row in range(part * ROWS, tl.minimum(part * ROWS + ROWS, N)):
+        at = row * E + index
+        x = tl.load(sum_NE + at, mask=inside, other=0.0)
+        dout = tl.load(dout_NE + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scale_N + row)
+        if CENTRED:
+            x -= tl.load(mean_N + row)
+        x = tl.where(inside, x * scale, 0.0)
+        dx = dout * weight
+        lost = x * (tl.sum(dx * x, 0) / E)
+        if CENTRED:
+            lost += tl.sum(dx, 0) / E
+        dx = scale * (dx - lost)
+        if GIVEN:
+            dx += tl.load(dsum_NE + at, mask=inside, other=0.0)
+        tl.store(dx_NE + at, dx, mask=inside)
+        if LOW:
+            tl.store(dmore_NE + at, dx, mask=inside)
+        dweight += dout * x
+        dbias += dout
+    tl.store(dweight_PE + part * E + index, dweight, mask=inside)
+    if CENTRED:
+        tl.store(dbias_PE + part * E + index, dbias, mask=inside)
+
+
+class _AddedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        more: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        low: torch.dtype,
+    ) -> Any:
+        x, weight = x.contiguous(), weight.contiguous()
+        more = None if more is None else more.contiguous()
+        N, E = x.shape
+        sums, out = x if more is None else torch.empty_like(x), torch.empty_like(x, dtype=low)
+        mean, scale = x.new_empty(N), x.new_empty(N)
+        ctx.shape = dict(CENTRED=bias is not None, BE=triton.next_power_of_2(E))
+        norm_forward[(N,)](
+            x, more, weight, bias, sums, out, mean, scale, E, eps, MORE=more is not None, **ctx.shape
+        )
+        ctx.save_for_backward(sums, weight, mean, scale)
+        ctx.low = None if more is None else more.dtype
+        ctx.set_materialize_grads(False)
+        return None if more is None else sums, out
+
+    @staticmethod
+    def backward(ctx: Any, dsum: Tensor | None, dout: Tensor) -> Any:
+        sums, weight, mean, scale = ctx.saved_tensors
+        (N, E), parts = sums.shape, triton.cdiv(len(sums), NORM_ROWS)
+        centred, low = ctx.shape["CENTRED"], ctx.low not in (None, sums.dtype)
+        dsum = None if dsum is None else dsum.contiguous()
+        dx = torch.empty_like(sums)
+        dmore = torch.empty_like(sums, dtype=ctx.low) if low else dx
+        dweight, dbias = (sums.new_empty(parts, E) if wanted else None for wanted in (True, centred))
+        norm_backward[(parts,)](
+            dsum, dout.contiguous(), sums, mean, scale, weight, dx, dmore, dweight, dbias, N, E,
+            GIVEN=dsum is not None, LOW=low, ROWS=NORM_ROWS, **ctx.shape,
+        )  # fmt: skip
+        dweight, dbias = (None if found is None else found.sum(0) for found in (dweight, dbias))
+        return dx, None if ctx.low is None else dmore, dweight, dbias, None, None
+
+
+def added_norm(
+    x_NE: Tensor, more_NE: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, low: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + more in float32, and its norm in low precision: a layer norm if there is a bias, or an RMS norm."""
+    sums, out = _AddedNorm.apply(x_NE, more_NE, weight, bias, eps, low)
+    return x_NE if sums is None else sums, out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.weight, ctx.bias, ctx.turned = weight, bias, turned
+        matrix = low if turned else low.t()
+        return x @ matrix if bias is None else torch.addmm(bias.to(x.dtype), x, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        x, low = ctx.saved_tensors
+        dout = dout.to(x.dtype).contiguous()
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = dout @ (low.t() if ctx.turned else low) if needs_x else None
+        left, right = (x, dout) if ctx.turned else (dout, x)
+        dweight = added_gradient(ctx.weight, left.t(), right) if needs_weight else None
+        dbias = dout.sum(0, dtype=torch.float32) if needs_bias else None
+        return dx, dweight, dbias, None
+
+
+def linear(x_NE: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    """The product with a weight of [outputs, inputs], or turned round."""
+    out: Tensor = _Linear.apply(x_NE, weight, bias, turned)
+    return out
+
+
+def added_gradient(weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
+    """The product of these as the gradient of a weight: added where its gradients are kept, else returned."""
+    if weight.grad is None:
+        return (left @ right).to(weight.dtype)
+    add_product(weight.grad, left, right)
+    return None
 
 
 @triton.jit
@@ -95,18 +243,21 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up, weight)
-        ctx.kind = kind
-        return _gated(gate, up, kind) @ weight.to(gate.dtype).t()
+        low = weight.to(gate.dtype)
+        ctx.save_for_backward(gate, up, low)
+        ctx.weight, ctx.kind = weight, kind
+        return _gated(gate, up, kind) @ low.t()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
-        dout = dout.to(gate.dtype)
+        gate, up, low = ctx.saved_tensors
+        dout = dout.to(gate.dtype).contiguous()
         dweight = (
-            (dout.t() @ _gated(gate, up, ctx.kind)).to(weight.dtype) if ctx.needs_input_grad[2] else None
+            added_gradient(ctx.weight, dout.t(), _gated(gate, up, ctx.kind))
+            if ctx.needs_input_grad[2]
+            else None
         )
-        dinner, dgate, dup = dout @ weight.to(gate.dtype), torch.empty_like(gate), torch.empty_like(up)
+        dinner, dgate, dup = dout @ low, torch.empty_like(gate), torch.empty_like(up)
         grid = (triton.cdiv(gate.numel(), 2048),)
         gate_backward[grid](gate, up, dinner, dgate, dup, gate.numel(), KIND=ctx.kind, B=2048)
         return dgate, dup, dweight, None
@@ -194,7 +345,7 @@ class _WordLogprobs(torch.autograd.Function):
                 logits, targets_N[here], *found, V, len(weight), heat, B=4096, num_warps=8
             )
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse)
-        ctx.heat, ctx.chunk = heat, chunk
+        ctx.weight, ctx.heat, ctx.chunk = weight_VE, heat, chunk
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -203,7 +354,10 @@ class _WordLogprobs(torch.autograd.Function):
         hidden_NE, weight_VE, targets_N, lse = ctx.saved_tensors
         weight, V = aligned(weight_VE, hidden_NE.dtype), len(weight_VE)
         given_N = given_N.contiguous()
-        dhidden, dweight = torch.empty_like(hidden_NE), torch.zeros_like(weight_VE)
+        sums, needs = ctx.weight.grad, ctx.needs_input_grad[1]
+        kept = sums is not None and sums.is_contiguous()
+        sums = sums if kept else torch.zeros_like(weight_VE) if needs else None
+        dhidden = torch.empty_like(hidden_NE)
         for start in range(0, len(hidden_NE), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             logits = hidden_NE[here] @ weight.t()
@@ -211,8 +365,9 @@ class _WordLogprobs(torch.autograd.Function):
                 logits, targets_N[here], lse[here], given_N[here], V, len(weight), ctx.heat, B=4096
             )
             dhidden[here] = logits @ weight
-            add_product(dweight, logits[:, :V].t(), hidden_NE[here])
-        return dhidden, dweight, None, None, None
+            if sums is not None:
+                add_product(sums, logits[:, :V].t(), hidden_NE[here])
+        return dhidden, None if kept else sums, None, None, None
 
 
 def word_logprobs(

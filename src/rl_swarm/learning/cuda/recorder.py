@@ -20,6 +20,7 @@ from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
 Step = Callable[..., None]  # of a batch, its segments, and what else a recording is made for
 
+PARTS = 8  # of a row: the tokens learned from are filled up to some of them
 ALIGNED = 16  # bytes, at a multiple of which everything begins
 LEAST_SEGMENTS = 128  # that a recording has room for, so that their number seldom asks for another
 
@@ -79,20 +80,21 @@ class Recorder:
         if self.device.type != "cuda":
             self.step(batch, Segments.of(shape), *whose)
             return
-        tokens = self.size_for(max(len(batch.ids_N), len(batch.targets_M)))
+        tokens = self.size_for(len(batch.ids_N))
+        targets = -(-len(batch.targets_M) // (tokens // PARTS)) * (tokens // PARTS)
         filler = -(-(tokens - len(batch.ids_N)) // BLOCK)
         segments = len(shape.prompts) + len(shape.completions) + filler + 1
-        size = (tokens, max(LEAST_SEGMENTS, 1 << (segments - 1).bit_length()))
-        key = (*size, *whose)
+        count = max(LEAST_SEGMENTS, 1 << (segments - 1).bit_length())
+        key = (tokens, targets, count, *whose)
         if key not in self.recordings:
-            self.recordings[key] = self._record(*size, *whose)
+            self.recordings[key] = self._record(tokens, targets, count, *whose)
         recorded = self.recordings[key]
-        recorded.inputs.fill(batch, Segments.of(shape, *size))
+        recorded.inputs.fill(batch, Segments.of(shape, tokens, count))
         recorded.graph.replay()
 
     def forget(self, *whose: Hashable) -> None:
         """Those recordings are of no use any more."""
-        for key in [key for key in self.recordings if key[2:] == whose]:
+        for key in [key for key in self.recordings if key[3:] == whose]:
             del self.recordings[key]
 
     def release(self) -> None:
@@ -100,23 +102,23 @@ class Recorder:
         self.recordings.clear()
         self.pool = None
 
-    def _record(self, tokens: int, count: int, *whose: Hashable) -> Recording:
+    def _record(self, tokens: int, targets: int, count: int, *whose: Hashable) -> Recording:
         with one_at_a_time:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
                 self.aside = self.aside or torch.cuda.Stream(self.device)
-                self._rehearse(self._nothing(2 * BLOCK, LEAST_SEGMENTS), *whose)
-            inputs = self._nothing(tokens, count)
+                self._rehearse(self._nothing(2 * BLOCK, 2 * BLOCK, LEAST_SEGMENTS), *whose)
+            inputs = self._nothing(tokens, targets, count)
             graph = torch.cuda.CUDAGraph()
             with recording(graph, self.pool, self.aside):
                 self.step(inputs.batch, inputs.segments, *whose)
         return Recording(graph, inputs)
 
-    def _nothing(self, tokens: int, count: int) -> Inputs:
+    def _nothing(self, tokens: int, targets: int, count: int) -> Inputs:
         """A batch of this size that changes nothing: its tokens have weight 0."""
-        whole = torch.zeros(tokens, dtype=torch.int64)
-        real, truth = torch.zeros(tokens), torch.zeros(tokens, dtype=torch.bool)
-        batch = Batch(whole, whole, whole, real, real, real, truth, truth)
+        whole = torch.zeros(targets, dtype=torch.int64)
+        real, truth = torch.zeros(targets), torch.zeros(targets, dtype=torch.bool)
+        batch = Batch(torch.zeros(tokens, dtype=torch.int64), whole, whole, real, real, real, truth, truth)
         stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
         shape = Shape(tuple(len(stretch) for stretch in stretches), (), ())
         return Inputs(batch, Segments.of(shape, tokens, count), self.device)
