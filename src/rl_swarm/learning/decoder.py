@@ -23,7 +23,8 @@ FAMILIES = LLAMA_LIKE | {"gpt2", "gemma3_text"}
 
 # (layer, queries [N, H, D], keys, values) -> attended [N, H * D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Parts = tuple[Tensor, Tensor | None]  # of the residual stream, their sum
+# The residual stream is the sum of these; the last is a bias, the same for every token.
+Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Decoder:
@@ -72,16 +73,16 @@ class Decoder:
     def run(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The hidden state after the last norm, of every token.
 
-        Between layers the residual stream is in two parts, so that the norm behind can add them up as it reads them.
+        Between layers the residual stream is in parts, so that the norm behind can add them up as it reads them.
         """
         step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(
             self.family, self._llama_layer
         )
         parts: Parts
         if self.family == "gpt2":
-            parts = self.body.wte(ids_N), self.body.wpe(positions_N)
+            parts = self._embedded(self.body.wte, ids_N), self._embedded(self.body.wpe, positions_N), None
         else:
-            parts = self.body.embed_tokens(ids_N), None
+            parts = self._embedded(self.body.embed_tokens, ids_N), None, None
         turns = self.rotations(parts[0], positions_N)
         for number, layer in enumerate(self.layers):
             given = (layer, parts, number, turns.get(self.kinds[number]), attend)
@@ -113,29 +114,44 @@ class Decoder:
 
     def _added(self, norm: Any, parts: Parts) -> tuple[Tensor, Tensor]:
         """The residual stream, and what the norm makes of it."""
-        hidden, more = parts
+        hidden, more, _ = parts
         if self.fused:
             from rl_swarm.learning.cuda import fused
 
             kind = hidden.device.type
             low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             if self.family == "gpt2":
-                return fused.added_norm(hidden, more, norm.weight, norm.bias, norm.eps, low)
+                return fused.added_norm(*parts, norm.weight, norm.bias, norm.eps, low)
             gemma = self.family == "gemma3_text"
             weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
-            return fused.added_norm(hidden, more, weight, None, eps, low)
+            return fused.added_norm(*parts, weight, None, eps, low)
         hidden = hidden if more is None else hidden + more
         return hidden, self._norm(norm, hidden)
 
-    def _linear(self, module: Any, x: Tensor) -> Tensor:
-        """The module's product; where nothing has been put around it, with a faster way back."""
-        turned = type(module).__name__ == "Conv1D"
-        if self.fused and (turned or type(module) is torch.nn.Linear):
+    def _embedded(self, module: Any, ids_N: Tensor) -> Tensor:
+        if self.fused and type(module) is torch.nn.Embedding:
             from rl_swarm.learning.cuda import fused
 
-            return fused.linear(x, module.weight, getattr(module, "bias", None), turned)
+            return fused.embedded(ids_N, module.weight, module.padding_idx)
+        out: Tensor = module(ids_N)
+        return out
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        """The module's product; where nothing has been put around it, with a faster way back."""
+        if self.fused and (is_turned(module) or type(module) is torch.nn.Linear):
+            from rl_swarm.learning.cuda import fused
+
+            return fused.linear(x, module.weight, module.bias, is_turned(module))
         out: Tensor = module(x)
         return out
+
+    def _branch(self, hidden: Tensor, module: Any, x: Tensor) -> Parts:
+        """The residual stream and the module's product, to be added up by the next norm."""
+        if self.fused and is_turned(module):
+            from rl_swarm.learning.cuda import fused
+
+            return hidden, fused.linear(x, module.weight, None, True), module.bias
+        return hidden, self._linear(module, x), None
 
     def _projected(self, attention: Any, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
         shape = (len(x), -1, self.head_size)
@@ -168,26 +184,38 @@ class Decoder:
     def _llama_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
         attention = layer.self_attn
         hidden, x = self._added(layer.input_layernorm, parts)
-        attended = self._linear(attention.o_proj, attend(number, *self._projected(attention, x, turn)))
-        hidden, x = self._added(layer.post_attention_layernorm, (hidden, attended))
-        return hidden, self._gated(layer.mlp, x)
+        attended = attend(number, *self._projected(attention, x, turn))
+        hidden, x = self._added(
+            layer.post_attention_layernorm, self._branch(hidden, attention.o_proj, attended)
+        )
+        return hidden, self._gated(layer.mlp, x), None
 
     def _gemma_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
         attention = layer.self_attn
         hidden, x = self._added(layer.input_layernorm, parts)
         attended = self._linear(attention.o_proj, attend(number, *self._projected(attention, x, turn)))
         more = self._norm(layer.post_attention_layernorm, attended)
-        hidden, x = self._added(layer.pre_feedforward_layernorm, (hidden, more))
-        return hidden, self._norm(layer.post_feedforward_layernorm, self._gated(layer.mlp, x))
+        hidden, x = self._added(layer.pre_feedforward_layernorm, (hidden, more, None))
+        return hidden, self._norm(layer.post_feedforward_layernorm, self._gated(layer.mlp, x)), None
 
     def _gpt2_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
         hidden, x = self._added(layer.ln_1, parts)
         q, k, v = self._linear(layer.attn.c_attn, x).view(len(x), 3 * self.heads, -1).chunk(3, 1)
-        attended = self._linear(layer.attn.c_proj, attend(number, q, k, v))
-        hidden, x = self._added(layer.ln_2, (hidden, attended))
-        inner = self._linear(layer.mlp.c_fc, x)
+        hidden, x = self._added(layer.ln_2, self._branch(hidden, layer.attn.c_proj, attend(number, q, k, v)))
+        inside, out = layer.mlp.c_fc, layer.mlp.c_proj
+        if self.fused and self.plain_gate and is_turned(inside) and is_turned(out):
+            from rl_swarm.learning.cuda import fused
+
+            inner = fused.linear(x, inside.weight, None, True)
+            return hidden, fused.activated_product(inner, inside.bias, out.weight), out.bias
+        inner = self._linear(inside, x)
         inner = F.gelu(inner, approximate="tanh") if self.plain_gate else layer.mlp.act(inner)
-        return hidden, self._linear(layer.mlp.c_proj, inner)
+        return self._branch(hidden, out, inner)
+
+
+def is_turned(module: Any) -> bool:
+    """Whether this is GPT-2's own kind of a linear layer, whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D"
 
 
 def has_kernels(model: Any) -> bool:

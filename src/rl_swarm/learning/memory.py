@@ -25,6 +25,7 @@ USABLE = 0.9  # of what is available: the rest is lost between blocks
 USABLE_TOGETHER = 0.95  # by nodes of one process, which allocate page by page
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
+LARGE_BATCH = 5 * GIB // 2  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
@@ -44,7 +45,7 @@ def training(shape: Shape, settings: Settings, device_type: str, tokens: int) ->
     asked = shape.heads * shape.head_size
     all_heads = asked + 2 * shape.key_heads * shape.head_size
     if device_type == "cuda":  # the residual stream in float32, everything else in bfloat16
-        layer = 12 * shape.hidden + 2 * all_heads + 2 * asked + (6 if shape.gated else 4) * shape.inner
+        layer = 12 * shape.hidden + 2 * all_heads + 2 * asked + (6 if shape.gated else 2) * shape.inner
         number, copies = 2, 1
     else:
         layer = 4 * (7 * shape.hidden + 2 * (all_heads + asked) + (5 if shape.gated else 2) * shape.inner)
@@ -58,6 +59,14 @@ def training(shape: Shape, settings: Settings, device_type: str, tokens: int) ->
         0 if settings.lora_rank else (8 if device_type == "cuda" else 4) * shape.words
     )  # before it is added
     return tokens * shape.layers * layer + number * copies * logits + head
+
+
+def most_tokens(shape: Shape, settings: Settings, device_type: str) -> int:
+    """Of a micro-batch, where memory is plentiful."""
+    if device_type != "cuda":
+        return MOST_TOKENS
+    steps = (tokens for tokens in (2 * MOST_TOKENS, 3 * MOST_TOKENS // 2))
+    return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MOST_TOKENS)
 
 
 def sampling(shape: Shape, settings: Settings, device_type: str, sequences: int) -> int:
@@ -103,8 +112,8 @@ class Plan:
 
 
 def plan(shape: Shape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
-    """The largest sizes that fit: first a second desk goes, then what takes more is halved, until all fits or nothing
-    can be halved.
+    """The largest sizes that fit: first a second desk goes, then what makes micro-batches large, then what takes more is
+    halved, until all fits or nothing can be halved.
 
     Nodes that share a process stay within a consumer's card, if they can. Sizes come in steps, so that small
     differences in free memory do not change what a run computes.
@@ -123,7 +132,7 @@ def _plan(
     groups, count = max(1, settings.local + settings.external), settings.generations
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
     in_a_round = max(1, settings.local) * count  # a held-out score samples more
-    tokens = settings.batch_tokens or MOST_TOKENS
+    tokens = settings.batch_tokens or most_tokens(shape, settings, device_type)
     sequences = in_a_round if nodes > 1 else max(1, MOST_SEQUENCES // count) * count
     desks = min(DESKS, nodes)
     kept = BASE + nodes * keeping(shape, settings)
@@ -146,6 +155,8 @@ def _plan(
             return Plan(tokens, sequences, needed, available, fits, nodes, desks)
         if desks > 1:
             desks //= 2
+        elif less_tokens and tokens > MOST_TOKENS:
+            tokens = max(MOST_TOKENS, 3 * tokens // 4)
         elif not less_tokens or (less_sequences and sample > train):
             sequences = sequences // 2 // count * count or count
         else:

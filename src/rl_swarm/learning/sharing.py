@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
-from rl_swarm.learning.trainer import Trainer, Update
+from rl_swarm.learning.trainer import Trainer
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.engine import Engine
@@ -31,7 +32,7 @@ class Sharing:
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
-        self.desks: queue.LifoQueue[Trainer | None] | None = None
+        self.desks: queue.LifoQueue[Desk] | None = None
         self.engine: Engine | None = None
         self.lock = threading.Lock()
 
@@ -41,7 +42,7 @@ class Sharing:
             if self.desks is None:
                 self.desks = queue.LifoQueue()
                 for _ in range(plan.desks):
-                    self.desks.put(None)  # not made yet
+                    self.desks.put(Desk())
         if sampler.engine_of(model) is not None:
             from rl_swarm.learning.cuda.engine import Engine
 
@@ -51,52 +52,62 @@ class Sharing:
         return SharedTrainer(model, pad, settings, self.desks)
 
 
+@dataclass
+class Desk:
+    trainer: Trainer | None = None  # made by the first who sits there
+    free: "torch.cuda.Event | None" = None  # when the GPU has done all that its last user gave it to do
+
+
 class SharedTrainer(Trainer):
     """Takes the gradients of its updates at a desk."""
 
-    def __init__(
-        self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[Trainer | None]"
-    ) -> None:
+    def __init__(self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[Desk]") -> None:
         super().__init__(model, pad, settings)
         self.recorder = None
         self.desks = desks
-        self.desk: Trainer | None = None
+        self.seat: Trainer | None = None
 
-    def _update(self, groups: Sequence[TrainingGroup]) -> Update:
+    def _launched(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
         with self._seated():
-            return super()._update(groups)
+            return super()._launched(groups, tokens)
 
     @contextmanager
     def _seated(self) -> Iterator[None]:
-        """At a desk that has this node's weights."""
-        self.desk = self.desks.get()
+        """At a desk that has this node's weights. The next may sit down while the GPU is still at work for this one."""
+        desk = self.desks.get()
+        on_gpu = self.model.device.type == "cuda"
         try:
-            self.desk = desk = self.desk or self._new_desk()
+            if desk.free is not None:
+                torch.cuda.current_stream().wait_event(desk.free)
+            self.seat = desk.trainer = trainer = desk.trainer or self._new_trainer()
             with torch.no_grad():
-                torch._foreach_copy_(desk.parameters(), self.parameters())
-            desk.batch_tokens, desk.frugal = self.batch_tokens, self.frugal
+                torch._foreach_copy_(trainer.parameters(), self.parameters())
+            trainer.batch_tokens, trainer.frugal = self.batch_tokens, self.frugal
             yield
-            desk.optimizer.zero_grad(set_to_none=desk.recorder is None)
+            trainer.optimizer.zero_grad(set_to_none=trainer.recorder is None)
         except BaseException:
-            if self.desk is not None:
-                self.desk.release()
+            if desk.trainer is not None:
+                if on_gpu:
+                    torch.cuda.current_stream().synchronize()  # what is given back may be in use
+                desk.trainer.release()
             raise
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-            if self.model.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # the next one works on a stream of its own
-            self.desks.put(self.desk)
-            self.desk = None
+            self.seat = None
+            if on_gpu:
+                desk.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                desk.free.record()
+            self.desks.put(desk)
 
-    def _new_desk(self) -> Trainer:
-        desk = Trainer(copy.deepcopy(self.model), self.pad, self.settings)
-        desk.reference = self.reference
-        return desk
+    def _new_trainer(self) -> Trainer:
+        trainer = Trainer(copy.deepcopy(self.model), self.pad, self.settings)
+        trainer.reference = self.reference
+        return trainer
 
     def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
-        assert self.desk is not None
-        figures = self.desk._gradients(groups, tokens)
-        for mine, theirs in zip(self.parameters(), self.desk.parameters(), strict=True):
+        assert self.seat is not None
+        figures = self.seat._gradients(groups, tokens)
+        for mine, theirs in zip(self.parameters(), self.seat.parameters(), strict=True):
             mine.grad = theirs.grad
         return figures
 

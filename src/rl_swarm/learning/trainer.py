@@ -84,7 +84,10 @@ class Trainer:
         """Gives back what is kept between updates, Adam's moments aside."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.recorder is not None:
+            from rl_swarm.learning.cuda.fused import forget_low
+
             self.recorder.release()
+            forget_low(self.parameters())
 
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
         """One step on the groups; the same step in smaller pieces when memory runs out."""
@@ -115,18 +118,21 @@ class Trainer:
         report = Update(tokens=count_tokens(groups))
         if report.tokens == 0:
             return report
-        figures = self._gradients(groups, report.tokens)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
-        self._step(norm)
-        self.optimizer.zero_grad(set_to_none=self.recorder is None)
-        # Until here nothing has waited for a GPU.
-        *found, own_tokens, report.grad_norm = torch.cat([figures, norm.to(figures).reshape(1)]).tolist()
+        *found, own_tokens, report.grad_norm = self._launched(groups, report.tokens).tolist()
         for name, value in zip(FIGURES, found, strict=False):
             setattr(report, name, value)
         report.mismatch /= max(own_tokens, 1)
         if not math.isfinite(report.grad_norm):
             log.error("the gradient is not finite: this update is left out")
         return report
+
+    def _launched(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
+        """Gives the device all of an update to do, without waiting for it; the figures and the gradient's norm."""
+        figures = self._gradients(groups, tokens)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
+        self._step(norm)
+        self.optimizer.zero_grad(set_to_none=self.recorder is None)
+        return torch.cat([figures, norm.to(figures).reshape(1)])
 
     def _step(self, norm: Tensor) -> None:
         """Adam's step, unless the gradient is not finite, which a fused step finds out where it runs."""
@@ -141,6 +147,11 @@ class Trainer:
     def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
         """Adds up the gradients and figures of all micro-batches; returns the figures."""
         self.figures.zero_()
+        if self.recorder is not None:
+            from rl_swarm.learning.cuda.fused import keep_low
+
+            with low_precision(self.model):
+                keep_low(self.parameters())
         for batch in micro_batches(groups, self.batch_tokens):
             self._accumulate(batch, tokens)
         return self.figures

@@ -4,6 +4,7 @@ Keys and values of a prompt are read, and their gradients summed, where they lie
 Shapes: N packed tokens, H query heads, K key heads, D of a head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -122,18 +123,17 @@ def _softmax_step(scores, values, top, total, acc):
 
 @triton.jit
 def attention_forward(
-    q_NHD, k_NKD, v_NKD, out_NHD, lse_HN, blocks, table, N, H, scale, window,
+    q_NHD, k_NKD, v_NKD, out_NHD, lse_HN, blocks, table, N, H, asked, kept, scale, window,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     first, base, length, parent, parent_length, _, _ = _segment(blocks, table)
     head = tl.program_id(1)
-    KH = H // GROUP
     kv = head // GROUP
     rows = first + tl.arange(0, B)
     index = tl.arange(0, BD)[None, :]
     inside = (rows[:, None] < length) & (index < D)
-    lie = ((base + rows[:, None]).to(tl.int64) * H + head) * D + index
-    q = tl.load(q_NHD + lie, mask=inside, other=0.0)
+    here = (base + rows[:, None]).to(tl.int64)
+    q = tl.load(q_NHD + here * asked + head * D + index, mask=inside, other=0.0)
     top = tl.full((B,), -1e30, tl.float32)
     total = tl.zeros((B,), tl.float32)
     acc = tl.zeros((B, BD), tl.float32)
@@ -141,21 +141,21 @@ def attention_forward(
     for start in range(0, parent_length, B):
         at = start + column
         there = (at[:, None] < parent_length) & (index < D)
-        kept = ((parent + at[:, None]).to(tl.int64) * KH + kv) * D + index
-        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
-        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        lie = (parent + at[:, None]).to(tl.int64) * kept + kv * D + index
+        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
+        values = tl.load(v_NKD + lie, mask=there, other=0.0)
         seen = _near(at[None, :] < parent_length, parent_length + rows[:, None] - at[None, :], window, WINDOW)
         top, total, acc = _softmax_step(_scores(q, keys, seen, scale), values, top, total, acc)
     for start in range(0, tl.minimum(first + B, length), B):
         at = start + column
         there = (at[:, None] < length) & (index < D)
-        kept = ((base + at[:, None]).to(tl.int64) * KH + kv) * D + index
-        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
-        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        lie = (base + at[:, None]).to(tl.int64) * kept + kv * D + index
+        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
+        values = tl.load(v_NKD + lie, mask=there, other=0.0)
         seen = (at[None, :] <= rows[:, None]) & (at[None, :] < length)
         seen = _near(seen, rows[:, None] - at[None, :], window, WINDOW)
         top, total, acc = _softmax_step(_scores(q, keys, seen, scale), values, top, total, acc)
-    tl.store(out_NHD + lie, acc / total[:, None], mask=inside)
+    tl.store(out_NHD + (here * H + head) * D + index, acc / total[:, None], mask=inside)
     tl.store(lse_HN + head * N + base + rows, top + tl.log2(total), mask=rows < length)
 
 
@@ -169,54 +169,56 @@ def _query_step(q, dout, lse, delta, keys, values, seen, scale, dq):
 
 @triton.jit
 def attention_backward_queries(
-    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dq_NHD, blocks, table, N, H, scale, window,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+    q_NHD, k_NKD, v_NKD, out_NHD, dout_NHD, lse_HN, delta_HN, dq_NHD, blocks, table, N, H, asked, kept, scale,
+    window, GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    """Also leaves in `delta` how much the output and its gradient have in common, which the keys need."""
     first, base, length, parent, parent_length, _, _ = _segment(blocks, table)
     head = tl.program_id(1)
-    KH = H // GROUP
     kv = head // GROUP
     rows = first + tl.arange(0, B)
     index = tl.arange(0, BD)[None, :]
     inside = (rows[:, None] < length) & (index < D)
-    lie = ((base + rows[:, None]).to(tl.int64) * H + head) * D + index
-    q = tl.load(q_NHD + lie, mask=inside, other=0.0)
-    dout = tl.load(dout_NHD + lie, mask=inside, other=0.0)
+    here = (base + rows[:, None]).to(tl.int64)
+    q = tl.load(q_NHD + here * asked + head * D + index, mask=inside, other=0.0)
+    out = tl.load(out_NHD + (here * H + head) * D + index, mask=inside, other=0.0)
+    dout = tl.load(dout_NHD + (here * H + head) * D + index, mask=inside, other=0.0)
     lse = tl.load(lse_HN + head * N + base + rows, mask=rows < length, other=0.0)
-    delta = tl.load(delta_HN + head * N + base + rows, mask=rows < length, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_HN + head * N + base + rows, delta, mask=rows < length)
     dq = tl.zeros((B, BD), tl.float32)
     column = tl.arange(0, B)
     for start in range(0, parent_length, B):
         at = start + column
         there = (at[:, None] < parent_length) & (index < D)
-        kept = ((parent + at[:, None]).to(tl.int64) * KH + kv) * D + index
-        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
-        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        lie = (parent + at[:, None]).to(tl.int64) * kept + kv * D + index
+        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
+        values = tl.load(v_NKD + lie, mask=there, other=0.0)
         seen = (at[None, :] < parent_length) & (rows[:, None] < length)
         seen = _near(seen, parent_length + rows[:, None] - at[None, :], window, WINDOW)
         dq = _query_step(q, dout, lse, delta, keys, values, seen, scale, dq)
     for start in range(0, tl.minimum(first + B, length), B):
         at = start + column
         there = (at[:, None] < length) & (index < D)
-        kept = ((base + at[:, None]).to(tl.int64) * KH + kv) * D + index
-        keys = tl.load(k_NKD + kept, mask=there, other=0.0)
-        values = tl.load(v_NKD + kept, mask=there, other=0.0)
+        lie = (base + at[:, None]).to(tl.int64) * kept + kv * D + index
+        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
+        values = tl.load(v_NKD + lie, mask=there, other=0.0)
         seen = (at[None, :] <= rows[:, None]) & (rows[:, None] < length)
         seen = _near(seen, rows[:, None] - at[None, :], window, WINDOW)
         dq = _query_step(q, dout, lse, delta, keys, values, seen, scale, dq)
-    tl.store(dq_NHD + lie, dq * scale, mask=inside)
+    tl.store(dq_NHD + here * asked + head * D + index, dq * scale, mask=inside)
 
 
 @triton.jit
 def _key_step(
-    q_NHD, dout_NHD, lse_HN, delta_HN, at, there, seen, keys, values, head, N, H, scale, dk, dv,
+    q_NHD, dout_NHD, lse_HN, delta_HN, at, there, seen, keys, values, head, N, H, asked, scale, dk, dv,
     D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, BD)[None, :]
-    lie = (at[:, None].to(tl.int64) * H + head) * D + index
+    at_long = at[:, None].to(tl.int64)
     inside = there[:, None] & (index < D)
-    q = tl.load(q_NHD + lie, mask=inside, other=0.0)
-    dout = tl.load(dout_NHD + lie, mask=inside, other=0.0)
+    q = tl.load(q_NHD + at_long * asked + head * D + index, mask=inside, other=0.0)
+    dout = tl.load(dout_NHD + (at_long * H + head) * D + index, mask=inside, other=0.0)
     lse = tl.load(lse_HN + head * N + at, mask=there, other=0.0)
     delta = tl.load(delta_HN + head * N + at, mask=there, other=0.0)
     weights = tl.exp2(_scores(q, keys, seen, scale) - lse[:, None])
@@ -229,21 +231,21 @@ def _key_step(
 
 @triton.jit
 def attention_backward_keys(
-    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NHD, dv_NHD, positions_N, blocks, table, N, H, scale,
-    window, GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NHD, dv_NHD, positions_N, given, blocks, table, N, H,
+    asked, kept, scale, window,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of keys through one query head: from later tokens of its own segment, and from all tokens
     of its children."""
     first, base, length, _, _, child, child_length = _segment(blocks, table)
     head = tl.program_id(1)
-    KH = H // GROUP
     kv = head // GROUP
     columns = first + tl.arange(0, B)
     index = tl.arange(0, BD)[None, :]
     inside = (columns[:, None] < length) & (index < D)
-    kept = ((base + columns[:, None]).to(tl.int64) * KH + kv) * D + index
-    keys = tl.load(k_NKD + kept, mask=inside, other=0.0)
-    values = tl.load(v_NKD + kept, mask=inside, other=0.0)
+    here = (base + columns[:, None]).to(tl.int64)
+    keys = tl.load(k_NKD + here * kept + kv * D + index, mask=inside, other=0.0)
+    values = tl.load(v_NKD + here * kept + kv * D + index, mask=inside, other=0.0)
     dk = tl.zeros((B, BD), tl.float32)
     dv = tl.zeros((B, BD), tl.float32)
     row = tl.arange(0, B)
@@ -253,7 +255,7 @@ def attention_backward_keys(
         seen = _near(seen, rows[:, None] - columns[None, :], window, WINDOW)
         dk, dv = _key_step(
             q_NHD, dout_NHD, lse_HN, delta_HN, base + rows, rows < length, seen, keys, values, head, N, H,
-            scale, dk, dv, D, BD,
+            asked, scale, dk, dv, D, BD,
         )  # fmt: skip
     for start in range(0, child_length, B):
         rows = start + row
@@ -263,43 +265,45 @@ def attention_backward_keys(
             seen &= places[:, None] - columns[None, :] < window
         dk, dv = _key_step(
             q_NHD, dout_NHD, lse_HN, delta_HN, child + rows, rows < child_length, seen, keys, values, head, N,
-            H, scale, dk, dv, D, BD,
+            H, asked, scale, dk, dv, D, BD,
         )  # fmt: skip
-    lie = ((base + columns[:, None]).to(tl.int64) * H + head) * D + index
-    tl.store(dk_NHD + lie, dk * scale, mask=inside)
-    tl.store(dv_NHD + lie, dv, mask=inside)
+    tl.store(dk_NHD + here * given + head * D + index, dk * scale, mask=inside)
+    tl.store(dv_NHD + here * given + head * D + index, dv, mask=inside)
 
 
 class _Attention(torch.autograd.Function):
+    """Of queries, keys and values, or of one tensor in which they lie side by side: nothing is copied then."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int
+        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, segments: Segments, scale: float, window: int
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        saved = [part.contiguous() for part in (q, k, v) if part is not None]
+        q, k, v = _parts(saved)
         (N, H, D), group = q.shape, q.shape[1] // k.shape[1]
-        out, lse = torch.empty_like(q), q.new_empty(H, N, dtype=torch.float32)
+        out, lse = q.new_empty(N, H, D), q.new_empty(H, N, dtype=torch.float32)
         ctx.shape = dict(GROUP=group, WINDOW=window > 0, D=D, BD=max(16, triton.next_power_of_2(D)), B=BLOCK)
-        ctx.segments, ctx.scale, ctx.window = segments, scale, window
-        attention_forward[(len(segments.blocks), H)](
-            q, k, v, out, lse, segments.blocks, segments.table, N, H, scale, window, **ctx.shape
-        )
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.common = (segments.blocks, segments.table, N, H, q.stride(0), k.stride(0), scale, window)
+        ctx.positions = segments.positions_N
+        attention_forward[(len(segments.blocks), H)](q, k, v, out, lse, *ctx.common, **ctx.shape)
+        ctx.save_for_backward(out, lse, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        segments, dout = ctx.segments, dout.contiguous()
-        (N, H, D), K = q.shape, k.shape[1]
-        delta = (out.float() * dout.float()).sum(-1).t().contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
-        common = (segments.blocks, segments.table, N, H, ctx.scale, ctx.window)
-        attention_backward_queries[(len(segments.blocks), H)](
-            q, k, v, dout, lse, delta, dq, *common, **ctx.shape
+        out, lse, *saved = ctx.saved_tensors
+        q, k, v = _parts(saved)
+        (N, H, D), K, dout = q.shape, k.shape[1], dout.contiguous()
+        together = len(saved) == 1
+        found = [torch.empty_like(saved[0])] if together else [torch.empty_like(q) for _ in range(3)]
+        dq, dk, dv = _parts(found)
+        delta, grid = torch.empty_like(lse), (len(ctx.common[0]), H)
+        attention_backward_queries[grid](q, k, v, out, dout, lse, delta, dq, *ctx.common, **ctx.shape)
+        attention_backward_keys[grid](
+            q, k, v, dout, lse, delta, dk, dv, ctx.positions, dk.stride(0), *ctx.common, **ctx.shape
         )
-        attention_backward_keys[(len(segments.blocks), H)](
-            q, k, v, dout, lse, delta, dk, dv, segments.positions_N, *common, **ctx.shape
-        )
+        if together:
+            return found[0], None, None, None, None, None
         if K < H:  # a key's gradient is the sum of those through its query heads
             dk, dv = (
                 found.view(N, K, H // K, D).sum(2, dtype=torch.float32).to(k.dtype) for found in (dk, dv)
@@ -307,9 +311,28 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Queries, keys and values; one tensor has as many heads of each."""
+    return tensors[0].chunk(3, 1) if len(tensors) == 1 else tensors
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """The tensor whose thirds these are, if there is one."""
+    whole = q._base
+    if whole is None or k._base is not whole or v._base is not whole or not q.shape == k.shape == v.shape:
+        return None
+    size, width = q.element_size(), q.shape[1] * q.shape[2]
+    starts = [part.data_ptr() - whole.data_ptr() for part in (q, k, v)]
+    if whole.numel() != 3 * q.numel() or starts != [0, width * size, 2 * width * size]:
+        return None
+    return whole.view(len(q), 3 * q.shape[1], q.shape[2])
+
+
 def attention(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
     """Every token over its prompt and what stands before it: [N, H * D]."""
-    out: Tensor = _Attention.apply(q_NHD, k_NKD, v_NKD, segments, scale, window or 0)
+    whole = _whole(q_NHD, k_NKD, v_NKD)
+    given = (q_NHD, k_NKD, v_NKD) if whole is None else (whole, None, None)
+    out: Tensor = _Attention.apply(*given, segments, scale, window or 0)
     return out.flatten(1)

@@ -22,6 +22,7 @@ Step = Callable[..., None]  # of a batch, its segments, and what else a recordin
 
 PARTS = 8  # of a row: the tokens learned from are filled up to some of them
 ALIGNED = 16  # bytes, at a multiple of which everything begins
+MANY = 2048  # tokens, from which there are more sizes: what fills up costs more than a recording
 LEAST_SEGMENTS = 128  # that a recording has room for, so that their number seldom asks for another
 
 one_at_a_time = threading.RLock()  # of the threads that compile and record
@@ -133,9 +134,10 @@ class Recorder:
 
     @staticmethod
     def size_for(tokens: int) -> int:
-        """Sizes that recordings are made for: four between one power of two and the next, and none very small.
+        """Sizes that recordings are made for: a few between one power of two and the next, and none very small.
 
         A small pass takes as long as a smaller one, and every size has to be recorded.
         """
-        step = max(2 * BLOCK, 1 << max(0, tokens.bit_length() - 3))
+        fine = 4 if tokens >= MANY else 3
+        step = max(2 * BLOCK, 1 << max(0, tokens.bit_length() - fine))
         return max(8 * BLOCK, -(-tokens // step) * step)
