@@ -46,6 +46,7 @@ pytestmark = pytest.mark.filterwarnings(
 def several_blocks_even_of_little(monkeypatch):
     """Blocks so small that a few tokens take more than one; and no more noise than words, since it is slow."""
     monkeypatch.setattr(engine, "STRETCH", 64)
+    monkeypatch.setattr(engine, "MANY_PROGRAMS", 8)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr(recorder, "BLOCK", 16)
 

@@ -22,13 +22,13 @@ def _gelu(x):
 
 @triton.jit
 def linear(
-    going_Z, x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, M, N, E, S, B, stride, eps,
+    going_Z, x_ME, squares_MS, weight_NE, bias_N, out_MN, low_MN, M, N, E, wide, S, B, stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     EVEN: tl.constexpr, MANY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """out = activation(rms_norm(x) weight + bias), or added to out; gated, the weight holds the gate, then the rest.
 
-    What is added to is the residual stream: it is also written in low precision, with sums of its squares
+    Rows of out are `wide`. What is added to is the residual stream: it is also written in low precision, with sums of its squares
     by stretches, so that the norm before the next product costs next to nothing there.
     """
     node = tl.program_id(2).to(tl.int64)
@@ -37,8 +37,8 @@ def linear(
     x_ME += node * B * E
     squares_MS += node * B * stride
     weight_NE += node * (2 * N if GATED else N) * E
-    out_MN += node * B * N
-    low_MN += node * B * N
+    out_MN += node * B * wide
+    low_MN += node * B * wide
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -71,7 +71,7 @@ def linear(
         acc = _gelu(acc)
     if GATED:
         acc *= up
-    place = rows[:, None] * N + columns
+    place = rows[:, None] * wide + columns
     inside = (rows[:, None] < M) & (columns[None, :] < N)
     if ADD:
         acc += tl.load(out_MN + place, mask=inside, other=0.0)
@@ -171,84 +171,112 @@ def _attended(q, keys, values, seen, top, total, acc, scale):
 @triton.jit
 def attend(
     going_Z, qkv_MN, slots_M, lengths_B, prompt_starts_B, prompt_lengths_B, prompt_keys_NHD, prompt_values_NHD,
-    keys_BHTD, values_BHTD, q_norm_D, k_norm_D, cos_LD, sin_LD, out_MN, T, H, KH, B, scale, eps, window,
-    NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, MANY: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    keys_BHTD, values_BHTD, q_norm_D, k_norm_D, cos_LD, sin_LD, out_MN, M, T, H, KH, B, scale, eps, window,
+    NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, MANY: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attention of one new token over its prompt, which completions share, and what it has written itself.
 
-    One program does the query heads of one key head. What sequences that have ended compute goes nowhere.
+    One program does the query heads of one key head, of ROWS sequences: neighbours, which mostly have the same prompt,
+    read it together. What sequences that have ended compute goes nowhere.
     """
     node = tl.program_id(2)
-    if MANY and tl.program_id(0) >= tl.load(going_Z + node):
-        return
-    row = node * B + tl.program_id(0)
+    first_row = tl.program_id(0) * ROWS
+    if MANY:
+        M = tl.minimum(M, tl.load(going_Z + node))
+        if first_row >= M:
+            return
     head = tl.program_id(1)
+    group = tl.arange(0, BG)[:, None]  # queries: GROUP heads of a row, then those of the next
+    there = (group < ROWS * GROUP) & (first_row + group // GROUP < M)
+    row = node * B + tl.minimum(first_row + group // GROUP, M - 1)
     slot = tl.load(slots_M + row)
     written = tl.load(lengths_B + slot) - 1  # before this token
     prompt_length = tl.load(prompt_lengths_B + slot)
-    prompt_start = tl.load(prompt_starts_B + slot).to(tl.int64)
+    prompt_start = tl.load(prompt_starts_B + slot)
     place = prompt_length + written
 
     index = tl.arange(0, BD)[None, :]
     other = (index + D // 2) % D
     sign = tl.where(index < D // 2, -1.0, 1.0)
-    group = tl.arange(0, BG)[:, None]
     width = (H + 2 * KH) * D
-    q_inside = (group < GROUP) & (index < D)
-    q_start = qkv_MN + row * width + (head * GROUP + group) * D
+    inside = there & (index < D)
+    q_start = qkv_MN + row * width + (head * GROUP + group % GROUP) * D
     k_start = qkv_MN + row * width + (H + head) * D
     v_start = qkv_MN + row * width + (H + KH + head) * D
-    inside = index < D
     if NORM:
         q_norm_D += node * D
         k_norm_D += node * D
-    q = _turned(q_start, index, other, sign, q_inside, q_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
+    q = _turned(q_start, index, other, sign, inside, q_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
     key = _turned(k_start, index, other, sign, inside, k_norm_D, cos_LD, sin_LD, place, D, eps, NORM, TURN)
     kind = keys_BHTD.dtype.element_ty
     key = key.to(kind)
     value = tl.load(v_start + index, mask=inside, other=0.0).to(kind)
-    base = (slot.to(tl.int64) * KH + head) * T * D
-    tl.store(keys_BHTD + base + written * D + index, key, mask=inside)
-    tl.store(values_BHTD + base + written * D + index, value, mask=inside)
+    lie = ((slot.to(tl.int64) * KH + head) * T + written) * D + index
+    tl.store(keys_BHTD + lie, key, mask=inside & (group % GROUP == 0))
+    tl.store(values_BHTD + lie, value, mask=inside & (group % GROUP == 0))
 
     q = q.to(kind)
     top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
     total = tl.full((BG,), 1.0, tl.float32)
     acc = tl.zeros((BG, BD), tl.float32) + value.to(tl.float32)
     column = tl.arange(0, BLOCK)
-    first = 0
+    first = tl.zeros((BG, 1), tl.int32)
     if WINDOW:
         first = tl.maximum(place - window + 1, 0)
-    prompt_base = (prompt_start * KH + head) * D
-    for start in range(first // BLOCK * BLOCK, prompt_length, BLOCK):
-        at = start + column
-        seen = (at >= first) & (at < prompt_length)
-        lie = prompt_base + at[:, None] * KH * D + index
-        keys = tl.load(prompt_keys_NHD + lie, mask=seen[:, None] & inside, other=0.0)
-        values = tl.load(prompt_values_NHD + lie, mask=seen[:, None] & inside, other=0.0)
-        top, total, acc = _attended(q, keys, values, seen[None, :], top, total, acc, scale)
-    first = tl.maximum(first - prompt_length, 0)
-    for start in range(first // BLOCK * BLOCK, written, BLOCK):
-        at = start + column
-        seen = (at >= first) & (at < written)
-        lie = base + at[:, None] * D + index
-        keys = tl.load(keys_BHTD + lie, mask=seen[:, None] & inside, other=0.0)
-        values = tl.load(values_BHTD + lie, mask=seen[:, None] & inside, other=0.0)
-        top, total, acc = _attended(q, keys, values, seen[None, :], top, total, acc, scale)
-    out = out_MN + row * H * D + (head * GROUP + group) * D + index
-    tl.store(out, acc / total[:, None], mask=q_inside)
+    before = -1
+    for number in range(ROWS):
+        one = tl.load(slots_M + node * B + tl.minimum(first_row + number, M - 1))
+        prompt = tl.load(prompt_starts_B + one)
+        length = tl.load(prompt_lengths_B + one)
+        if prompt != before:
+            same = there & (prompt_start == prompt)
+            begin = tl.min(tl.where(same, first, 2147483647)) if WINDOW else 0
+            prompt_base = (prompt.to(tl.int64) * KH + head) * D
+            for start in range(begin // BLOCK * BLOCK, length, BLOCK):
+                at = start + column
+                lie = prompt_base + at[:, None] * KH * D + index
+                mask = (at[:, None] < length) & (index < D)
+                keys = tl.load(prompt_keys_NHD + lie, mask=mask, other=0.0)
+                values = tl.load(prompt_values_NHD + lie, mask=mask, other=0.0)
+                seen = same & (at[None, :] < length)
+                if WINDOW:
+                    seen &= at[None, :] >= first
+                top, total, acc = _attended(q, keys, values, seen, top, total, acc, scale)
+        before = prompt
+    for number in range(ROWS):
+        one = tl.load(slots_M + node * B + tl.minimum(first_row + number, M - 1))
+        length = tl.load(lengths_B + one) - 1
+        mine = there & (group // GROUP == number)
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(tl.load(prompt_lengths_B + one) + length - window + 1, 0)
+            begin = tl.maximum(begin - tl.load(prompt_lengths_B + one), 0)
+        base = (one.to(tl.int64) * KH + head) * T * D
+        for start in range(begin // BLOCK * BLOCK, length, BLOCK):
+            at = start + column
+            lie = base + at[:, None] * D + index
+            mask = (at[:, None] < length) & (index < D)
+            keys = tl.load(keys_BHTD + lie, mask=mask, other=0.0)
+            values = tl.load(values_BHTD + lie, mask=mask, other=0.0)
+            seen = mine & (at[None, :] < length)
+            if WINDOW:
+                seen &= at[None, :] >= begin
+            top, total, acc = _attended(q, keys, values, seen, top, total, acc, scale)
+    out = out_MN + row * H * D + (head * GROUP + group % GROUP) * D + index
+    tl.store(out, acc / total[:, None], mask=inside)
 
 
 @triton.jit
 def survey(
-    going_Z, logits_MV, slots_M, lengths_B, lowest_M, seed_Z, best_MS, where_MS, top_MS, sum_MS, V, S, B,
+    going_Z, logits_MV, slots_M, lengths_B, lowest_M, seed_Z, best_MS, where_MS, top_MS, sum_MS, V, wide, S, B,
     temperature, GREEDY: tl.constexpr, CUT: tl.constexpr, MANY: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of the vocabulary: its likeliest word after noise (the Gumbel trick), and its share of the sum.
+    """One stretch of the vocabulary: its likeliest word after noise, and its share of the sum.
 
-    The noise of a word depends on seed, sequence, step and word alone, not on who else is in the batch.
-    A stretch is read in quarters, since the generator makes four numbers at a time.
+    Where every word waits for a time that is drawn, short for a likely one, the first to come is a fair draw. The noise
+    of a word depends on seed, sequence, step and word alone, not on who else is in the batch. A stretch is read in
+    quarters, since the generator makes four numbers at a time.
     """
     node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
@@ -260,27 +288,32 @@ def survey(
     sequence = (slot - node * (B + 1)).to(tl.int64)  # its number in its node
     quarter = tl.arange(0, BV // 4)
     noise = tl.rand4x(tl.load(seed_Z + node) + (sequence << 24) + step, part * (BV // 4) + quarter)
-    total = tl.zeros((BV // 4,), tl.float32)  # all of these lane by lane, and joined at the end
-    top = tl.full((BV // 4,), -1e30, tl.float32)
-    best = tl.full((BV // 4,), -float("inf"), tl.float32)
-    where = tl.zeros((BV // 4,), tl.int32)
+    top = tl.full((BV // 4,), -1e30, tl.float32)  # all of these lane by lane, and joined at the end
     for number in tl.static_range(4):
         words = part * BV + number * (BV // 4) + quarter
-        raw = tl.load(logits_MV + row.to(tl.int64) * V + words, mask=words < V, other=-float("inf"))
-        logits = raw / temperature
-        new_top = tl.maximum(top, logits)
-        total = total * tl.exp(top - new_top) + tl.exp(logits - new_top)
-        top = new_top
-        score = logits
+        raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
+        top = tl.maximum(top, raw / temperature)
+    total = tl.zeros((BV // 4,), tl.float32)
+    best = tl.full((BV // 4,), -1.0, tl.float32)
+    where = tl.full((BV // 4,), 2147483647, tl.int32)
+    for number in tl.static_range(4):
+        words = part * BV + number * (BV // 4) + quarter
+        raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
+        weight = tl.exp(raw / temperature - top)
+        total += weight
+        score = weight
         if not GREEDY:
             uniform = tl.maximum(noise[number], 2.0**-32)
-            score -= tl.log(tl.where(uniform < 1e-3, uniform * (1 + 0.5 * uniform), -tl.log(1 - uniform)))
+            score /= tl.where(uniform < 1e-3, uniform * (1 + 0.5 * uniform), -tl.log(1 - uniform))
+        score = tl.where(words < V, score, -1.0)
         if CUT:
-            score = tl.where(raw >= tl.load(lowest_M + row), score, -float("inf"))
+            score = tl.where(raw >= tl.load(lowest_M + row), score, -1.0)
         where = tl.where(score > best, words, where)
         best = tl.maximum(best, score)
-    highest, winner = tl.max(top, 0), tl.max(best, 0)
+    highest = tl.max(top, 0)
     total = tl.sum(total * tl.exp(top - highest), 0)
+    best = tl.where(best < 0, -float("inf"), tl.log(tl.maximum(best, 1e-38)) + top)
+    winner = tl.max(best, 0)
     where = tl.min(tl.where(best == winner, where, 2147483647), 0)
     place = row * S + part
     tl.store(top_MS + place, highest)
@@ -292,7 +325,7 @@ def survey(
 @triton.jit
 def pick(
     going_Z, logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B,
-    done_B, V, T, S, B, EOS, temperature, MANY: tl.constexpr, BS: tl.constexpr, BEOS: tl.constexpr,
+    done_B, wide, T, S, B, EOS, temperature, MANY: tl.constexpr, BS: tl.constexpr, BEOS: tl.constexpr,
 ):  # fmt: skip
     """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit."""
     node = tl.program_id(2)
@@ -312,7 +345,7 @@ def pick(
     total = tl.log(tl.sum(sums * tl.exp(tops - top), 0)) + top
     step = tl.load(lengths_B + slot)
     tl.store(tokens_BT + slot * T + step, token)
-    logit = tl.load(logits_MV + row.to(tl.int64) * V + token) / temperature
+    logit = tl.load(logits_MV + row.to(tl.int64) * wide + token) / temperature
     tl.store(logprobs_BT + slot * T + step, logit - total)
     tl.store(lengths_B + slot, step + 1)
     number = tl.arange(0, BEOS)

@@ -19,6 +19,7 @@ from torch import Tensor
 from rl_swarm.learning.batches import Batch, Shape, flat
 from rl_swarm.learning.cuda import decoding as kernels
 from rl_swarm.learning.cuda.attention import Segments
+from rl_swarm.learning.cuda.fused import ALIGNED
 from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import release_memory
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
 STRETCH = 4096  # words that one program looks at
+MANY_PROGRAMS = 1024  # of attention, if each does one sequence: enough if each does several
 LEAST_PROMPTS = 1024  # tokens that there is room for
 
 
@@ -94,7 +96,8 @@ class Scratch:
         self.qkv_MN = new(Z, B, (decoder.heads + 2 * key_heads) * width, dtype=low)
         self.attended_MN = new(Z, B, decoder.heads * width, dtype=low)
         self.inner_MN = new(Z, B, weights.inner, dtype=low)
-        self.logits_MV, self.lowest_M = new(Z, B, V), new(Z, B)
+        wide = -(-V // ALIGNED) * ALIGNED  # rows that begin anywhere are read and written more slowly
+        self.logits_MV, self.lowest_M = new(Z, B, wide), new(Z, B)
         self.stretches = -(-V // STRETCH)
         self.best_MS, self.top_MS, self.sum_MS = (new(Z, B, self.stretches) for _ in range(3))
         self.where_MS = new(Z, B, self.stretches, dtype=torch.int32)
@@ -384,13 +387,13 @@ class Engine:
     ) -> None:
         """A linear map from one buffer to another; onto the residual stream it adds."""
         at = self.scratch
-        outputs, width = out_MN.shape[2], linear.weight.shape[1]
+        outputs, width = linear.weight.shape[0] // (2 if gated else 1), linear.weight.shape[1]
         add, normed = out_MN is at.hidden_ME, x_ME is at.low_ME
         block_m, block_n, block_k, options = tiles(rows, outputs, width, self.nodes)
         across = -(-outputs // block_n)
         kernels.linear[(across, -(-rows // block_m), self.nodes)](
             at.going_Z, x_ME, at.squares_MS, linear.weight, linear.bias, out_MN, at.low_ME, rows, outputs,
-            width, self.parts, at.room.sequences, at.squares_MS.shape[2], self.weights.eps,
+            width, out_MN.shape[2], self.parts, at.room.sequences, at.squares_MS.shape[2], self.weights.eps,
             NORM=normed, GATED=gated, ACTIVATION=activation, BIAS=linear.bias is not None, ADD=add,
             EVEN=width % block_k == 0, MANY=self.nodes > 1, BM=block_m, BN=block_n, BK=block_k,
             BS=power(self.parts), **options,
@@ -404,14 +407,17 @@ class Engine:
         turn = at.turns.get(decoder.kinds[number])
         cos, sin = turn if turn is not None else (None, None)
         group = decoder.heads // decoder.key_heads
-        block, options = keys_at_once(rows * decoder.key_heads * self.nodes, decoder.head_size)
-        kernels.attend[(rows, decoder.key_heads, self.nodes)](
+        together, block, options = keys_at_once(
+            rows * decoder.key_heads * self.nodes, group, decoder.head_size
+        )
+        kernels.attend[(-(-rows // together), decoder.key_heads, self.nodes)](
             at.going_Z, at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
             at.prompt_keys[number], at.prompt_values[number], at.keys[number], at.values[number],
-            layer.q_norm, layer.k_norm, cos, sin, at.attended_MN, at.room.tokens, decoder.heads,
+            layer.q_norm, layer.k_norm, cos, sin, at.attended_MN, rows, at.room.tokens, decoder.heads,
             decoder.key_heads, at.room.sequences, decoder.scale, self.weights.eps, window or 0,
             NORM=layer.q_norm is not None, TURN=turn is not None, WINDOW=window is not None,
-            MANY=self.nodes > 1, GROUP=group, D=decoder.head_size, BG=max(16, power(group)),
+            MANY=self.nodes > 1, ROWS=together, GROUP=group, D=decoder.head_size,
+            BG=max(16, power(together * group)),
             BD=max(16, power(decoder.head_size)), BLOCK=block, **options,
         )  # fmt: skip
 
@@ -420,19 +426,19 @@ class Engine:
         at = self.scratch
         from rl_swarm.learning.sampler import truncated
 
-        weights, words = self.weights, at.logits_MV.shape[2]
+        weights, words, wide = self.weights, self.weights.head.weight.shape[0], at.logits_MV.shape[2]
         self._product(rows, self._before(rows, weights.last_norm), weights.head, at.logits_MV)
         cut = bool(decoding.top_k) or decoding.top_p < 1
         for node in range(
             self.nodes if cut and not decoding.greedy else 0
         ):  # one after the other, to save memory
-            logits_MV = at.logits_MV[node, :rows]
+            logits_MV = at.logits_MV[node, :rows, :words]
             logprobs_MV = (logits_MV / decoding.temperature).log_softmax(-1)
             kept_MV = truncated(logprobs_MV, decoding.top_k, decoding.top_p) > -torch.inf
             at.lowest_M[node, :rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
         kernels.survey[(rows, at.stretches, self.nodes)](
             at.going_Z, at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_Z, at.best_MS, at.where_MS,
-            at.top_MS, at.sum_MS, words, at.stretches, at.room.sequences, decoding.temperature,
+            at.top_MS, at.sum_MS, words, wide, at.stretches, at.room.sequences, decoding.temperature,
             GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, MANY=self.nodes > 1, BV=STRETCH,
         )  # fmt: skip
         if decoding.eos not in self.ends:
@@ -441,7 +447,7 @@ class Engine:
         eos = self.ends[decoding.eos]
         kernels.pick[(rows, 1, self.nodes)](
             at.going_Z, at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
-            at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, words, at.room.tokens, at.stretches,
+            at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, wide, at.room.tokens, at.stretches,
             at.room.sequences, len(eos), decoding.temperature,
             MANY=self.nodes > 1, BS=power(at.stretches), BEOS=power(len(eos)),
         )  # fmt: skip
@@ -472,8 +478,11 @@ def tiles(rows: int, outputs: int, width: int, nodes: int) -> tuple[int, int, in
     return block_m, block_n, block_k, {"num_warps": 4, "num_stages": 3 if block_n >= 64 else 5}
 
 
-def keys_at_once(programs: int, head_size: int) -> tuple[int, dict[str, int]]:
-    """How many keys attention reads at once. Few programs must be quick; many small ones hide each other's waiting."""
+def keys_at_once(programs: int, group: int, head_size: int) -> tuple[int, int, dict[str, int]]:
+    """How many sequences a program of attention does, and how many keys it reads at once. Few programs must be quick;
+    many small ones hide each other's waiting."""
+    if programs >= MANY_PROGRAMS:
+        return max(1, 8 // group), 32, {"num_warps": 1, "num_stages": 3}
     if programs >= 512:
-        return 32, {"num_warps": 1, "num_stages": 3}
-    return 128 if head_size <= 64 else 64, {"num_warps": 4, "num_stages": 2}
+        return 1, 32, {"num_warps": 1, "num_stages": 3}
+    return 1, 128 if head_size <= 64 else 64, {"num_warps": 4, "num_stages": 2}

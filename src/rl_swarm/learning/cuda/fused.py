@@ -164,7 +164,7 @@ class _AddedNorm(torch.autograd.Function):
         norm_backward[(parts,)](
             dsum, dout.contiguous(), sums, mean, scale, ctx.weight, dx, dmore, parts_PKE, N, E,
             GIVEN=dsum is not None, LOW=low, KINDS=len(ctx.vectors), ROWS=NORM_ROWS, TILE=NORM_TILE,
-            **ctx.shape,
+            num_warps=8, **ctx.shape,
         )  # fmt: skip
         found = list(gradients_of(ctx.vectors, parts_PKE))
         dweight, dbias, dextra = found[0], found[1] if centred else None, found[-1] if extra else None
