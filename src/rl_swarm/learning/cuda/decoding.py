@@ -212,9 +212,9 @@ def attend(
     kind = keys_BHTD.dtype.element_ty
     key = key.to(kind)
     value = tl.load(v_start + index, mask=inside, other=0.0).to(kind)
-    lie = ((slot.to(tl.int64) * KH + head) * T + written) * D + index
-    tl.store(keys_BHTD + lie, key, mask=inside & (group % GROUP == 0))
-    tl.store(values_BHTD + lie, value, mask=inside & (group % GROUP == 0))
+    new = ((slot.to(tl.int64) * KH + head) * T + written) * D + index
+    tl.store(keys_BHTD + new, key, mask=inside & (group % GROUP == 0))
+    tl.store(values_BHTD + new, value, mask=inside & (group % GROUP == 0))
 
     q = q.to(kind)
     top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
@@ -288,18 +288,19 @@ def survey(
     sequence = (slot - node * (B + 1)).to(tl.int64)  # its number in its node
     quarter = tl.arange(0, BV // 4)
     noise = tl.rand4x(tl.load(seed_Z + node) + (sequence << 24) + step, part * (BV // 4) + quarter)
+    heat = 1.4426950408889634 / temperature  # powers of two are faster than those of e
     top = tl.full((BV // 4,), -1e30, tl.float32)  # all of these lane by lane, and joined at the end
     for number in tl.static_range(4):
         words = part * BV + number * (BV // 4) + quarter
         raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
-        top = tl.maximum(top, raw / temperature)
+        top = tl.maximum(top, raw * heat)
     total = tl.zeros((BV // 4,), tl.float32)
     best = tl.full((BV // 4,), -1.0, tl.float32)
     where = tl.full((BV // 4,), 2147483647, tl.int32)
     for number in tl.static_range(4):
         words = part * BV + number * (BV // 4) + quarter
         raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
-        weight = tl.exp(raw / temperature - top)
+        weight = tl.exp2(raw * heat - top)
         total += weight
         score = weight
         if not GREEDY:
@@ -310,6 +311,7 @@ def survey(
             score = tl.where(raw >= tl.load(lowest_M + row), score, -1.0)
         where = tl.where(score > best, words, where)
         best = tl.maximum(best, score)
+    top *= 0.6931471805599453
     highest = tl.max(top, 0)
     total = tl.sum(total * tl.exp(top - highest), 0)
     best = tl.where(best < 0, -float("inf"), tl.log(tl.maximum(best, 1e-38)) + top)

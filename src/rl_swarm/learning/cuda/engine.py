@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
-STRETCH = 4096  # words that one program looks at
+STRETCH = 2048  # words that one program looks at
 MANY_PROGRAMS = 1024  # of attention, if each does one sequence: enough if each does several
 LEAST_PROMPTS = 1024  # tokens that there is room for
 
@@ -274,16 +274,18 @@ class Engine:
             [node * (nobody + 1) + slot for slot in of + [nobody] * (nobody - len(of))]
             for node, of in enumerate(going)
         ]
-        self.scratch.slots_M.copy_(torch.tensor(rows, dtype=torch.int32))
-        self.scratch.going_Z.copy_(torch.tensor(list(map(len, going)), dtype=torch.int32))
+        self.scratch.slots_M.copy_(brought(torch.tensor(rows, dtype=torch.int32), self.device))
+        self.scratch.going_Z.copy_(
+            brought(torch.tensor(list(map(len, going)), dtype=torch.int32), self.device)
+        )
 
     def _read_prompts(self, node: int, prompts: Sequence[Sequence[int]], count: int) -> None:
         """Runs every prompt once: keys and values into the cache, the last state as the start of completions."""
         at = self.scratch
         ids_N = flat(prompts, np.int64)
         lengths = tuple(map(len, prompts))
-        ends_B = torch.tensor([end for end in accumulate(lengths) for _ in range(count)]).to(self.device)
-        lengths_B = torch.tensor([length for length in lengths for _ in range(count)]).to(self.device)
+        each = np.repeat([list(accumulate(lengths)), lengths], count, axis=1)
+        ends_B, lengths_B = brought(torch.from_numpy(each), self.device)
         self.reader.run(Batch.reading(ids_N), Shape(lengths, (), ()), node)
         hidden_ME = at.read_NE[ends_B - 1]
         total = len(hidden_ME)
@@ -453,6 +455,11 @@ class Engine:
         )  # fmt: skip
 
 
+def brought(values: Tensor, device: torch.device) -> Tensor:
+    """To the device, without waiting for what it is doing."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 def power(number: int) -> int:
     """The next power of two."""
     return 1 << (number - 1).bit_length()
@@ -482,7 +489,7 @@ def keys_at_once(programs: int, group: int, head_size: int) -> tuple[int, int, d
     """How many sequences a program of attention does, and how many keys it reads at once. Few programs must be quick;
     many small ones hide each other's waiting."""
     if programs >= MANY_PROGRAMS:
-        return max(1, 8 // group), 32, {"num_warps": 1, "num_stages": 3}
+        return max(1, 8 // group), 64, {"num_warps": 2, "num_stages": 2}
     if programs >= 512:
         return 1, 32, {"num_warps": 1, "num_stages": 3}
     return 1, 128 if head_size <= 64 else 64, {"num_warps": 4, "num_stages": 2}
