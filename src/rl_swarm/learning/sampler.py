@@ -97,7 +97,8 @@ def sample(
 def samples(
     tokens_BT: Tensor, logprobs_BT: Tensor, length_B: Tensor, eos: frozenset[int], count: int
 ) -> list[list[Sample]]:
-    rows = zip(tokens_BT.tolist(), logprobs_BT.tolist(), length_B.tolist(), strict=True)
+    # By way of numpy, which makes lists several times as fast.
+    rows = zip(*(values.cpu().numpy().tolist() for values in (tokens_BT, logprobs_BT, length_B)), strict=True)
     flat = [
         Sample(
             tuple(tokens[:length]), tuple(logprobs[:length]), not eos.isdisjoint(tokens[length - 1 : length])

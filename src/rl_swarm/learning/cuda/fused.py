@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 ALIGNED = 64  # words
-NORM_ROWS, NORM_TILE = 16, 4  # whose gradients one program adds up, and that it reads at a time
+NORM_ROWS = 16  # whose gradients one program adds up
 COLUMN_ROWS = 128
 
 
@@ -163,8 +163,8 @@ class _AddedNorm(torch.autograd.Function):
         parts_PKE = sums.new_empty(parts, len(ctx.vectors), E)
         norm_backward[(parts,)](
             dsum, dout.contiguous(), sums, mean, scale, ctx.weight, dx, dmore, parts_PKE, N, E,
-            GIVEN=dsum is not None, LOW=low, KINDS=len(ctx.vectors), ROWS=NORM_ROWS, TILE=NORM_TILE,
-            num_warps=8, **ctx.shape,
+            GIVEN=dsum is not None, LOW=low, KINDS=len(ctx.vectors), ROWS=NORM_ROWS,
+            TILE=2 if centred else 4, **ctx.shape,
         )  # fmt: skip
         found = list(gradients_of(ctx.vectors, parts_PKE))
         dweight, dbias, dextra = found[0], found[1] if centred else None, found[-1] if extra else None
@@ -294,9 +294,9 @@ def column_parts(
     """The sums of columns in parts, [P, 1, E]; of a gradient through `gelu(x + bias)`, which goes to `dx`."""
     N, E = dout_NE.shape
     parts_PKE = dout_NE.new_empty(triton.cdiv(N, COLUMN_ROWS), 1, E, dtype=torch.float32)
-    column_backward[(len(parts_PKE), triton.cdiv(E, 128))](
+    column_backward[(len(parts_PKE), triton.cdiv(E, 64))](
         x_NE, bias_E, dout_NE, dx_NE, parts_PKE, N, E,
-        KIND="none" if x_NE is None else "gelu", ROWS=COLUMN_ROWS, TILE=16, B=128,
+        KIND="none" if x_NE is None else "gelu", ROWS=COLUMN_ROWS, TILE=32, B=64,
     )  # fmt: skip
     return parts_PKE
 
