@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -53,6 +53,7 @@ class Node:
     checkpoints: Path
     stop: threading.Event
     push: Push | None = None  # to the hub, where the settings ask for it
+    clock: Callable[[], float] = time.time
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
     held_out: list[Question] = field(default_factory=list)
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
@@ -154,7 +155,7 @@ class Node:
                 node=self.name,
                 round=state.round,
                 stage=state.stage,
-                timestamp=time.time(),
+                timestamp=self.clock(),
                 model=self.policy.name,
                 policy_version=self.policy.version,
                 sampling=Sampling(
@@ -264,7 +265,7 @@ class Node:
             node=self.name,
             round=state.round,
             stage=state.stage,
-            timestamp=time.time(),
+            timestamp=self.clock(),
             reward=mean([g.mean_reward for g in local]),
             training_reward=mean([g.mean_reward for g in training]),
             rollouts=len(local),

@@ -47,8 +47,8 @@ class ClockCoordinator(FolderCoordinator):
         manifest, now = self.manifest, self.clock()
         number = max(0, int((now - manifest.created) // manifest.round_interval))
         phase: Literal["finished", "running"] = "finished" if number >= manifest.rounds else "running"
-        if time.monotonic() - self._members_at >= self.poll:
-            self._members_at = time.monotonic()
+        if now - self._members_at >= self.poll:
+            self._members_at = now
             self._read_roll()
             self._last = self._met(now)
         self._last = replace(
