@@ -6,6 +6,7 @@ IP headers included. Several peers share a process; each has its daemon, its eve
 
 import multiprocessing
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from players import Asked, Player, Round, introduction, manifest, player, settings
+from players import Asked, Player, Round, figures, introduction, manifest, player, settings
 from toy import Arithmetic
 
 from rl_swarm.identity import Identity
@@ -149,7 +150,7 @@ class Peer:
             self.player = node = player(files, manifest, self.identity, self.environment, self.stop)
             node.coordinator.knock(None)  # type: ignore[attr-defined]
             watch = Watch(files, node.name, self.identity, manifest.swarm())
-            peer = introduction(node, time.time())
+            peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)
             with signs_of_life(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch):  # type: ignore[arg-type]
                 node.run()
@@ -252,28 +253,14 @@ def summary(
     count: int, rounds: int, interval: float, accounts: list[Account], sent: Traffic | None
 ) -> dict[str, Any]:
     each = count * rounds
-    played = [done for account in accounts for done in account.rounds]
     asked = sum((account.asked for account in accounts), Asked())
     calls = sum((account.calls for account in accounts), Asked())
     return {
-        "peers": count,
-        "rounds": rounds,
-        "interval_s": interval,
-        "played": len(played) / each,  # of the rounds that all peers could have played
+        **figures(count, rounds, interval, [done for a in accounts for done in a.rounds], asked),
         "members_known": sum(account.members for account in accounts) / len(accounts),
-        "publish_s": quantiles([done.publish_s for done in played]),
-        "collect_s": quantiles([done.collect_s for done in played]),
-        "groups_taken": sum(len(done.took) for done in played) / each,
-        "publications_read": sum(len(done.read) for done in played) / each,
         "bytes": sent.bytes / each if sent else None,
         "packets": sent.packets / each if sent else None,
         "messages": 2 * (calls.calls.total() + asked.calls["ask"] + asked.calls["ask in vain"]) / each,
-        "asked": {kind: [n / each, asked.bytes[kind] / each] for kind, n in asked.calls.items()},
-        "calls": {kind: [n / each, calls.bytes[kind] / each] for kind, n in calls.calls.items()},
+        "calls": {kind: [n / each, calls.bytes[kind] / each] for kind, n in sorted(calls.calls.items())},
         "rejected": dict(sum((account.problems for account in accounts), Counter())),
     }
-
-
-def quantiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values) or [float("nan")]
-    return {"median": ordered[len(ordered) // 2], "p95": ordered[int(0.95 * (len(ordered) - 1))]}

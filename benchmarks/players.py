@@ -1,13 +1,11 @@
 """Nodes of a peer-to-peer swarm that have no model: `rl_swarm.node.Node` as it is, with a policy that sleeps and then
 "writes" text made from a seed. They play among real peers and in a simulation, in the same code."""
 
-import os
-import platform
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +133,7 @@ class Round:
     published: float  # when
     publish_s: float
     collect_s: float
-    took: list[str]  # peers of whom it took groups
+    took: list[tuple[str, int]]  # peer and round of the groups that it took
     read: list[tuple[str, int, float]]  # publications that came: of whom, of which round, when
 
 
@@ -164,11 +162,13 @@ class Player(Node):
         found = super().collect(state)
         this = self.played[-1]
         this.collect_s = self.clock() - started - (self.environment.seconds - checking)
-        this.took = [group.peer_id for group in found.chosen]
+        this.took = [(peer_id, number) for peer_id, number, _, _ in found.keys]
         return found
 
-    def publications(self, state: State, rng: random.Random) -> Any:
-        for publication in super().publications(state, rng):
+    def publications(
+        self, state: State, rng: random.Random, sources: Mapping[str, str]
+    ) -> Iterator[Publication]:
+        for publication in super().publications(state, rng, sources):
             self.played[-1].read.append((publication.peer_id, publication.round, self.clock()))
             yield publication
 
@@ -185,10 +185,11 @@ def player(
     clock: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
+    rng: random.Random | None = None,
 ) -> Player:
     """A node as `worker` puts it together."""
-    chosen, name = settings(manifest.round_interval), identity.node
-    coordinator = ClockCoordinator(files, manifest, identity, name, stop, chosen.poll_interval, clock)
+    chosen, name = settings(manifest.round_interval), identity.peer_id
+    coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.poll_interval, clock, rng)
     node = Player(
         name=name,
         identity=identity,
@@ -218,15 +219,36 @@ def player(
     return node
 
 
-def introduction(player: Player, joined: float) -> PeerInfo:
+def introduction(player: Player, joined: float, host: str, pid: int) -> PeerInfo:
     return PeerInfo(
         peer_id=player.identity.peer_id,
         swarm=player.manifest.swarm(),
         node=player.name,
         model="none",
         device="cpu",
-        host=platform.node(),
-        pid=os.getpid(),
+        host=host,
+        pid=pid,
         joined=joined,
         timestamp=joined,
     )
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values) or [float("nan")]
+    return {"median": ordered[len(ordered) // 2], "p95": ordered[int(0.95 * (len(ordered) - 1))]}
+
+
+def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked) -> dict[str, Any]:
+    """What both kinds of swarm tell, per node and round."""
+    each = peers * rounds
+    return {
+        "peers": peers,
+        "rounds": rounds,
+        "interval_s": interval,
+        "played": len(played) / each,  # of the rounds that all of them could have played
+        "publish_s": quantiles([done.publish_s for done in played]),
+        "collect_s": quantiles([done.collect_s for done in played]),
+        "groups_taken": sum(len(done.took) for done in played) / each,
+        "publications_read": sum(len(done.read) for done in played) / each,
+        "asked": {kind: [n / each, asked.bytes[kind] / each] for kind, n in sorted(asked.calls.items())},
+    }
