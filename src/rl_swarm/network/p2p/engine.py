@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STREAM = "/rl-swarm/documents/1"
+WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 START_SECONDS = 30.0
 CALL_SECONDS = 10.0  # for what the DHT is asked
@@ -53,6 +54,7 @@ class EngineError(NetworkError):
 class Engine:
     addresses: Sequence[str] = ()  # under which others reach this peer
     clock = staticmethod(time.time)
+    clock_compared = False  # with those of others
 
     def __init__(
         self,
@@ -331,7 +333,11 @@ class Engine:
             (size,) = struct.unpack(">I", await reader.readexactly(4))
             if size > MOST_REQUEST:
                 return
-            found = self.answer(await reader.readexactly(size), str(stream.peer_id))
+            request = await reader.readexactly(size)
+            if request == WHAT_TIME:
+                found: bytes | None = f"{self.clock():.3f}".encode()
+            else:
+                found = self.answer(request, str(stream.peer_id))
             writer.write(struct.pack(">?I", found is not None, len(found or b"")) + (found or b""))
             await writer.drain()
 

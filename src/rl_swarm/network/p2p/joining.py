@@ -19,6 +19,7 @@ from rl_swarm.network.address import Address, known_addresses, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
+from rl_swarm.network.p2p import clocks
 from rl_swarm.network.p2p.clock import ClockCoordinator
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, Shelf, acceptable, key_of
 from rl_swarm.network.p2p.engine import Engine
@@ -90,6 +91,7 @@ def among_peers(
         pause = SETTLE_SECONDS
         while not done.wait(pause):
             pause = KEPT_SECONDS / 6
+            clocks.warn(engine)
             files.renew()
             with suppress(OSError):
                 _remember(local, engine)
@@ -147,6 +149,7 @@ def await_manifest(
     pause = pauses(settings.poll_interval)
     told = False
     while not stop.is_set():
+        clocks.warn(engine)
         found = manifests(engine)
         if settings.owner is not None:
             found = {
