@@ -14,7 +14,15 @@ from swarms import LOOPBACK, AmongPeers, engine_of, eventually, identity_of, pub
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.documents import KEPT_SECONDS, MOST_NOTICE, Notice, Shelf, key_of, neighbourhood
+from rl_swarm.network.p2p.documents import (
+    KEPT_SECONDS,
+    MOST_NOTICE,
+    Notice,
+    Shelf,
+    key_of,
+    neighbourhood,
+    parts_of,
+)
 from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
 from rl_swarm.wire import seal, sign
 
@@ -153,6 +161,10 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     assert not taken(value=seal(notice(ann, timestamp=time.time() + 3600), ann))
     assert not taken(value=seal(notice(ann, timestamp=time.time() - 7200), ann))
     assert not taken(value=good, seconds=10_000.0)
+    own, others = (parts_of("s", who.peer_id) for who in (ann, bob))
+    assert taken(key=key_of("s", own[1])) and taken(key=key_of("s", own[-1]))
+    assert not taken(key=key_of("s", others[-1]))
+    assert not taken(key=key_of("another", own[-1]))
     assert not taken(value=sign(notice(ann, path="x" * 300), ann))
     one.close()
 
@@ -209,6 +221,12 @@ def test_nobody_fills_the_memory_of_others(monkeypatch):
     now[0] += 61
     assert offers("ann", 3) and offers("node-11", 0) and shelf.bytes < 2000
     assert not offers("ann", 4, KEPT_SECONDS + 100)
+    now[0] += 61
+    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_KEY", 2000)
+    taken = [offers(f"node-{k}", 0) for k in range(6)]
+    assert True in taken and taken[-1] is False and shelf.bytes <= 2000
+    assert offers("node-5", 1)  # under another key there is room
+    assert [offers(f"node-{k}", 0) for k in range(6)] == taken
 
 
 def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, monkeypatch):
@@ -223,6 +241,9 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
         assert asked == [None, None, b"body", b"body", b"body"]
         left = []
         monkeypatch.setattr(files.engine, "store", lambda key, subkey, *rest: left.append((key, subkey)))
+        files.renew()
+        assert left == []  # it was just left
+        files.clock = lambda: time.time() + KEPT_SECONDS / 2
         files.renew()
         assert left == [(key_of(swarm.manifest.swarm(), "peers"), f"{peer}/ann.json")]
     finally:

@@ -114,6 +114,7 @@ def _store(address: str) -> Iterator[Finding]:
 def peer_to_peer() -> Iterator[Finding]:
     """Starts the daemon as a node would, and asks those whom the settings name."""
     from rl_swarm.identity import Identity
+    from rl_swarm.network.p2p.clocks import compared
     from rl_swarm.network.p2p.joining import engine_of
 
     if importlib.util.find_spec("hivemind") is None:
@@ -135,6 +136,8 @@ def peer_to_peer() -> Iterator[Finding]:
                     else "nobody answers. Are the addresses right, and is the port open?"
                 ),
             )
+            if (clocks := compared(engine)) is not None:
+                yield clocks.agrees, str(clocks)
 
 
 def identity() -> Iterator[Finding]:

@@ -299,9 +299,10 @@ class FolderCoordinator:
         node: str,
         stop: threading.Event,
         poll: float = 2.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
-        self.stop, self.poll = stop, poll
+        self.stop, self.poll, self.clock = stop, poll, clock
         self._last = State(swarm=manifest.swarm())
         self._looked = -math.inf  # when this node last looked at the state
         self._since = -math.inf  # the present stage began after this moment, with rounds on an interval
@@ -325,7 +326,7 @@ class FolderCoordinator:
                 ) from error
         self._read_roll()
         members = self.current().members
-        _, why = admission.admit(self.manifest, self.roll, members, me, shown, time.time())
+        _, why = admission.admit(self.manifest, self.roll, members, me, shown, self.clock())
         if why is not None:
             raise self.not_admitted(why)
         return shown

@@ -28,13 +28,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STREAM = "/rl-swarm/documents/1"
+WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 START_SECONDS = 30.0
 CALL_SECONDS = 10.0  # for what the DHT is asked
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
-MOST_MET = 256  # peers whose addresses are kept
+MOST_MET = 256  # peers that are connected to as soon as they are heard of
+MOST_TOLD = 1024  # peers whose addresses are kept, for when they are asked
+REPLICAS = 5  # peers that keep a record
+CANDIDATES = 8  # from which they are taken: some may not answer
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
     "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'; in a "
@@ -50,6 +54,7 @@ class EngineError(NetworkError):
 class Engine:
     addresses: Sequence[str] = ()  # under which others reach this peer
     clock = staticmethod(time.time)
+    clock_compared = False  # with those of others
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Engine:
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
         self.met_before = set[str]()
+        self.told = dict[str, list[str]]()  # where peers say to be
         self.answering = 0
         self.p2p: Any = None
         self.node: Any = None
@@ -99,9 +105,7 @@ class Engine:
 
     def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
         """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
-        return bool(
-            self._call(self.node.store(key, value, self.clock() + seconds, subkey=subkey), CALL_SECONDS)
-        )
+        return self._call(self._store(key, subkey, value, self.clock() + seconds), CALL_SECONDS)
 
     def find(self, key: str) -> dict[str, bytes]:
         """The records of all peers under a key, the newest of each."""
@@ -121,9 +125,12 @@ class Engine:
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
         own = [text for text in addresses if text.endswith(f"/p2p/{peer_id}")]
-        if peer_id in self.met_before or peer_id == self.identity.peer_id or not own:
+        if peer_id == self.identity.peer_id or not own:
             return
-        if len(self.met_before) < MOST_MET:
+        self.told[peer_id] = own
+        if len(self.told) > MOST_TOLD:
+            del self.told[next(iter(self.told))]
+        if peer_id not in self.met_before and len(self.met_before) < MOST_MET:
             self.met_before.add(peer_id)
             self.known += own
             asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
@@ -202,7 +209,13 @@ class Engine:
             key.unlink(missing_ok=True)
         self.addresses = [str(address) for address in await self.p2p.get_visible_maddrs()]
         await self.p2p.add_binary_stream_handler(STREAM, self._answer)
-        self.node = await DHTNode.create(p2p=self.p2p, record_validator=Validator(), cache_locally=False)
+        self.node = await DHTNode.create(
+            p2p=self.p2p,
+            record_validator=Validator(),
+            num_replicas=REPLICAS,
+            cache_locally=False,
+            cache_nearest=0,
+        )
         await self._connect()
         self.keeper = asyncio.create_task(self._keep_connected())
 
@@ -257,9 +270,45 @@ class Engine:
             f"{address}/p2p/{peer.peer_id}" for peer in await self.p2p.list_peers() for address in peer.addrs
         ]
 
+    async def _store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        """As hivemind's own `store`, for which all peers on the way would send everything that lies under the key. Its
+        neighbour, under which nothing lies, is kept by the same peers."""
+        from hivemind.dht.routing import DHTID
+        from hivemind.dht.validation import DHTRecord
+
+        node, key_id = self.node, DHTID.generate(source=key)
+        pack = node.protocol.serializer.dumps
+        record = DHTRecord(key_id.to_bytes(), pack(subkey), pack(value), expires)
+        beside = DHTID(int(key_id) ^ 1)
+        nearest = await node.find_nearest_nodes([beside], k_nearest=CANDIDATES)
+
+        async def keep(peer: Any) -> bool | None:
+            if peer != node.peer_id:
+                answer = await node.protocol.call_store(
+                    peer, [key_id], [record.value], expires, subkeys=[subkey]
+                )
+                return None if answer is None else bool(answer[0])
+            return bool(
+                node.protocol.record_validator.validate(record)
+                and node.protocol.storage.store(key_id, record.value, expires, subkey=subkey)
+            )
+
+        candidates, answers = list(nearest[beside].values()), list[bool]()
+        while candidates and len(answers) < REPLICAS:
+            tried = candidates[: REPLICAS - len(answers)]
+            del candidates[: len(tried)]
+            found = await asyncio.gather(*map(keep, tried))
+            answers += [answer for answer in found if answer is not None]
+        return any(answers)
+
     async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
         from hivemind.p2p import PeerID
+        from hivemind.utils.multiaddr import Multiaddr
 
+        if peer_id in self.told and peer_id not in self.met_before:
+            with suppress(Exception):  # perhaps there is another way to it
+                where = [Multiaddr(text).decapsulate(f"/p2p/{peer_id}") for text in self.told[peer_id]]
+                await self.p2p._client.connect(PeerID.from_base58(peer_id), where)
         _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
         try:
             writer.write(struct.pack(">I", len(request)) + request)
@@ -284,7 +333,11 @@ class Engine:
             (size,) = struct.unpack(">I", await reader.readexactly(4))
             if size > MOST_REQUEST:
                 return
-            found = self.answer(await reader.readexactly(size), str(stream.peer_id))
+            request = await reader.readexactly(size)
+            if request == WHAT_TIME:
+                found: bytes | None = f"{self.clock():.3f}".encode()
+            else:
+                found = self.answer(request, str(stream.peer_id))
             writer.write(struct.pack(">?I", found is not None, len(found or b"")) + (found or b""))
             await writer.drain()
 

@@ -1,6 +1,7 @@
 """Into a swarm among peers and out of it again: the engine, the manifest, and what has to be done meanwhile."""
 
 import logging
+import random
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from rl_swarm.network.address import Address, known_addresses, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
+from rl_swarm.network.p2p import clocks
 from rl_swarm.network.p2p.clock import ClockCoordinator
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, Shelf, acceptable, key_of
 from rl_swarm.network.p2p.engine import Engine
@@ -32,6 +34,8 @@ BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machi
 MOST_ADDRESSES = 64
 LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
 MEET_SECONDS = 10.0
+SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
+MOST_TRIES = 32  # peers that are asked for manifests in one look
 OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
 
 
@@ -84,7 +88,10 @@ def among_peers(
     done = threading.Event()
 
     def renew() -> None:
-        while not done.wait(KEPT_SECONDS / 3):
+        pause = SETTLE_SECONDS
+        while not done.wait(pause):
+            pause = KEPT_SECONDS / 6
+            clocks.warn(engine)
             files.renew()
             with suppress(OSError):
                 _remember(local, engine)
@@ -109,11 +116,14 @@ def observed(text: str) -> Iterator[tuple[Address, Callable[[], State] | None]]:
                 raise NetworkError(
                     f"{text}: nobody there knows a swarm. Is the address right, and is a node running?"
                 )
-            manifest, _ = found
+            manifest, signed = found
             files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, LocalFiles(here))
+            files.handed[MANIFEST] = signed
             clock = None
             if manifest.round_end == "interval":
-                clock = ClockCoordinator(files, manifest, identity, identity.node, stop, 0.0).current
+                coordinator = ClockCoordinator(files, manifest, identity, stop, 0.0)
+                coordinator.members.walk()
+                clock = coordinator.current
             yield replace(locate(text), files=files), clock
             stop.set()
 
@@ -139,6 +149,7 @@ def await_manifest(
     pause = pauses(settings.poll_interval)
     told = False
     while not stop.is_set():
+        clocks.warn(engine)
         found = manifests(engine)
         if settings.owner is not None:
             found = {
@@ -167,10 +178,12 @@ def manifests(engine: Engine) -> dict[str, tuple[Manifest, bytes]]:
         records = engine.find(key_of("", ""))
     except OSError:
         return found
-    for subkey, value in records.items():
+    tries = 0
+    for subkey, value in random.sample(list(records.items()), len(records)):
         notice = acceptable(key_of("", ""), subkey, value, engine.clock())
-        if notice is None or notice.path != MANIFEST:
+        if notice is None or notice.path != MANIFEST or notice.swarm in found or tries >= MOST_TRIES:
             continue
+        tries += 1
         engine.introduce(notice.peer_id, notice.addresses)
         with suppress(OSError, Rejected):
             data = _body(engine, notice)
