@@ -36,7 +36,8 @@ from rl_swarm.worker import signs_of_life
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
 SETTLE = 2  # rounds until everybody knows everybody
-START_SECONDS, PER_PEER_SECONDS = 10.0, 0.8  # until the first round
+START_SECONDS, PER_PEER_SECONDS = 10.0, 1.0  # until the first round
+READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
 
 
 def in_a_namespace() -> bool:
@@ -77,9 +78,7 @@ class CountedEngine(Engine):
     """Counts what is asked of it, and the calls that hivemind's DHT makes for that."""
 
     def __init__(self, identity: Identity, known: list[str]) -> None:
-        super().__init__(
-            identity, known, LISTEN, accept=Shelf().accepts, relay=False, map_ports=False
-        )
+        super().__init__(identity, known, LISTEN, accept=Shelf().accepts, relay=False, map_ports=False)
         self.asked, self.calls = Asked(), Asked()
 
     async def _start(self) -> None:
@@ -168,9 +167,7 @@ class Peer:
         )
 
 
-def host(
-    link: Connection, count: int, known: list[str], founded: tuple[float, int, float] | None
-) -> None:
+def host(link: Connection, count: int, known: list[str], founded: tuple[float, int, float] | None) -> None:
     """A process with some peers. It tells the address of its first one, and at the end what they did."""
     environment = Arithmetic()
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
@@ -182,10 +179,10 @@ def host(
         for peer in peers:
             peer.folder.mkdir()
         threads = [threading.Thread(target=peer.run, daemon=True) for peer in peers]
-        for number, (peer, thread) in enumerate(zip(peers, threads, strict=True)):
+        for peer, thread in zip(peers, threads, strict=True):
             thread.start()
-            if founded and number == 0:
-                peer.ready.wait(60)
+            peer.ready.wait(READY_SECONDS)
+            if peer.founded:
                 assert peer.engine is not None
                 known += peer.engine.addresses
                 link.send(known)
@@ -205,7 +202,9 @@ def host(
 
 
 @contextmanager
-def hosts(count: int, processes: int, rounds: int, interval: float) -> Iterator[tuple[float, list[Connection]]]:
+def hosts(
+    count: int, processes: int, rounds: int, interval: float
+) -> Iterator[tuple[float, list[Connection]]]:
     """Processes with so many peers together, and when the first round begins."""
     context = multiprocessing.get_context("spawn")
     sizes = [count // processes + (k < count % processes) for k in range(min(processes, count))]

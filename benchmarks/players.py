@@ -238,7 +238,9 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": ordered[len(ordered) // 2], "p95": ordered[int(0.95 * (len(ordered) - 1))]}
 
 
-def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked) -> dict[str, Any]:
+def figures(
+    peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked
+) -> dict[str, Any]:
     """What both kinds of swarm tell, per node and round."""
     each = peers * rounds
     return {

@@ -38,6 +38,7 @@ class Costs:
     connections: tuple[int, int] = (256, 512)  # to so many they are cut when there are more than that
 
 
+COSTS = Costs()
 Records = dict[str, tuple[bytes, float]]  # by subkey: value and expiry
 
 
@@ -53,7 +54,9 @@ class Line:
 class Network:
     """Everybody who is here, and what it takes to reach them."""
 
-    def __init__(self, world: World, seed: int, costs: Costs, delays: tuple[float, float], rate: float) -> None:
+    def __init__(
+        self, world: World, seed: int, costs: Costs, delays: tuple[float, float], rate: float
+    ) -> None:
         self.world, self.costs, self.delays, self.rate = world, costs, delays, rate
         self.rng = random.Random(f"network {seed}")
         self.peers = dict[str, SimulatedEngine]()
@@ -62,7 +65,15 @@ class Network:
     def add(self, engine: "SimulatedEngine") -> None:
         self.peers[engine.identity.peer_id] = self.nodes[engine.node_id] = engine
 
-    def carry(self, kind: str, one: "SimulatedEngine", other: "SimulatedEngine", there: int, back: int, around: float) -> float:
+    def carry(
+        self,
+        kind: str,
+        one: "SimulatedEngine",
+        other: "SimulatedEngine",
+        there: int,
+        back: int,
+        around: float,
+    ) -> float:
         """A question and its answer; the seconds that they take."""
         seconds = 0.0
         if other not in one.connected:
@@ -78,7 +89,15 @@ class Network:
     def _delay(self, one: "SimulatedEngine", other: "SimulatedEngine") -> float:
         return one.delay + other.delay
 
-    def _count(self, kind: str, one: "SimulatedEngine", other: "SimulatedEngine", there: float, back: float, messages: int) -> None:
+    def _count(
+        self,
+        kind: str,
+        one: "SimulatedEngine",
+        other: "SimulatedEngine",
+        there: float,
+        back: float,
+        messages: int,
+    ) -> None:
         there, back = round(there), round(back)
         one.line.sent[kind] += there
         other.line.received[kind] += there
@@ -193,7 +212,9 @@ class SimulatedEngine:
         self.asked.note("ask" if answer else "ask in vain", len(request) + len(answer or b""))
         kind = "bodies" if request.startswith(b"rollouts/") else "asks"
         self.world.sleep(
-            self.network.carry(kind, self, other, 4 + len(request), 5 + len(answer or b""), self.network.costs.ask)
+            self.network.carry(
+                kind, self, other, 4 + len(request), 5 + len(answer or b""), self.network.costs.ask
+            )
         )
         return answer[: limit + 1] if answer is not None else None
 
@@ -209,9 +230,7 @@ class SimulatedEngine:
 
     # What the table does for that.
 
-    def _search(
-        self, key: DHTID, look: Callable[[Records], None] | None = None
-    ) -> tuple[list[DHTID], float]:
+    def _search(self, key: DHTID, look: Callable[[Records], None] | None = None) -> tuple[list[DHTID], float]:
         """The nodes nearest to a key, nearest first, and the seconds it took: a beam search, four calls at a time. Those
         that hold records of the key send them along, whether they are wanted or not."""
         initial = self._neighbours(key, self.node_id)
@@ -301,10 +320,10 @@ class SimulatedEngine:
                 del self.storage[key]
                 continue
             near = self._neighbours(key, self.node_id)[:REPLICAS]
-            if not near or (
-                newcomer.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key
-            ):
-                self.network.carry("store", self, newcomer, STORE + size_of(records), STORED, self.network.costs.call)
+            if not near or (newcomer.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key):
+                self.network.carry(
+                    "store", self, newcomer, STORE + size_of(records), STORED, self.network.costs.call
+                )
                 newcomer.storage[key] = {**newcomer.storage.get(key, {}), **records}
 
     def _lost(self, node: DHTID) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 from players import Asked, Player, figures, introduction, manifest, player, quantiles
-from simulated import Costs, Line, Network, SimulatedEngine
+from simulated import COSTS, Costs, Line, Network, SimulatedEngine
 from toy import Arithmetic
 from virtual import Stop, World
 
@@ -29,8 +29,8 @@ from rl_swarm.identity import Identity, verify
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST
-from rl_swarm.network.p2p.joining import manifests
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, PeerFiles, Shelf
+from rl_swarm.network.p2p.joining import manifests
 from rl_swarm.wire import seal
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
@@ -48,7 +48,7 @@ class Scenario:
     seed: int = 1
     delays: tuple[float, float] = (0.01, 0.1)  # seconds from one peer to another, at least and at most
     rate: float = 1.25e6  # bytes a second
-    costs: Costs = Costs()
+    costs: Costs = COSTS
 
 
 @dataclass
@@ -128,7 +128,9 @@ class Swarm:
 
             world.spawn(once, every, lambda: engine.online)
 
-        again(lambda: node.coordinator.register(replace(info, timestamp=world.now)), manifest.peer_timeout / 4)
+        again(
+            lambda: node.coordinator.register(replace(info, timestamp=world.now)), manifest.peer_timeout / 4
+        )
         again(files.renew, KEPT_SECONDS / 6)
         world.spawn(node.run, 0.0, lambda: engine.online)
 
@@ -209,7 +211,11 @@ def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
         for done in peer.player.played:
             read.update({(of, number) for of, number, _ in done.read})
             at = done.published + done.collect_s
-            took += [(at, me, of, published[of, number]) for of, number in set(done.took) if (of, number) in published]
+            took += [
+                (at, me, of, published[of, number])
+                for of, number in set(done.took)
+                if (of, number) in published
+            ]
     took.sort()
     half = swarm.scenario.peers / 2
     first = [place for place in published if place[1] == SETTLE]

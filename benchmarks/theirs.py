@@ -95,7 +95,9 @@ class Member:
             if len(found) >= self.world:
                 self.whole_s.append(time.monotonic() - started)
             else:
-                self.failures.append(f"it got {len(found)} of {self.world}, after an error that it keeps to itself")
+                self.failures.append(
+                    f"it got {len(found)} of {self.world}, after an error that it keeps to itself"
+                )
 
 
 def host(link: Connection, count: int, world: int, known: list[str], in_thread: bool) -> None:
@@ -167,6 +169,7 @@ def measure(count: int, processes: int, rounds: int, interval: float, in_thread:
         "peers": count,
         "rounds": rounds,
         "interval_s": interval,
+        "in_thread": in_thread,
         "complete": sum(len(seconds) for seconds, *_ in results) / (count * (rounds + 1)),
         "gather_s": quantiles([s for seconds, *_ in results for s in seconds[1:]]),
         "bytes": sent.bytes / each if os.environ.get(INSIDE) else None,
