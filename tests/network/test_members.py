@@ -253,7 +253,7 @@ def test_one_that_knows_enough_looks_once_a_round_and_one_that_knows_few_as_ofte
     world.play(4)
     one = world.peers[IDENTITIES[0].peer_id]
     looks = []
-    one.members.look = lambda: looks.append(world.now)
+    one._look = lambda: looks.append(world.now)
     for _ in range(60):
         world.now += 1.0
         one.current()

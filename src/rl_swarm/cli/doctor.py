@@ -117,10 +117,14 @@ def peer_to_peer() -> Iterator[Finding]:
     from rl_swarm.network.p2p.clocks import compared
     from rl_swarm.network.p2p.joining import engine_of
 
-    if importlib.util.find_spec("hivemind") is None:
-        yield True, "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'"
-        return
     settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
+    if importlib.util.find_spec("hivemind") is None:
+        needed = settings.network == "p2p" or settings.p2p_known is not None
+        yield (
+            not needed,
+            "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'",
+        )
+        return
     with (
         tempfile.TemporaryDirectory() as folder,
         engine_of(Identity.new(), [], settings, Path(folder)) as engine,

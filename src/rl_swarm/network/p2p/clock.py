@@ -36,10 +36,12 @@ class ClockCoordinator(FolderCoordinator):
         poll: float = 2.0,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        whole: bool = False,  # everybody is looked for, and not only some: for those who watch
     ) -> None:
         super().__init__(files, manifest, identity, identity.peer_id, stop, poll, clock)
         admits = None if manifest.admission == "open" else self._admits
         self.members = files.members = Members(files, manifest, rng, admits)
+        self._look = self.members.walk if whole else self.members.look
         self._looked_at = -float("inf")
         self._looked_in = -1  # round
 
@@ -49,7 +51,7 @@ class ClockCoordinator(FolderCoordinator):
         phase: Literal["finished", "running"] = "finished" if number >= manifest.rounds else "running"
         if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):
             self._looked_in, self._looked_at = number, now
-            self.members.look()
+            self._look()
             self._read_roll()
             self._last = self._met(now)
         self._last = replace(

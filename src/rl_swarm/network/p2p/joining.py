@@ -2,29 +2,24 @@
 
 import logging
 import random
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from rl_swarm import config
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.address import Address, known_addresses, locate
+from rl_swarm.network.address import known_addresses
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
 from rl_swarm.network.p2p import clocks
-from rl_swarm.network.p2p.clock import ClockCoordinator
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, Shelf, acceptable, key_of
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.presence import only_one_here
-from rl_swarm.rounds import State
 from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
 
 log = logging.getLogger(__name__)
@@ -36,7 +31,6 @@ LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm h
 MEET_SECONDS = 10.0
 SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
 MOST_TRIES = 32  # peers that are asked for manifests in one look
-OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
 
 
 @contextmanager
@@ -101,31 +95,6 @@ def among_peers(
         yield files
     finally:
         done.set()
-
-
-@contextmanager
-def observed(text: str) -> Iterator[tuple[Address, Callable[[], State] | None]]:
-    """A swarm as seen by somebody who only looks: its documents, and the clock where nobody conducts it."""
-    settings, identity, stop = config.load().settings, Identity.new(), threading.Event()
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder)
-        with engine_of(identity, known_addresses(text), settings, here) as engine:
-            threading.Timer(OBSERVE_SECONDS, stop.set).start()
-            found = await_manifest(engine, settings, stop)
-            if found is None:
-                raise NetworkError(
-                    f"{text}: nobody there knows a swarm. Is the address right, and is a node running?"
-                )
-            manifest, signed = found
-            files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, LocalFiles(here))
-            files.handed[MANIFEST] = signed
-            clock = None
-            if manifest.round_end == "interval":
-                coordinator = ClockCoordinator(files, manifest, identity, stop, 0.0)
-                coordinator.members.walk()
-                clock = coordinator.current
-            yield replace(locate(text), files=files), clock
-            stop.set()
 
 
 def tell(engine: Engine, here: Path) -> None:
