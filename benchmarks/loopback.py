@@ -45,13 +45,12 @@ def in_a_namespace() -> bool:
     if os.environ.get(INSIDE):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         return True
-    if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("ip"):
-        return False
-    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0:
-        return False
-    os.environ[INSIDE] = "1"
-    sys.stdout.flush()
-    os.execvp("unshare", ["unshare", "-n", "--", sys.executable, *sys.argv])
+    allowed = os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
+    if allowed and subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode == 0:
+        os.environ[INSIDE] = "1"
+        sys.stdout.flush()
+        os.execvp("unshare", ["unshare", "-n", "--", sys.executable, *sys.argv])
+    return False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from rl_swarm.rounds import PeerInfo, State
 from rl_swarm.selection import Selection
 
 EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
+CPU = torch.device("cpu")
 WORK = (0.25, 0.6)  # of a round that generating takes, at least and at most
 
 
@@ -92,7 +93,7 @@ class Policy:
     name: str = "none"
     tokenizer_hash: str = ""
     version: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def sample(self, prompts: Sequence[str], generations: int, seed: int) -> list[list[Completion]]:
         rng = random.Random(seed)

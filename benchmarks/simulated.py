@@ -1,54 +1,63 @@
-"""A network that is not there: `Engine` for peers of a simulation, over a Kademlia table that sends every message.
+"""A network that is not there: `Engine` for the peers of a simulation, over a Kademlia table that sends every message.
 
-What hivemind's `DHTNode` does is done here in virtual time: its own routing tables, its beam search with four calls at
-a time, five replicas, pings of full buckets, records that newcomers are given. Messages have the sizes that protobuf gives them, and the overhead that was measured on real ones.
+`Table` and hivemind's routing tables and storage are the real ones. What lies between them, hivemind's `DHTNode`, is done
+here in virtual time: its beam search with four calls at a time, pings of full buckets, records that newcomers are given.
+Messages have the sizes that protobuf gives them, and the overhead that was measured on real ones.
 """
 
+import asyncio
 import heapq
 import random
+import selectors
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 from players import Asked
 from virtual import World
 
 from rl_swarm.identity import Identity
-from rl_swarm.network.p2p.engine import CALL_SECONDS, CANDIDATES, MOST_MET, REPLICAS, Answer
+from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MOST_MET, Answer
+from rl_swarm.network.p2p.table import REPLICAS, Table
 
+T = TypeVar("T")
 BUCKET, MODULO, WORKERS = 20, 5, 4  # the defaults of DHTNode
 LOST_SECONDS = 3.0  # until a call to somebody who has gone is given up: DHTNode's `wait_timeout`
 BAN_SECONDS = 5.0  # for which it is then not called, twice as long every time
-NEIGHBOUR = 62  # bytes of a node's id and its peer's, in an answer
-FIND, ANSWER, STORE, STORED, PING = 46, 26, 64, 27, 57  # bytes of calls and answers without what they carry
-RECORD = 19  # bytes around a record in a table's answer
+# Bytes of calls and answers without what they carry, of a node in an answer, and of records beside key and value.
+FIND, ANSWER, STORE, STORED, PING = 46, 26, 64, 27, 57
+NEIGHBOUR, RECORDS, RECORD = 62, 38, 16
 
 
 @dataclass(frozen=True)
 class Costs:
     """Bytes on the wire beside what is said, both ways together: `scale.py messages` measures them."""
 
-    call: float = 986.0  # a call of the DHT with its answer
+    call: float = 986.0  # a call of the table with its answer
     ask: float = 940.0  # a stream with request and answer
     connect: float = 4300.0  # two peers who were not connected
     per_byte: float = 1.003  # of what is said
     idle: float = 19.7  # a connection, per second
-    connections: tuple[int, int] = (256, 512)  # to so many they are cut when there are more than that
 
 
 COSTS = Costs()
-Records = dict[str, tuple[bytes, float]]  # by subkey: value and expiry
 
 
 @dataclass
 class Line:
-    """What a peer has sent and received."""
+    """What a peer has sent and received, by kind."""
 
-    sent: Counter[str] = field(default_factory=Counter)  # bytes by kind
+    sent: Counter[str] = field(default_factory=Counter)  # bytes
     received: Counter[str] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)  # sent
+    messages: Counter[str] = field(default_factory=Counter)  # that it sent
+
+    def copy(self) -> "Line":
+        return Line(self.sent.copy(), self.received.copy(), self.messages.copy())
 
 
 class Network:
@@ -61,9 +70,7 @@ class Network:
         self.rng = random.Random(f"network {seed}")
         self.peers = dict[str, SimulatedEngine]()
         self.nodes = dict[DHTID, SimulatedEngine]()
-
-    def add(self, engine: "SimulatedEngine") -> None:
-        self.peers[engine.identity.peer_id] = self.nodes[engine.node_id] = engine
+        self.loop = Leaping()
 
     def carry(
         self,
@@ -75,21 +82,18 @@ class Network:
         around: float,
     ) -> float:
         """A question and its answer; the seconds that they take."""
-        seconds = 0.0
+        seconds, delay = 0.0, one.delay + other.delay
         if other not in one.connected:
+            self.count("connect", one, other, self.costs.connect / 2, self.costs.connect / 2, 2)
             one.connect(other)
             other.connect(one)
-            self._count("connect", one, other, self.costs.connect / 2, self.costs.connect / 2, 2)
-            seconds += 3 * self._delay(one, other)  # TCP, encryption, multiplexing
-        there_bytes = there * self.costs.per_byte + around / 2
-        back_bytes = back * self.costs.per_byte + around / 2
-        self._count(kind, one, other, there_bytes, back_bytes, 1)
-        return seconds + 2 * self._delay(one, other) + (there_bytes + back_bytes) / self.rate
+            seconds += 3 * delay  # TCP, encryption, multiplexing
+        sent = there * self.costs.per_byte + around / 2
+        answered = back * self.costs.per_byte + around / 2
+        self.count(kind, one, other, sent, answered, 1)
+        return seconds + 2 * delay + (sent + answered) / self.rate
 
-    def _delay(self, one: "SimulatedEngine", other: "SimulatedEngine") -> float:
-        return one.delay + other.delay
-
-    def _count(
+    def count(
         self,
         kind: str,
         one: "SimulatedEngine",
@@ -98,13 +102,10 @@ class Network:
         back: float,
         messages: int,
     ) -> None:
-        there, back = round(there), round(back)
-        one.line.sent[kind] += there
-        other.line.received[kind] += there
-        other.line.sent[kind] += back
-        one.line.received[kind] += back
-        one.line.messages[kind] += messages
-        other.line.messages[kind] += messages
+        for sender, receiver, size in ((one, other, round(there)), (other, one, round(back))):
+            sender.line.sent[kind] += size
+            receiver.line.received[kind] += size
+            sender.line.messages[kind] += messages
 
 
 class SimulatedEngine:
@@ -115,93 +116,39 @@ class SimulatedEngine:
         network: Network,
         identity: Identity,
         accept: Callable[[bytes, bytes, bytes, float], bool],
+        rng: random.Random,
     ) -> None:
-        self.network, self.world, self.identity, self.accept = network, network.world, identity, accept
+        self.network, self.world, self.identity = network, network.world, identity
         self.answer: Answer = lambda request, peer: None
         self.clock = self.world.clock
-        self.node_id = DHTID.generate(source=identity.peer_id)
         self.addresses = [f"/ip4/127.0.0.1/tcp/31000/p2p/{identity.peer_id}"]
-        self.known = list[str]()
         self.online = True
         self.delay = network.rng.uniform(*network.delays) / 2
-        self.table = RoutingTable(self.node_id, BUCKET, MODULO)
-        self.storage = dict[DHTID, Records]()
-        self.banned = dict[DHTID, tuple[float, int]]()  # until when, and how often so far
-        self.connected = dict[SimulatedEngine, float]()  # since when
+        self.connected = dict[SimulatedEngine, float]()  # until when idle time is accounted for
         self.met_before = set[str]()
         self.line, self.asked = Line(), Asked()
-        self._nearest = dict[DHTID, list[DHTID]]()  # of keys that were asked for since the table has changed
-        network.add(self)
-
-    # What the rest of the program calls.
+        self.node = SimulatedNode(self, accept)
+        self.table = Table(self.node, self.clock, rng)
+        network.peers[identity.peer_id] = network.nodes[self.node.node_id] = self
 
     def start(self, known: "SimulatedEngine | None") -> None:
         if known is not None:
-            self.known = list(known.addresses)
-            self._ping(known)
-            _, seconds = self._search(self.node_id)
-            self.world.sleep(seconds)
+            self.node.ping(known)
+            self._wait(self.node.find_nearest_nodes([self.node.node_id]))
 
     def leave(self) -> None:
         self.online = False
         for other in list(self.connected):
             self.disconnect(other)
 
-    def connect(self, other: "SimulatedEngine") -> None:
-        self.connected[other] = self.clock()
-        fewest, most = self.network.costs.connections
-        if len(self.connected) > most:
-            for old in list(self.connected)[: len(self.connected) - fewest]:
-                self.disconnect(old)
-
-    def disconnect(self, other: "SimulatedEngine") -> None:
-        """Signs that both are still there were sent as long as they were connected, by each of them."""
-        for one, there in ((self, other), (other, self)):
-            one.settle(there)
-            one.connected.pop(there, None)
-
-    def settle(self, other: "SimulatedEngine") -> None:
-        """Counts what an idle connection has cost until now."""
-        now = self.clock()
-        size = round((now - self.connected[other]) * self.network.costs.idle / 2)
-        self.connected[other] = now
-        self.line.sent["idle"] += size
-        other.line.received["idle"] += size
-
     def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
         self.asked.note("store", len(value))
-        key_id, expires = DHTID.generate(source=key), self.clock() + seconds
-        beside = DHTID(key_id ^ 1)  # under which nothing lies, so that nothing is sent along
-        nearest, took = self._search(beside)
-        candidates = sorted([*nearest, self.node_id], key=beside.__xor__)[:CANDIDATES]
-        stored, slowest = 0, 0.0
-        for node in candidates:
-            there = self.network.nodes[node]
-            if there is self:
-                stored += self._keep(key_id, subkey, value, expires)
-            else:
-                answered = self._call("store", there, STORE + len(subkey) + len(value), STORED)
-                if answered is not None:
-                    stored += there._keep(key_id, subkey, value, expires)
-                    slowest = max(slowest, answered)
-            if stored == REPLICAS:
-                break
-        self.world.sleep(took + slowest)
-        return stored > 0
+        return self._wait(self.table.store(key, subkey, value, self.clock() + seconds))
 
     def find(self, key: str) -> dict[str, bytes]:
-        key_id = DHTID.generate(source=key)
-        found = dict(self._held(key_id))
-
-        def look(records: Records) -> None:
-            for subkey, (value, expires) in records.items():
-                if subkey not in found or expires > found[subkey][1]:
-                    found[subkey] = (value, expires)
-
-        _, took = self._search(key_id, look)
-        self.asked.note("find", sum(len(value) for value, _ in found.values()))
-        self.world.sleep(took)
-        return {subkey: value for subkey, (value, _) in found.items()}
+        found = self._wait(self.table.find(key))
+        self.asked.note("find", sum(map(len, found.values())))
+        return found
 
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
         other = self.network.peers.get(peer_id)
@@ -211,154 +158,226 @@ class SimulatedEngine:
         answer = other.answer(request, self.identity.peer_id)
         self.asked.note("ask" if answer else "ask in vain", len(request) + len(answer or b""))
         kind = "bodies" if request.startswith(b"rollouts/") else "asks"
-        self.world.sleep(
-            self.network.carry(
-                kind, self, other, 4 + len(request), 5 + len(answer or b""), self.network.costs.ask
-            )
-        )
+        there, back = 4 + len(request), 5 + len(answer or b"")
+        self.world.sleep(self.network.carry(kind, self, other, there, back, self.network.costs.ask))
         return answer[: limit + 1] if answer is not None else None
 
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
-        if peer_id in self.met_before or peer_id == self.identity.peer_id or not addresses:
+        if peer_id == self.identity.peer_id or peer_id in self.met_before or not addresses:
             return
         if len(self.met_before) < MOST_MET:
             self.met_before.add(peer_id)
-            self._ping(self.network.peers[peer_id])
+            self.node.ping(self.network.peers[peer_id])
 
     def peers(self) -> list[str]:
-        return []  # all in one private network, of which nothing follows
+        return []  # all are in one private network, of which nothing follows
 
-    # What the table does for that.
+    def connect(self, other: "SimulatedEngine") -> None:
+        """Where there are too many connections, libp2p's manager ends the oldest."""
+        self.connected[other] = self.clock()
+        fewest, most = CONNECTIONS
+        if len(self.connected) > most:
+            for old in list(self.connected)[: len(self.connected) - fewest]:
+                self.disconnect(old)
 
-    def _search(self, key: DHTID, look: Callable[[Records], None] | None = None) -> tuple[list[DHTID], float]:
-        """The nodes nearest to a key, nearest first, and the seconds it took: a beam search, four calls at a time. Those
-        that hold records of the key send them along, whether they are wanted or not."""
-        initial = self._neighbours(key, self.node_id)
-        known = {*initial, self.node_id}
+    def disconnect(self, other: "SimulatedEngine") -> None:
+        for one, there in ((self, other), (other, self)):
+            if there in one.connected:
+                one.settle(there)
+                del one.connected[there]
+
+    def settle(self, other: "SimulatedEngine") -> None:
+        """Counts what an idle connection has cost until now."""
+        now = self.clock()
+        size = round((now - self.connected[other]) * self.network.costs.idle / 2)
+        self.connected[other] = now
+        self.line.sent["idle"] += size
+        other.line.received["idle"] += size
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Does this, and takes as long as it takes in virtual time."""
+        loop = self.network.loop
+        before = loop.time()
+        result = loop.run_until_complete(work)
+        self.world.sleep(loop.time() - before)
+        return result
+
+
+class SimulatedNode:
+    """hivemind's `DHTNode` and its protocol, as far as `Table` uses them. Peers are called by their engines."""
+
+    serializer = MSGPackSerializer
+
+    def __init__(self, engine: SimulatedEngine, accept: Callable[[bytes, bytes, bytes, float], bool]) -> None:
+        self.engine, self.network, self.accept = engine, engine.network, accept
+        self.peer_id, self.protocol, self.record_validator = engine, self, self
+        self.node_id = DHTID.generate(source=engine.identity.peer_id)
+        self.routing = RoutingTable(self.node_id, BUCKET, MODULO)
+        self.storage = DHTLocalStorage()
+        self.banned = dict[DHTID, tuple[float, int]]()  # until when, and how often so far
+        self._nearest = dict[DHTID, list[DHTID]]()  # of keys that were asked for since the table has changed
+
+    def validate(self, record: DHTRecord) -> bool:
+        return self.accept(record.key, record.subkey, record.value, record.expiration_time)
+
+    async def find_nearest_nodes(
+        self, queries: Sequence[DHTID], k_nearest: int = BUCKET, beam_size: int = BUCKET
+    ) -> dict[DHTID, dict[DHTID, SimulatedEngine]]:
+        found = {}
+        for key in queries:
+            nearest, seconds = self._search(key, beam_size)
+            await asyncio.sleep(seconds)
+            ordered = sorted([*nearest, self.node_id], key=key.__xor__)[:k_nearest]
+            found[key] = {node: self.network.nodes[node] for node in ordered}
+        return found
+
+    async def call_store(
+        self,
+        peer: SimulatedEngine,
+        keys: Sequence[DHTID],
+        values: Sequence[bytes],
+        expires: float,
+        subkeys: Sequence[str],
+    ) -> list[bool] | None:
+        (key,), (value,), (subkey,) = keys, values, subkeys
+        packed = self.serializer.dumps(subkey)
+        seconds = self._call("store", peer, STORE + len(packed) + len(value), STORED)
+        await asyncio.sleep(LOST_SECONDS if seconds is None else seconds)
+        if seconds is None:
+            return None
+        taken = peer.node.validate(DHTRecord(key.to_bytes(), packed, value, expires))
+        return [taken and peer.node.storage.store(key, value, expires, subkey=subkey)]
+
+    async def call_find(self, peer: SimulatedEngine, keys: Sequence[DHTID]) -> dict[DHTID, Any] | None:
+        (key,) = keys
+        held, near = peer.node.storage.get(key), peer.node.neighbours(key, self.node_id)
+        seconds = self._call("find", peer, FIND, ANSWER + NEIGHBOUR * len(near) + size_of(held))
+        await asyncio.sleep(LOST_SECONDS if seconds is None else seconds)
+        return None if seconds is None else {key: (held, near)}
+
+    def ping(self, peer: SimulatedEngine) -> None:
+        self._call("ping", peer, PING // 2, PING // 2)
+
+    def neighbours(self, key: DHTID, asking: DHTID) -> list[DHTID]:
+        near = self._nearest.get(key)
+        if near is None:
+            everybody = (node for bucket in self.routing.buckets for node in bucket.nodes_to_peer_id)
+            near = self._nearest[key] = heapq.nsmallest(BUCKET + 1, everybody, key=key.__xor__)
+        return [node for node in near if node != asking][:BUCKET]
+
+    def _search(self, key: DHTID, width: int) -> tuple[list[DHTID], float]:
+        """The nodes nearest to a key, and the seconds it took to find them. Four calls at a time go to the nearest that
+        were heard of, until there is nobody left among the `width` nearest."""
+        initial = self.neighbours(key, self.node_id)
+        heard_of = {*initial, self.node_id}
         candidates = [(key ^ node, node) for node in initial]
         heapq.heapify(candidates)
-        beam = [(-distance, node) for distance, node in candidates]
+        beam = [(-distance, node) for distance, node in heapq.nsmallest(width, candidates)]
         heapq.heapify(beam)
-        under_way: list[tuple[float, int, DHTID]] = []
-        answers = dict[DHTID, tuple[Records, list[DHTID]]]()
+        under_way = list[tuple[float, int, list[DHTID]]]()
         now, calls = 0.0, 0
-        kind = "find" if look else "place"
         while True:
             while (
                 candidates
                 and len(under_way) < WORKERS
-                and (len(beam) < BUCKET or candidates[0][0] <= -beam[0][0])
+                and (len(beam) < width or candidates[0][0] <= -beam[0][0])
             ):
                 _, node = heapq.heappop(candidates)
-                there = self.network.nodes[node]
-                if self._is_banned(node):
+                if self.banned.get(node, (0.0, 0))[0] > self.engine.clock():
                     continue
-                records, neighbours = there._held(key), there._neighbours(key, self.node_id)
-                size = ANSWER + NEIGHBOUR * len(neighbours) + size_of(records)
-                took = self._call(kind, there, FIND, size)
+                there = self.network.nodes[node]
+                near = there.node.neighbours(key, self.node_id)
+                answer = ANSWER + NEIGHBOUR * len(near) + size_of(there.node.storage.get(key))
+                seconds = self._call("place", there, FIND, answer)
                 calls += 1
-                if took is None:
-                    heapq.heappush(under_way, (now + LOST_SECONDS, calls, node))
-                else:
-                    answers[node] = (records, neighbours)
-                    heapq.heappush(under_way, (now + took, calls, node))
+                ends = now + (LOST_SECONDS if seconds is None else seconds)
+                heapq.heappush(under_way, (ends, calls, [] if seconds is None else near))
             if not under_way:
                 break
-            now, _, node = heapq.heappop(under_way)
-            if node not in answers:
-                continue
-            records, neighbours = answers[node]
-            if look:
-                look(records)
-            for other in neighbours:
-                if other not in known:
-                    known.add(other)
-                    distance = key ^ other
-                    if len(beam) < BUCKET:
-                        heapq.heappush(beam, (-distance, other))
-                        heapq.heappush(candidates, (distance, other))
+            now, _, near = heapq.heappop(under_way)
+            for node in near:
+                if node not in heard_of:
+                    heard_of.add(node)
+                    distance = key ^ node
+                    if len(beam) < width:
+                        heapq.heappush(beam, (-distance, node))
                     elif distance <= -beam[0][0]:
-                        heapq.heappushpop(beam, (-distance, other))
-                        heapq.heappush(candidates, (distance, other))
-        return [node for _, node in heapq.nlargest(BUCKET, beam)], now
+                        heapq.heappushpop(beam, (-distance, node))
+                    else:
+                        continue
+                    heapq.heappush(candidates, (distance, node))
+        return [node for _, node in beam], now
 
-    def _call(self, kind: str, other: "SimulatedEngine", there: int, back: int) -> float | None:
-        """A call of the table; None where nobody answers. Both get to know each other."""
-        if not other.online:
-            self._lost(other.node_id)
+    def _call(self, kind: str, peer: SimulatedEngine, there: int, back: int) -> float | None:
+        """The seconds of a call; None where nobody answers. Both get to know each other."""
+        if not peer.online:
+            self._lost(peer.node.node_id)
             return None
-        seconds = self.network.carry(kind, self, other, there, back, self.network.costs.call)
-        self.banned.pop(other.node_id, None)
-        other._meet(self)
-        self._meet(other)
+        seconds = self.network.carry(kind, self.engine, peer, there, back, self.network.costs.call)
+        self.banned.pop(peer.node.node_id, None)
+        peer.node._meet(self.engine)
+        self._meet(peer)
         return seconds
 
-    def _ping(self, other: "SimulatedEngine") -> None:
-        self._call("ping", other, PING // 2, PING // 2)
-
-    def _meet(self, other: "SimulatedEngine") -> None:
-        table, node = self.table, other.node_id
-        is_new = node not in table.uid_to_peer_id
+    def _meet(self, peer: SimulatedEngine) -> None:
+        node = peer.node.node_id
+        is_new = node not in self.routing.uid_to_peer_id
         if is_new:
-            self._pass_on(other)
-        to_ping = table.add_or_update_node(node, other)
+            self._pass_on(peer)
+        silent = self.routing.add_or_update_node(node, peer)
         if is_new:
             self._nearest.clear()
-        if to_ping is not None:  # its bucket is full: is the one that was silent for longest still there?
-            silent: SimulatedEngine = to_ping[1]
-            if silent.online:
-                self.network.carry("ping", self, silent, PING // 2, PING // 2, self.network.costs.call)
-                table.add_or_update_node(silent.node_id, silent)
+        if silent is not None:  # its bucket is full: is the one that was silent for longest still there?
+            if silent[1].online:
+                costs = self.network.costs.call
+                self.network.carry("ping", self.engine, silent[1], PING // 2, PING // 2, costs)
+                self.routing.add_or_update_node(*silent)
             else:
-                self._lost(silent.node_id)
+                self._lost(silent[0])
 
-    def _pass_on(self, newcomer: "SimulatedEngine") -> None:
-        """Records that a newcomer is now nearer to."""
-        for key in list(self.storage):
-            records = self._held(key)
-            if not records:
-                del self.storage[key]
-                continue
-            near = self._neighbours(key, self.node_id)[:REPLICAS]
-            if not near or (newcomer.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key):
-                self.network.carry(
-                    "store", self, newcomer, STORE + size_of(records), STORED, self.network.costs.call
-                )
-                newcomer.storage[key] = {**newcomer.storage.get(key, {}), **records}
+    def _pass_on(self, newcomer: SimulatedEngine) -> None:
+        """Records that a newcomer should keep, if this node is the nearest that does."""
+        for key, held in list(self.storage.items()):
+            near = self.neighbours(key, self.node_id)[:REPLICAS]
+            if not near or (
+                newcomer.node.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key
+            ):
+                costs = self.network.costs.call
+                self.network.carry("store", self.engine, newcomer, STORE + size_of(held), STORED, costs)
+                for subkey, (value, expires) in held.value.items():
+                    newcomer.node.storage.store(key, value, expires, subkey=subkey)
 
     def _lost(self, node: DHTID) -> None:
-        if node in self.table.uid_to_peer_id:
-            del self.table[node]
+        if node in self.routing.uid_to_peer_id:
+            del self.routing[node]
             self._nearest.clear()
         count = self.banned.get(node, (0.0, 0))[1]
-        self.banned[node] = (self.clock() + BAN_SECONDS * 2.0**count, count + 1)
-
-    def _is_banned(self, node: DHTID) -> bool:
-        return node in self.banned and self.banned[node][0] > self.clock()
-
-    def _neighbours(self, key: DHTID, asking: DHTID) -> list[DHTID]:
-        near = self._nearest.get(key)
-        if near is None:
-            everybody = (node for bucket in self.table.buckets for node in bucket.nodes_to_peer_id)
-            near = self._nearest[key] = heapq.nsmallest(BUCKET + 1, everybody, key=key.__xor__)
-        return [node for node in near if node != asking][:BUCKET]
-
-    def _held(self, key: DHTID) -> Records:
-        now = self.clock()
-        return {s: entry for s, entry in self.storage.get(key, {}).items() if entry[1] > now}
-
-    def _keep(self, key: DHTID, subkey: str, value: bytes, expires: float) -> bool:
-        if not self.accept(key.to_bytes(), packed(subkey), packed(value), expires):
-            return False
-        records = self.storage.setdefault(key, {})
-        if subkey not in records or expires > records[subkey][1]:
-            records[subkey] = (value, expires)
-        return True
+        self.banned[node] = (self.engine.clock() + BAN_SECONDS * 2.0**count, count + 1)
 
 
-packed = MSGPackSerializer.dumps
+class Leaping(asyncio.SelectorEventLoop):
+    """An event loop in which nothing is waited for: its time leaps to whatever is next."""
+
+    def __init__(self) -> None:
+        self.leapt = 0.0
+        super().__init__(Leaper(self))
+
+    def time(self) -> float:
+        return self.leapt
 
 
-def size_of(records: Records) -> int:
-    """As a table's answer carries them."""
-    return sum(RECORD + len(subkey) + len(value) for subkey, (value, _) in records.items())
+class Leaper(selectors.SelectSelector):
+    def __init__(self, loop: Leaping) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.loop.leapt += timeout or 0.0
+        return super().select(0)
+
+
+def size_of(held: Any) -> int:
+    """Bytes of a table's records in an answer."""
+    if not held or not isinstance(held.value, DictionaryDHTValue):
+        return 0
+    return RECORDS + sum(RECORD + len(subkey) + len(value) for subkey, (value, _) in held.value.items())

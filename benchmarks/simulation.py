@@ -18,24 +18,25 @@ from statistics import mean, median
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hivemind.utils import timed_storage
 from msgspec.structs import replace
 from players import Asked, Player, figures, introduction, manifest, player, quantiles
 from simulated import COSTS, Costs, Line, Network, SimulatedEngine
 from toy import Arithmetic
 from virtual import Stop, World
 
-from rl_swarm import wire
-from rl_swarm.identity import Identity, verify
+from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST
+from rl_swarm.network.p2p import documents, members
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, PeerFiles, Shelf
 from rl_swarm.network.p2p.joining import manifests
-from rl_swarm.wire import seal
+from rl_swarm.wire import seal, unseal
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
 JOINING = 0.5  # of a round, in which all join before the first one
-SETTLE = 2  # rounds until everybody knows enough others
+SETTLE = 4  # rounds until everybody knows enough others
 CHURN_ROUNDS, CHURN_SHARE = 10, 1 / 3  # in so many rounds that part leaves, and others come
 
 
@@ -67,6 +68,7 @@ class Swarm:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.world = World(START)
+        timed_storage.get_dht_time = self.world.clock  # by which records expire
         self.network = Network(self.world, scenario.seed, scenario.costs, scenario.delays, scenario.rate)
         self.environment = Arithmetic()
         self.rng = random.Random(f"swarm {scenario.seed}")
@@ -94,11 +96,12 @@ class Swarm:
         """One peer, as `worker` takes part."""
         world, manifest, who = self.world, self.manifest, identity(self.scenario.seed, number)
         here = [peer.engine for peer in self.peers if peer.engine.online]
-        engine = SimulatedEngine(self.network, who, Shelf(world.clock).accepts)
+        rng = random.Random(f"{self.scenario.seed} {number}")
+        engine = SimulatedEngine(self.network, who, Shelf(world.clock).accepts, rng)
         engine.start(self.rng.choice(here) if here else None)
         while number > 0 and not manifests(engine):  # type: ignore[arg-type]
             world.sleep(1.0)
-        local, rng = LocalFiles(self.folder / str(number)), random.Random(f"{self.scenario.seed} {number}")
+        local = LocalFiles(self.folder / str(number))
         files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, who, local, world.clock, rng)  # type: ignore[arg-type]
         engine.answer = files.answer
         node = player(
@@ -147,9 +150,7 @@ class Swarm:
     def remember(self) -> None:
         self.settle()
         for peer in self.peers:
-            line = peer.engine.line
-            kept = Line(line.sent.copy(), line.received.copy(), line.messages.copy())
-            self.before[peer.engine] = (kept, peer.engine.asked.copy())
+            self.before[peer.engine] = (peer.engine.line.copy(), peer.engine.asked.copy())
 
 
 def identity(seed: int, number: int) -> Identity:
@@ -159,9 +160,9 @@ def identity(seed: int, number: int) -> Identity:
 
 
 def simulate(scenario: Scenario) -> dict[str, Any]:
-    # Every receiver checks a signature; here one of them does it for all.
     random.seed(scenario.seed)
-    wire.verify = lru_cache(maxsize=1 << 15)(verify)
+    # Every receiver checks what it gets; here the first of them does it for all.
+    documents.unseal = members.unseal = lru_cache(maxsize=1 << 15)(unseal)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         swarm = Swarm(scenario, Path(folder))
         swarm.run()

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 from rl_swarm.identity import Identity
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.p2p import leash
+from rl_swarm.network.p2p.table import REPLICAS, Table
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,10 +36,9 @@ CALL_SECONDS = 10.0  # for what the DHT is asked
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
-MOST_MET = 256  # peers that are connected to as soon as they are heard of
+MOST_MET = 24  # peers that are connected to as soon as they are heard of
+CONNECTIONS = (32, 64)  # to so many they are cut when there are more than that
 MOST_TOLD = 1024  # peers whose addresses are kept, for when they are asked
-REPLICAS = 5  # peers that keep a record
-CANDIDATES = 8  # from which they are taken: some may not answer
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
     "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'; in a "
@@ -82,6 +82,7 @@ class Engine:
         self.answering = 0
         self.p2p: Any = None
         self.node: Any = None
+        self.table = Table(None)
         self.keeper: asyncio.Task[None] | None = None
 
     def start(self) -> "Engine":
@@ -105,18 +106,11 @@ class Engine:
 
     def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
         """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
-        return self._call(self._store(key, subkey, value, self.clock() + seconds), CALL_SECONDS)
+        return self._call(self.table.store(key, subkey, value, self.clock() + seconds), CALL_SECONDS)
 
     def find(self, key: str) -> dict[str, bytes]:
         """The records of all peers under a key, the newest of each."""
-        found = self._call(self.node.get(key, latest=True), CALL_SECONDS)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {
-            subkey: entry.value
-            for subkey, entry in found.value.items()
-            if isinstance(subkey, str) and isinstance(entry.value, bytes)
-        }
+        return self._call(self.table.find(key), CALL_SECONDS)
 
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
         """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing."""
@@ -216,6 +210,7 @@ class Engine:
             cache_locally=False,
             cache_nearest=0,
         )
+        self.table = Table(self.node)
         await self._connect()
         self.keeper = asyncio.create_task(self._keep_connected())
 
@@ -269,37 +264,6 @@ class Engine:
         return [
             f"{address}/p2p/{peer.peer_id}" for peer in await self.p2p.list_peers() for address in peer.addrs
         ]
-
-    async def _store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
-        """As hivemind's own `store`, for which all peers on the way would send everything that lies under the key. Its
-        neighbour, under which nothing lies, is kept by the same peers."""
-        from hivemind.dht.routing import DHTID
-        from hivemind.dht.validation import DHTRecord
-
-        node, key_id = self.node, DHTID.generate(source=key)
-        pack = node.protocol.serializer.dumps
-        record = DHTRecord(key_id.to_bytes(), pack(subkey), pack(value), expires)
-        beside = DHTID(int(key_id) ^ 1)
-        nearest = await node.find_nearest_nodes([beside], k_nearest=CANDIDATES)
-
-        async def keep(peer: Any) -> bool | None:
-            if peer != node.peer_id:
-                answer = await node.protocol.call_store(
-                    peer, [key_id], [record.value], expires, subkeys=[subkey]
-                )
-                return None if answer is None else bool(answer[0])
-            return bool(
-                node.protocol.record_validator.validate(record)
-                and node.protocol.storage.store(key_id, record.value, expires, subkey=subkey)
-            )
-
-        candidates, answers = list(nearest[beside].values()), list[bool]()
-        while candidates and len(answers) < REPLICAS:
-            tried = candidates[: REPLICAS - len(answers)]
-            del candidates[: len(tried)]
-            found = await asyncio.gather(*map(keep, tried))
-            answers += [answer for answer in found if answer is not None]
-        return any(answers)
 
     async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
         from hivemind.p2p import PeerID

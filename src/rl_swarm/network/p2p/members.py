@@ -87,6 +87,10 @@ class Members:
             self._left[depth] = now  # once it has been stored
             self._elsewhere.discard(depth)
 
+    def is_new(self) -> bool:
+        """Whether this peer has not yet seen enough to know the size of the swarm."""
+        return self._looks < NEW
+
     def look(self) -> None:
         """Reads a part. Others of other depths, too, as long as this peer is new, when nobody is there, when somebody who
         is there lives at another depth, and now and then."""
