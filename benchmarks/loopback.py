@@ -36,8 +36,8 @@ from rl_swarm.worker import signs_of_life
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
 SETTLE = 2  # rounds until everybody knows everybody
-START_SECONDS, PER_PEER_SECONDS = 10.0, 1.0  # until the first round
 READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
+ENDLESS = 1_000_000  # rounds
 
 
 def in_a_namespace() -> bool:
@@ -144,21 +144,20 @@ class Peer:
             files = stack.enter_context(
                 joining.among_peers(engine, self.identity, manifest, signed, self.folder)
             )
-            self.ready.set()
             self.player = node = player(files, manifest, self.identity, self.environment, self.stop)
             node.coordinator.knock(None)  # type: ignore[attr-defined]
             watch = Watch(files, node.name, self.identity, manifest.swarm())
             peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)
+            self.ready.set()
             with signs_of_life(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch):  # type: ignore[arg-type]
                 node.run()
-                self.stop.wait()  # the others may still ask
 
-    def account(self, first: int, before: tuple[Asked, Asked]) -> Account | None:
+    def account(self, rounds: range, before: tuple[Asked, Asked]) -> Account | None:
         if self.player is None or self.engine is None:
             return None
         return Account(
-            [done for done in self.player.played if done.number >= first],
+            [done for done in self.player.played if done.number in rounds],
             self.engine.asked - before[0],
             self.engine.calls - before[1],
             self.player.problems,
@@ -185,14 +184,15 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
                 assert peer.engine is not None
                 known += peer.engine.addresses
                 link.send(known)
-        starts, first, ends = link.recv()
+        link.send("ready")
+        starts, ends, rounds = link.recv()
         time.sleep(max(0.0, starts - time.time()))
         before = [
             (peer.engine.asked.copy(), peer.engine.calls.copy()) if peer.engine else (Asked(), Asked())
             for peer in peers
         ]
         time.sleep(max(0.0, ends - time.time()))
-        link.send([peer.account(first, old) for peer, old in zip(peers, before, strict=True)])
+        link.send([peer.account(rounds, old) for peer, old in zip(peers, before, strict=True)])
         link.recv()
         for peer in peers:
             peer.stop.set()
@@ -201,26 +201,25 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
 
 
 @contextmanager
-def hosts(
-    count: int, processes: int, rounds: int, interval: float
-) -> Iterator[tuple[float, list[Connection]]]:
-    """Processes with so many peers together, and when the first round begins."""
+def hosts(count: int, processes: int, founded: tuple[float, int, float]) -> Iterator[list[Connection]]:
+    """Processes with so many peers together, all of which have joined."""
     context = multiprocessing.get_context("spawn")
     sizes = [count // processes + (k < count % processes) for k in range(min(processes, count))]
-    created = time.time() + START_SECONDS + PER_PEER_SECONDS * count
     links, known, children = list[Connection](), list[str](), []
     try:
         for number, size in enumerate(sizes):
             ours, theirs = context.Pipe()
-            founded = (created, rounds, interval) if number == 0 else None
-            child = context.Process(target=host, args=(theirs, size, list(known), founded), daemon=True)
+            what = (theirs, size, list(known), founded if number == 0 else None)
+            child = context.Process(target=host, args=what, daemon=True)
             child.start()
             theirs.close()
             children.append(child)
             links.append(ours)
             if number == 0:
                 known = ours.recv()
-        yield created, links
+        for link in links:
+            link.recv()
+        yield links
         for link in links:
             link.send("end")
         for child in children:
@@ -233,18 +232,19 @@ def hosts(
 
 def measure(count: int, processes: int, rounds: int, interval: float) -> dict[str, Any]:
     """So many peers for so many rounds, after some in which they get to know each other."""
-    alone = bool(os.environ.get(INSIDE))
-    with hosts(count, processes, SETTLE + rounds, interval) as (created, links):
-        starts = created + SETTLE * interval
+    created = time.time()
+    with hosts(count, processes, (created, ENDLESS, interval)) as links:
+        first = int((time.time() - created) // interval) + 1 + SETTLE
+        starts = created + first * interval
         ends = starts + rounds * interval
         for link in links:
-            link.send((starts, SETTLE, ends))
+            link.send((starts, ends, range(first, first + rounds)))
         time.sleep(max(0.0, starts - time.time()))
         before = Traffic.now()
         time.sleep(max(0.0, ends - time.time()))
         sent = Traffic.now().since(before)
         accounts = [account for link in links for account in link.recv() if account is not None]
-    return summary(count, rounds, interval, accounts, sent if alone else None)
+    return summary(count, rounds, interval, accounts, sent if os.environ.get(INSIDE) else None)
 
 
 def summary(

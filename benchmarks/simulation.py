@@ -10,12 +10,14 @@ import hashlib
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.utils import timed_storage
@@ -68,7 +70,6 @@ class Swarm:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.world = World(START)
-        timed_storage.get_dht_time = self.world.clock  # by which records expire
         self.network = Network(self.world, scenario.seed, scenario.costs, scenario.delays, scenario.rate)
         self.environment = Arithmetic()
         self.rng = random.Random(f"swarm {scenario.seed}")
@@ -160,13 +161,26 @@ def identity(seed: int, number: int) -> Identity:
 
 
 def simulate(scenario: Scenario) -> dict[str, Any]:
-    random.seed(scenario.seed)
-    # Every receiver checks what it gets; here the first of them does it for all.
-    documents.unseal = members.unseal = lru_cache(maxsize=1 << 15)(unseal)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         swarm = Swarm(scenario, Path(folder))
-        swarm.run()
+        with one_world(swarm.world, scenario.seed):
+            swarm.run()
     return summary(swarm)
+
+
+@contextmanager
+def one_world(world: World, seed: int) -> Iterator[None]:
+    """While it lasts, records expire by its clock, and chance is its own. Every receiver checks what it gets; here the
+    first of them does it for all."""
+    checked, chance = lru_cache(maxsize=1 << 15)(unseal), random.getstate()
+    random.seed(seed)
+    with (
+        patch.object(timed_storage, "get_dht_time", world.clock),
+        patch.object(documents, "unseal", checked),
+        patch.object(members, "unseal", checked),
+    ):
+        yield
+    random.setstate(chance)
 
 
 def summary(swarm: Swarm) -> dict[str, Any]:

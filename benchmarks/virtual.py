@@ -31,7 +31,6 @@ class World:
         self._numbers = itertools.count()
         self._running: Task | None = None
         self._done = threading.Lock()
-        threading.stack_size(STACK)
 
     def clock(self) -> float:
         return self.now
@@ -54,9 +53,11 @@ class World:
     def run(self, until: float) -> None:
         """Until that moment; tasks that are still under way then end where they are."""
         self.ends = until
+        before = threading.stack_size(STACK)
         self._done.acquire()
         self._hand_over(None)
         self._done.acquire()
+        threading.stack_size(before)
         self.now = min(self.now, self.ends)
         if self.failure is not None:
             raise self.failure
