@@ -3,8 +3,10 @@
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,44 @@ def test_three_real_peers_publish_and_collect() -> None:
     if os.geteuid() == 0 and swarm["bytes"] is not None:
         asked = sum(size for _, size in swarm["asked"].values())
         assert swarm["bytes"] > asked > 0 and swarm["packets"] > swarm["messages"] > 0
+
+
+def test_who_keeps_a_record_is_remembered_until_one_of_them_has_gone() -> None:
+    simulated, virtual = map(importlib.import_module, ("simulated", "virtual"))
+    world = virtual.World(1000.0)
+    network = simulated.Network(world, 1, simulated.COSTS, (0.01, 0.1), 1e6)
+    calls = list[int]()
+
+    def live() -> None:
+        engines = [
+            simulated.SimulatedEngine(
+                network, simulation.identity(1, k), lambda *record: True, random.Random(k)
+            )
+            for k in range(40)
+        ]
+        for one in engines:
+            one.start(engines[0] if one is not engines[0] else None)
+        writer, reader = engines[20], engines[30]
+
+        def cost(work: Callable[[], object]) -> int:
+            before = writer.line.messages.copy()
+            work()
+            return (writer.line.messages - before)["place"]
+
+        calls.append(cost(lambda: writer.store("key", "sub", b"old", 500.0)))
+        calls.append(cost(lambda: writer.store("key", "sub", b"value", 600.0)))
+        assert reader.find("key") == {"sub": b"value"}
+        keepers = [one for one in engines if one.node.storage and one not in (writer, reader)]
+        assert 4 <= len(keepers) <= 5
+        for one in keepers[:2]:
+            one.leave()
+        assert reader.find("key") == {"sub": b"value"}
+        writer.store("key", "sub", b"newer", 700.0)
+        calls.append(cost(lambda: writer.store("key", "sub", b"newest", 800.0)))
+        assert reader.find("key") == {"sub": b"newest"}
+
+    with simulation.one_world(world, 1):
+        world.spawn(live)
+        world.run(1e9)
+    first, again, after = calls
+    assert first > 0 == again < after

@@ -37,7 +37,7 @@ MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
 MOST_MET = 24  # peers that are connected to as soon as they are heard of
-CONNECTIONS = (32, 64)  # to so many they are cut when there are more than that
+CONNECTIONS = (64, 128)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
 MOST_TOLD = 1024  # peers whose addresses are kept, for when they are asked
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
@@ -177,6 +177,7 @@ class Engine:
 
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+                kwargs |= {"connLo": CONNECTIONS[0], "connHi": CONNECTIONS[1]}
                 return [sys.executable, "-S", str(leash.__file__), *P2P._make_process_args(*args, **kwargs)]
 
         relays = self.known if self.relay else None  # through which others reach us behind a router
