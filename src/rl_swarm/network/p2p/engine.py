@@ -226,6 +226,10 @@ class Engine:
             await self.node.shutdown()
         if self.p2p is not None:
             await self.p2p.shutdown()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _keep_connected(self) -> None:
         """Looks for others as long as there are none: at the start, and when all have gone."""
