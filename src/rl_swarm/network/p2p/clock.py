@@ -51,8 +51,8 @@ class ClockCoordinator(FolderCoordinator):
         phase: Literal["finished", "running"] = "finished" if number >= manifest.rounds else "running"
         if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):
             self._looked_in, self._looked_at = number, now
-            self._look()
             self._read_roll()
+            self._look()
             self._last = self._met(now)
         self._last = replace(
             self._last,
