@@ -89,8 +89,12 @@ class Engine:
         self.thread.start()
         try:
             self._call(self._start(), START_SECONDS)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"The peer-to-peer daemon did not start in {START_SECONDS:.0f} s. Is this machine very busy? Try again."
+                ) from error
             raise
         return self
 
