@@ -82,6 +82,8 @@ def test_the_engine_has_the_nodes_own_identity_and_ends_without_a_trace():
         assert engine.folder.stat().st_mode & 0o077 == 0 and not (engine.folder / "key").exists()
         engine.close()
         assert not exists(daemon) and not engine.folder.exists() and not engine.thread.is_alive()
+        with pytest.raises(OSError, match="has been closed"):
+            engine.find("anything")
 
 
 def cmdline(process: int) -> str:

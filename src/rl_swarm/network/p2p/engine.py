@@ -156,7 +156,11 @@ class Engine:
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """Does this in the engine's thread; whatever goes wrong on the network is an `OSError`."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError as error:
+            work.close()
+            raise OSError("the peer-to-peer engine has been closed") from error
         try:
             return future.result(seconds)
         except (TooLate, asyncio.TimeoutError) as error:
