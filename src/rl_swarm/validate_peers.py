@@ -77,8 +77,8 @@ def _introduced(run: Run, verdict: Verdict) -> dict[str, Member]:
 
 def _check_roll(run: Run, verdict: Verdict) -> None:
     try:
-        roll = read_roll(run.files, run.manifest)
-        verdict.count("lists of the owner", int(roll.number > 0))
+        if read_roll(run.files, run.manifest).number > 0:
+            verdict.count("lists of the owner")
     except OSError:
         verdict.notes.append("the owner's list of who may take part was not had: nobody who is there has it")
     except Rejected as error:

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 from swarms import make_manifest
 
+from rl_swarm import admission
 from rl_swarm.identity import Identity
 from rl_swarm.network.p2p import documents, members
 from rl_swarm.network.p2p.clock import ClockCoordinator
@@ -78,8 +79,9 @@ class Memory:
 class World:
     """The table, the clock and the peers of one swarm."""
 
-    def __init__(self):
+    def __init__(self, **changes):
         self.now = 1000.0
+        self.token = None  # an invitation by which peers come
         self.manifest = make_manifest(
             peer_id=OWNER.peer_id,
             round_end="interval",
@@ -87,6 +89,7 @@ class World:
             peer_timeout=TIMEOUT,
             created=self.now,
             rounds=10**6,
+            **changes,
         )
         self.table = {}
         self.peers = {}
@@ -116,6 +119,7 @@ class World:
                 model="tiny",
                 joined=self.now,
                 timestamp=self.now,
+                invitation=admission.ticket(self.token, self.manifest, me) if self.token else "",
             )
         )
 
@@ -134,11 +138,16 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch):
+def make_world(monkeypatch):
     cached = functools.lru_cache(100_000)(unseal)  # a thousand peers read the same documents
     for module in (documents, members):
         monkeypatch.setattr(module, "unseal", cached)
-    return World()
+    return World
+
+
+@pytest.fixture
+def world(make_world):
+    return make_world()
 
 
 def ids(peers):
@@ -246,6 +255,19 @@ def test_a_flood_of_identities_in_one_part_decides_nothing(world):
             met = peer.members.known.keys() - known[me]
             assert len(met - honest) <= 2 * MOST_OF_A_LOOK
     assert min(len(peer.members.known.keys() & honest) for peer in world.peers.values()) > 5
+
+
+def test_a_flood_of_those_who_were_not_invited_hides_nobody(make_world):
+    world = make_world(admission="invited")
+    _, token = admission.invite(world.manifest, OWNER, uses=100, expires=10**9)
+    for who in itertools.islice(identities("sybil"), 200):
+        world.sign(world.peer(who))  # in the one part that a small swarm has
+    world.token = token
+    world.join(IDENTITIES[:10])
+    world.play(4)
+    for peer in world.peers.values():
+        assert peer.members.known.keys() == ids(IDENTITIES[:10]) == peer.current().members.keys()
+        assert peer.members.depth == 0
 
 
 def test_one_that_knows_enough_looks_once_a_round_and_one_that_knows_few_as_often_as_it_polls(world):

@@ -82,6 +82,8 @@ def test_the_engine_has_the_nodes_own_identity_and_ends_without_a_trace():
         assert engine.folder.stat().st_mode & 0o077 == 0 and not (engine.folder / "key").exists()
         engine.close()
         assert not exists(daemon) and not engine.folder.exists() and not engine.thread.is_alive()
+        with pytest.raises(OSError, match="has been closed"):
+            engine.find("anything")
 
 
 def cmdline(process: int) -> str:
@@ -167,6 +169,31 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     assert not taken(key=key_of("another", own[-1]))
     assert not taken(value=sign(notice(ann, path="x" * 300), ann))
     one.close()
+
+
+def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
+    engines = [engine_of(node) for node in ("ann", "bob", "cleo")]
+    for node, engine in zip(("ann", "bob", "cleo"), engines, strict=True):
+        who = identity_of(node)
+        made = notice(who, swarm="beside", path=f"peers/{node}.json")
+        assert engine.store(key_of("beside", "peers"), f"{who.peer_id}/{node}.json", seal(made, who), 100.0)
+    one, values = engines[0], []
+    real = one.node.protocol.call_find
+
+    async def noted(peer, keys):
+        found = await real(peer, keys)
+        values.extend(value for value, _ in (found or {}).values())
+        return found
+
+    monkeypatch.setattr(one.node.protocol, "call_find", noted)
+    who = identity_of("ann")
+    again = seal(notice(who, swarm="beside", size=2), who)
+    assert one.store(key_of("beside", "peers"), f"{who.peer_id}/ann.json", again, 150.0)
+    assert values and values == [None] * len(values)
+    for engine in engines:
+        found = engine.find(key_of("beside", "peers"))
+        assert len(found) == 3 and found[f"{who.peer_id}/ann.json"] == again
+    assert any(value is not None for value in values)
 
 
 @pytest.mark.parametrize(

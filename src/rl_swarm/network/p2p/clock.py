@@ -22,7 +22,6 @@ from rl_swarm.rounds import PeerInfo, State
 from rl_swarm.wire import seal
 
 FEW = 8  # others, until which a node looks for more as often as it polls
-MANY = 24  # others, from which on it looks every third round
 
 
 class ClockCoordinator(FolderCoordinator):
@@ -45,7 +44,6 @@ class ClockCoordinator(FolderCoordinator):
         self._look = self.members.walk if whole else self.members.look
         self._looked_at = -float("inf")
         self._looked_in = -1  # round
-        self._turn = (rng or random).randrange(3)
 
     def current(self) -> State:
         manifest, now = self.manifest, self.clock()
@@ -53,9 +51,8 @@ class ClockCoordinator(FolderCoordinator):
         phase: Literal["finished", "running"] = "finished" if number >= manifest.rounds else "running"
         if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):
             self._looked_in, self._looked_at = number, now
-            if self.members.is_new() or self.members.others() < MANY or number % 3 == self._turn:
-                self._look()
             self._read_roll()
+            self._look()
             self._last = self._met(now)
         self._last = replace(
             self._last,

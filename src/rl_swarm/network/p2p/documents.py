@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
 OF_A_ROUND = ("rollouts/", "rewards/")
 MOST_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
-MOST_INSIDE = 2 << 10  # bytes of a document that travels in its notice
+MOST_INSIDE = (
+    3 << 10
+)  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
 MOST_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 EARLIEST, LATEST = 3600.0, 60.0  # seconds by which the clock of a notice's author may differ

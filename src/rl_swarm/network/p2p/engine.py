@@ -90,8 +90,12 @@ class Engine:
         self.thread.start()
         try:
             self._call(self._start(), START_SECONDS)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"The peer-to-peer daemon did not start in {START_SECONDS:.0f} s. Is this machine very busy? Try again."
+                ) from error
             raise
         return self
 
@@ -146,7 +150,11 @@ class Engine:
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """Does this in the engine's thread; whatever goes wrong on the network is an `OSError`."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError as error:
+            work.close()
+            raise OSError("the peer-to-peer engine has been closed") from error
         try:
             return future.result(seconds)
         except (TooLate, asyncio.TimeoutError) as error:
@@ -222,6 +230,10 @@ class Engine:
             await self.node.shutdown()
         if self.p2p is not None:
             await self.p2p.shutdown()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _keep_connected(self) -> None:
         """Looks for others as long as there are none: at the start, and when all have gone."""

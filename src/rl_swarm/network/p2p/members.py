@@ -10,6 +10,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -87,10 +88,6 @@ class Members:
             self._left[depth] = now  # once it has been stored
             self._elsewhere.discard(depth)
 
-    def is_new(self) -> bool:
-        """Whether this peer has not yet seen enough to know the size of the swarm."""
-        return self._looks < NEW
-
     def look(self) -> None:
         """Reads a part. Others of other depths, too, as long as this peer is new, when nobody is there, when somebody who
         is there lives at another depth, and now and then."""
@@ -116,7 +113,8 @@ class Members:
         self.look()
         parts = [_part(number, self.depth) for number in range(1 << self.depth)]
         for part in self.rng.sample(parts, min(len(parts), MOST_WALKED)):
-            self._read(part)
+            with suppress(OSError):
+                self._read(part)
 
     def _counted(self, depth: int) -> tuple[int, list[int]]:
         """How many others are in a part of some depth, and at which depths they look. Where that would change everything,
