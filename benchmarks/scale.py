@@ -18,6 +18,7 @@ and (`real --check`) within a fifth of what the same number of real peers sent.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ def real(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
             made = simulate(Scenario(count, args.rounds, args.interval, seed=args.seed))
             result["simulated"] = made["bytes"]
             good &= abs(made["bytes"] / result["bytes"] - 1) <= APART
+        progress(json.dumps(result))
     header = ["peers", "publish s", "95 %", "collect s", "95 %", "messages", "packets", "KB", "KB asked for"]
     rows = [
         [
@@ -114,6 +116,7 @@ def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         for churn in (False, True) if args.churn else (False,):
             progress(f"{count} simulated peers{' that come and go' if churn else ''}")
             results.append(simulate(Scenario(count, args.rounds, args.interval, churn, args.seed)))
+            progress(json.dumps(results[-1]))
     kinds = [kind for kind in KINDS if any(kind in r["bytes_by_kind"] for r in results)]
     header = ["peers", "churn", "messages", "KB", *(KINDS[kind] for kind in kinds), "busiest node KB"]
     header += ["collect s", "read by", "half reached", "after rounds", "95 %"]
