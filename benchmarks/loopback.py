@@ -8,14 +8,15 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +38,7 @@ LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
 SETTLE = 2  # rounds until everybody knows everybody
 READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
+END_SECONDS = 30.0  # that a process may take to end
 ENDLESS = 1_000_000  # rounds
 
 
@@ -165,12 +167,13 @@ class Peer:
         )
 
 
-def host(link: Connection, count: int, known: list[str], founded: tuple[float, int, float] | None) -> None:
+def host(link: Connection, count: int, known: list[str], founded: tuple[float, int, float]) -> None:
     """A process with some peers. It tells the address of its first one, and at the end what they did."""
-    environment = Arithmetic()
+    os.setpgrp()  # so that whatever it starts can be ended with it
+    environment, first = Arithmetic(), not known
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         peers = [Peer(Identity.new(), known, Path(folder) / str(k), environment) for k in range(count)]
-        if founded:
+        if first:
             owner = peers[0].identity
             made = manifest(owner, *founded)
             peers[0].founded = (made, seal(made, owner))
@@ -201,39 +204,38 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
 
 
 @contextmanager
-def hosts(count: int, processes: int, founded: tuple[float, int, float]) -> Iterator[list[Connection]]:
-    """Processes with so many peers together, all of which have joined."""
+def hosts(target: Callable[..., None], count: int, processes: int, *rest: Any) -> Iterator[list[Connection]]:
+    """Processes with so many peers together, all of which have joined. The first tells the others where it is. At the end
+    nothing of them is left, whatever they have started."""
     context = multiprocessing.get_context("spawn")
     sizes = [count // processes + (k < count % processes) for k in range(min(processes, count))]
     links, known, children = list[Connection](), list[str](), []
     try:
-        for number, size in enumerate(sizes):
+        for size in sizes:
             ours, theirs = context.Pipe()
-            what = (theirs, size, list(known), founded if number == 0 else None)
-            child = context.Process(target=host, args=what, daemon=True)
+            child = context.Process(target=target, args=(theirs, size, list(known), *rest))
             child.start()
             theirs.close()
             children.append(child)
             links.append(ours)
-            if number == 0:
-                known = ours.recv()
+            known = known or ours.recv()
         for link in links:
             link.recv()
         yield links
         for link in links:
             link.send("end")
         for child in children:
-            child.join(60)
+            child.join(END_SECONDS)
     finally:
         for child in children:
-            if child.is_alive():
-                child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid or 0, signal.SIGKILL)
 
 
 def measure(count: int, processes: int, rounds: int, interval: float) -> dict[str, Any]:
     """So many peers for so many rounds, after some in which they get to know each other."""
     created = time.time()
-    with hosts(count, processes, (created, ENDLESS, interval)) as links:
+    with hosts(host, count, processes, (created, ENDLESS, interval)) as links:
         first = int((time.time() - created) // interval) + 1 + SETTLE
         starts = created + first * interval
         ends = starts + rounds * interval

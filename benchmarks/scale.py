@@ -83,9 +83,10 @@ def genrl(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         progress("without root and `unshare` there is no namespace to count bytes in")
     results = []
     for count in args.peers:
-        for in_thread in (False, True):
+        for in_thread in (True, False):
             progress(f"{count} peers of GenRL's, {'in threads' if in_thread else 'as it is'}")
             results.append(theirs.measure(count, args.processes, args.rounds, args.interval, in_thread))
+            progress(json.dumps(results[-1]))
     header = ["peers", "table in", "complete", "gather s", "95 %", "packets", "KB", "hung", "what went wrong"]
     show(
         args,

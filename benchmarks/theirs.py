@@ -9,7 +9,6 @@ again until the last value is there.
 import asyncio
 import importlib
 import logging
-import multiprocessing
 import os
 import random
 import threading
@@ -19,11 +18,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from loopback import INSIDE, Traffic
+from loopback import INSIDE, Traffic, hosts
 from players import quantiles
 from toy import QUESTIONS, Arithmetic
 
 END_SECONDS = 70.0  # after the last round has begun
+START_SECONDS = 120.0  # for a daemon, on a busy machine
 TIMEOUT = 60  # seconds after which it gives up; its default is 600
 
 
@@ -100,8 +100,9 @@ class Member:
                 )
 
 
-def host(link: Connection, count: int, world: int, known: list[str], in_thread: bool) -> None:
+def host(link: Connection, count: int, known: list[str], world: int, in_thread: bool) -> None:
     """A process with some of its peers."""
+    os.setpgrp()  # so that whatever it starts can be ended with it
     os.environ["HIVEMIND_WORLD_SIZE"] = str(world)
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     module, environment = backend(), Arithmetic()
@@ -110,10 +111,14 @@ def host(link: Connection, count: int, world: int, known: list[str], in_thread: 
     members = []
     for _ in range(count):
         module.HivemindRendezvouz.init(is_master=not known)
-        made = module.HivemindBackend(initial_peers=known or None, timeout=TIMEOUT)
+        made = module.HivemindBackend(
+            initial_peers=known or None, timeout=TIMEOUT, startup_timeout=START_SECONDS
+        )
         members.append(Member(made, world))
-        known = known or [str(address) for address in made.dht.get_visible_maddrs()]
-    link.send(known)
+        if not known:
+            known = [str(address) for address in made.dht.get_visible_maddrs()]
+            link.send(known)
+    link.send("ready")
     begins, ends = link.recv()
     threads = [
         threading.Thread(target=member.play, args=(begins, environment, id(member)), daemon=True)
@@ -134,36 +139,15 @@ def host(link: Connection, count: int, world: int, known: list[str], in_thread: 
 
 
 def measure(count: int, processes: int, rounds: int, interval: float, in_thread: bool) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    links, children, known = list[Connection](), [], list[str]()
-    sizes = [count // processes + (k < count % processes) for k in range(min(processes, count))]
-    try:
-        for size in sizes:
-            ours, theirs = context.Pipe()
-            child = context.Process(target=host, args=(theirs, size, count, known, in_thread))
-            child.start()
-            links.append(ours)
-            children.append(child)
-            if not known:
-                known = ours.recv()
-        for link in links[1:]:
-            link.recv()
+    with hosts(host, count, processes, count, in_thread) as links:
         first = time.time() + 2
         begins = [first + k * interval for k in range(rounds + 1)]  # the first is not counted
-        ends = begins[-1] + END_SECONDS
         for link in links:
-            link.send((begins, ends))
-        time.sleep(begins[1] - time.time())
+            link.send((begins, begins[-1] + END_SECONDS))
+        time.sleep(max(0.0, begins[1] - time.time()))
         before = Traffic.now()
         results = [result for link in links for result in link.recv()]
         sent = Traffic.now().since(before)
-        for link in links:
-            link.send("end")
-        for child in children:
-            child.join(20)
-    finally:
-        for child in children:
-            child.kill()
     each = count * rounds
     return {
         "peers": count,
