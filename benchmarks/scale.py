@@ -158,7 +158,7 @@ def messages(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     show(
         args,
         ["message", "bytes beside what is said"],
-        [[what, f"{size:.3g}"] for what, size in found.items()],
+        [[what, f"{size:,.4g}"] for what, size in found.items()],
     )
     return [found], True
 
