@@ -23,9 +23,7 @@ import json
 import logging
 import os
 import platform
-import pydoc_data.topics
 import random
-import re
 import sys
 import tempfile
 import threading
@@ -36,6 +34,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from toy import QUESTIONS, Arithmetic, plain_json
 
 from rl_swarm import selection
 from rl_swarm.config import RoundEnd, Settings
@@ -48,11 +48,11 @@ from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import Files
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.presence import Watch
-from rl_swarm.rollouts import Completion, Group, Publication, Sampling, answers
+from rl_swarm.rollouts import Group, Publication, Sampling, answers
 from rl_swarm.rounds import PeerInfo, Report, State
 from rl_swarm.worker import signs_of_life
 
-NODES, STAGES, QUESTIONS, COMPLETIONS = 4, 2, 8, 8
+NODES, STAGES = 4, 2
 MAX_AGE = 2  # rounds back that a node asks for, out of lock-step
 REPLACED = {"calls per stage": "about 16", "seconds per stage": "1 to 2", "MB per 100 rounds": "8"}
 
@@ -141,65 +141,6 @@ class CountedFiles:
         return self.files.names(folder)
 
 
-class Prose:
-    """English that repeats itself no more than English does: the texts of Python's own manual."""
-
-    def __init__(self) -> None:
-        text = " ".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-        self.words = re.sub(r"[^\w\s.,;:'()?!-]|_", " ", text).split()
-
-    def passage(self, length: int, rng: random.Random) -> str:
-        words: list[str] = []
-        place = rng.randrange(len(self.words) - length)
-        while sum(map(len, words)) + len(words) < length:
-            words.append(self.words[place + len(words)])
-        return " ".join(words)
-
-    def prompt(self, seed: int) -> str:
-        rng = random.Random(seed)
-        terms = [rng.randint(2, 9999) for _ in range(4)]
-        return f"{self.passage(340, rng)}\nWhat is {terms[0]} * {terms[1]} + {terms[2]} - {terms[3]}?"
-
-    def response(self, rng: random.Random, right: bool) -> str:
-        steps = "\n".join(
-            f"{a} {sign} {b} = {a + b if sign == '+' else a * b}"
-            for a, b, sign in (
-                (rng.randint(2, 9999), rng.randint(2, 999), rng.choice("+*")) for _ in range(3)
-            )
-        )
-        return f"{self.passage(220, rng)}\n{steps}\n<answer>{rng.randint(1000, 99999)}{'!' * right}</answer>"
-
-
-class Arithmetic:
-    """An environment that scores what `Prose` writes. About half of the groups have signal."""
-
-    stages, system_prompt = STAGES, ""
-
-    def __init__(self) -> None:
-        self.prose = Prose()
-
-    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
-        return [Question("arithmetic", 0, seed, self.prose.prompt(seed), None) for seed in seeds]
-
-    def held_out(self, count: int) -> list[Question]:
-        return self.questions(range(count))
-
-    def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
-        return [float(text.endswith("!</answer>")) for _, text in answered]
-
-    def well_formed(self, text: str) -> bool:
-        return text.endswith("</answer>")
-
-    def close(self) -> None: ...
-
-    def generate(self, questions: Sequence[Question], rng: random.Random) -> list[list[Completion]]:
-        shares = [rng.choice((0.0, 0.3, 0.6, 1.0)) for _ in questions]
-        return [
-            [Completion(self.prose.response(rng, rng.random() < share), True) for _ in range(COMPLETIONS)]
-            for share in shares
-        ]
-
-
 @dataclass
 class Node:
     """A node without a model: what `rl_swarm.node` does around it, in the same order."""
@@ -245,7 +186,7 @@ class Node:
         seeds = [question_seed(self.manifest, state.round, me, k) for k in range(QUESTIONS)]
         rng = random.Random(derive(1, me, *place))
         questions = self.environment.questions(seeds)
-        completions = self.environment.generate(questions, rng)
+        completions = self.environment.generate(len(questions), rng)
         groups = selection.score(
             [(me, q, c) for q, c in zip(questions, completions, strict=True)],
             self.environment,
@@ -321,18 +262,6 @@ class Scored(Arithmetic):
         made = super().questions(seeds, seconds)
         self.seconds += time.monotonic() - started
         return made
-
-
-def plain_json(publication: Publication) -> bytes:
-    """The same content in the layout of the system we replace."""
-    rollouts = {
-        number: [{"prompt": a.prompt, "response": a.response, "reward": a.reward} for a in given]
-        for number, given in publication.rollouts.items()
-    }
-    fields = ("peer_id", "round", "stage", "timestamp")
-    return json.dumps(
-        {**{name: getattr(publication, name) for name in fields}, "rollouts": rollouts}
-    ).encode()
 
 
 def quiet_at_the_end() -> None:

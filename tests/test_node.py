@@ -184,7 +184,7 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
         swarm.state, members={**swarm.state.members, other.identity.peer_id: member}
     )
     other.publish([], state)
-    published = [publication.node for publication in node.publications(state, random.Random(0))]
+    published = [publication.node for publication in node.publications(state, random.Random(0), {})]
     assert published == [other.name] * asked
 
 
@@ -210,7 +210,7 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
         if comes:
             tardy.publish([], state)
         asked.clear()
-        return {publication.node for publication in node.publications(state, random.Random(round))}
+        return {publication.node for publication in node.publications(state, random.Random(round), {})}
 
     everybody, waits = {honest.name, tardy.name}, settings.peer_timeout
     assert look(0, comes=False) == {honest.name} and asked[0] == (everybody, waits)
@@ -229,7 +229,7 @@ def test_only_who_was_asked_can_be_late(
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
     monkeypatch.setattr(node, "is_silent", lambda member, state: False)
-    assert list(node.publications(swarm.state, random.Random(0))) == []
+    assert list(node.publications(swarm.state, random.Random(0), {})) == []
     assert len(+node.late) == 1
 
 

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ class Stopped(Exception):
 
 @dataclass
 class Node:
-    name: str  # in files
+    name: str  # in what it sends
     identity: Identity
     settings: Settings
     manifest: Manifest
@@ -52,7 +52,9 @@ class Node:
     journal: Journal
     checkpoints: Path
     stop: threading.Event
+    folder: str = ""  # of its checkpoints; its name by default
     push: Push | None = None  # to the hub, where the settings ask for it
+    clock: Callable[[], float] = time.time
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
     held_out: list[Question] = field(default_factory=list)
     used: set[selection.Key] = field(default_factory=set)  # external rollouts it has learned from
@@ -154,7 +156,7 @@ class Node:
                 node=self.name,
                 round=state.round,
                 stage=state.stage,
-                timestamp=time.time(),
+                timestamp=self.clock(),
                 model=self.policy.name,
                 policy_version=self.policy.version,
                 sampling=Sampling(
@@ -171,9 +173,9 @@ class Node:
         rng = random.Random(
             derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage)
         )
-        settings = self.settings
+        settings, sources = self.settings, self.sources(state)
         found = selection.select(
-            self.publications(state, rng),
+            self.publications(state, rng, sources),
             settings.external,
             self.manifest,
             self.environment,
@@ -181,7 +183,7 @@ class Node:
             rng,
             self.reject,
             selection.Checks(
-                sources={p: s for p, s in self.sources(state).items() if p != self.identity.peer_id},
+                sources={p: s for p, s in sources.items() if p != self.identity.peer_id},
                 share=settings.source_share,
                 completions=settings.generations,
                 surprises=self.policy.surprises if settings.likelihood_gate else None,
@@ -197,7 +199,9 @@ class Node:
         }
         return found
 
-    def publications(self, state: State, rng: random.Random) -> Iterator[Publication]:
+    def publications(
+        self, state: State, rng: random.Random, sources: Mapping[str, str]
+    ) -> Iterator[Publication]:
         """What the other members published: this round first, then, out of lock-step, the rounds before."""
         members = {
             peer_id: member.node
@@ -205,7 +209,7 @@ class Node:
             if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
         members = {p: node for p, node in members.items() if self.standing.asks(p, state.round, rng)}
-        asked = in_turn(members, self.sources(state), rng)[: self.settings.fetch_max_peers]
+        asked = in_turn(members, sources, rng)[: self.settings.fetch_max_peers]
         nodes = [members[peer_id] for peer_id in asked]
         punctual, late = ([n for n in nodes if bool(self.late[n]) == is_late] for is_late in (False, True))
         lockstep, patience = self.manifest.round_end == "lockstep", self.manifest.peer_timeout
@@ -264,7 +268,7 @@ class Node:
             node=self.name,
             round=state.round,
             stage=state.stage,
-            timestamp=time.time(),
+            timestamp=self.clock(),
             reward=mean([g.mean_reward for g in local]),
             training_reward=mean([g.mean_reward for g in training]),
             rollouts=len(local),
@@ -332,7 +336,8 @@ class Node:
             standing=self.standing.kept(self.done[0]),
         )
         keep = self.settings.keep_checkpoints
-        folder = checkpoints.save(self.policy, place, self.checkpoints, self.name, keep, self.identity)
+        name = self.folder or self.name
+        folder = checkpoints.save(self.policy, place, self.checkpoints, name, keep, self.identity)
         self.journal.event("checkpoint", round=self.done[0])
         if push and self.push:
             self.push(folder, self.policy, self.manifest)

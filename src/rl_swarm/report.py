@@ -205,7 +205,7 @@ def looked_at(address: str) -> Iterator[RunView]:
     if not address.startswith("p2p://"):
         yield RunView.open(address)
         return
-    from rl_swarm.network.p2p.joining import observed
+    from rl_swarm.network.p2p.onlooking import observed
 
     with observed(address) as (place, clock):
         view = RunView(place, clock)

@@ -1,4 +1,5 @@
-"""Whether a finished run is sound: signatures, rewards and logs of every round, and a sample scored again.
+"""Whether a finished run is sound: signatures, rewards and logs of every round, and a sample scored again. Of a swarm among
+peers, which may be running, `validate_peers.py` checks what they hand out.
 
 What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
 altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when
@@ -67,6 +68,7 @@ class Run:
     manifest: Manifest
     state: State
     history: list[Ended]
+    published: list[tuple[str, Publication]] | None = None  # where they do not lie in a folder
 
     @property
     def files(self) -> Files:
@@ -84,19 +86,20 @@ def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
 ) -> tuple[Verdict, Run | None]:
     """Everything that can be checked without scoring; `rescore` does the rest."""
+    if isinstance(address, str) and address.startswith("p2p://"):
+        from rl_swarm import validate_peers
+
+        return validate_peers.validate(address, rounds, nodes)
     verdict = Verdict()
     run = _open(locate(address), verdict)
     if run is None:
         return verdict, None
-    if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
-        verdict.errors.append(f"{expected} rounds were finished, {rounds} were expected")
-    if nodes is not None and len(run.state.members) != nodes:
-        verdict.errors.append(f"{len(run.state.members)} nodes took part, {nodes} were expected")
+    check_size(run, verdict, rounds, nodes)
     if run.state.phase != "finished":
         verdict.errors.append(
             f"the run is not finished: it is at round {run.state.round} of {run.manifest.rounds}"
         )
-    _check_history(run, verdict)
+    check_history(run, verdict, run.state.round + (run.state.phase == "finished"))
     reports = _check_reports(run, verdict)
     _check_gaps(run, verdict)
     _check_logs(run, reports, verdict)
@@ -121,7 +124,15 @@ def _open(address: Address, verdict: Verdict) -> Run | None:
     return Run(address, manifest, state, history)
 
 
-def _check_history(run: Run, verdict: Verdict) -> None:
+def check_size(run: Run, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
+    if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
+        verdict.errors.append(f"{expected} rounds were finished, {rounds} were expected")
+    if nodes is not None and len(run.state.members) != nodes:
+        verdict.errors.append(f"{len(run.state.members)} nodes took part, {nodes} were expected")
+
+
+def check_history(run: Run, verdict: Verdict, finished: int) -> None:
+    """What the owner wrote, of as many rounds as have finished."""
     places = set()
     for ended in run.history:
         where = f"history of round {ended.round} stage {ended.stage}"
@@ -130,7 +141,6 @@ def _check_history(run: Run, verdict: Verdict) -> None:
         if (ended.round, ended.stage) in places:
             verdict.errors.append(f"{where}: stands there twice")
         places.add((ended.round, ended.stage))
-    finished = run.state.round + (run.state.phase == "finished")
     for number in range(finished):
         for stage in range(run.manifest.stages):
             if (number, stage) not in places:
@@ -293,9 +303,10 @@ def _check_rollouts(run: Run, verdict: Verdict) -> None:
 
 def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
     """Makes the questions of some publications again and compares what their answers earn."""
+    found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
         (path, publication)
-        for path, publication in _publications(run, Verdict())
+        for path, publication in found
         if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
     ]
     for path, publication in random.Random(0).sample(published, min(count, len(published))):

@@ -195,10 +195,11 @@ def _take_part(
 ) -> None:
     files, here = address.files, address.here
     coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
+    shown = coordinator.node  # to others; what stays on this machine has the node's own name
     ticket = coordinator.knock(settings.invitation)
     owners.remember(manifest, address.text, settings)
-    check_name(coordinator.current(), identity, name)
-    watch = Watch(files, name, identity, manifest.swarm())
+    check_name(coordinator.current(), identity, shown)
+    watch = Watch(files, shown, identity, manifest.swarm())
 
     import torch
 
@@ -215,7 +216,8 @@ def _take_part(
     policy, place = _restored(written, settings, sharing)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)
     node = Node(
-        name=name,
+        name=shown,
+        folder=name,
         identity=identity,
         settings=settings,
         manifest=manifest,
@@ -225,7 +227,7 @@ def _take_part(
             files,
             manifest,
             identity,
-            name,
+            shown,
             stop,
             lambda *why: node.reject(*why),
             settings.poll_interval,
@@ -260,7 +262,7 @@ def _take_part(
     peer = PeerInfo(
         peer_id=identity.peer_id,
         swarm=manifest.swarm(),
-        node=name,
+        node=shown,
         model=policy.name,
         tokenizer=policy.tokenizer_hash,
         device=str(policy.device),
@@ -285,13 +287,13 @@ def _take_part(
 def coordinator_of(
     files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
 ) -> FolderCoordinator:
-    """What tells a node the round. Among peers, with rounds on an interval, it is the clock."""
+    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their ids."""
     if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
         from rl_swarm.network.p2p.clock import ClockCoordinator
         from rl_swarm.network.p2p.documents import PeerFiles
 
         if isinstance(files, PeerFiles):
-            return ClockCoordinator(files, manifest, identity, name, stop, poll)
+            return ClockCoordinator(files, manifest, identity, stop, poll)
     return FolderCoordinator(files, manifest, identity, name, stop, poll)
 
 

@@ -243,6 +243,14 @@ class AmongPeers(InFolder):
             engine.answer = self.views[node].answer
         return self.views[node]
 
+    def exchange(
+        self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
+    ) -> Exchange:
+        files = self.files(node)
+        if f"peers/{node}.json" not in files.own:  # nobody publishes who has not introduced itself
+            self.coordinator(node).register(introduction(self.manifest, node))
+        return super().exchange(node, stop, poll, max_peers)
+
 
 class InStore(InFolder):
     """The folder network at a URL, through one connection for all nodes."""

@@ -38,13 +38,21 @@ class Peers(AmongPeers):
             self.files(node),
             self.manifest,
             identity_of(node),
-            node,
             stop or threading.Event(),
             0.0,
             self.clock,
         )
-        clock.register(replace(introduction(self.manifest, node, self.clock.now), joined=joined))
+        clock.register(self.introduction(node, joined))
         return clock
+
+    def introduction(self, node, joined=0.0):
+        peer = introduction(self.manifest, node, self.clock.now)
+        return replace(peer, node=peer.peer_id, joined=joined)
+
+    def files(self, node):
+        files = super().files(node)
+        files.clock = self.clock
+        return files
 
     def close(self):
         pass
@@ -56,7 +64,9 @@ def peers(tmp_path):
 
 
 def names(state):
-    return sorted(member.node for member in state.members.values())
+    who = {identity_of(node).peer_id: node for node in ("ann", "bob", "cleo")}
+    assert all(member.node == peer_id for peer_id, member in state.members.items())
+    return sorted(who[peer_id] for peer_id in state.members)
 
 
 def test_everybody_knows_the_round_and_who_is_there(peers):
@@ -92,19 +102,25 @@ def test_the_next_round_is_waited_for_and_the_stop_ends_the_waiting(peers):
     assert late.wait_for((2, 0)).phase == "finished"
 
 
-def test_who_gives_no_sign_of_life_is_no_member_and_a_name_is_the_first_ones(peers):
-    ann = peers.member("ann")
-    bob = peers.member("bob", joined=2.0)
-    cleo = ClockCoordinator(
-        peers.files("cleo"), peers.manifest, identity_of("cleo"), "bob", threading.Event(), 0.0, peers.clock
-    )
-    cleo.register(replace(introduction(peers.manifest, "bob", peers.clock.now), joined=5.0))
-    state = ann.current()
-    assert names(state) == ["ann", "bob"]
-    assert {m.node: p for p, m in state.members.items()}["bob"] == identity_of("bob").peer_id
+def test_who_gives_no_sign_of_life_is_no_member(peers):
+    ann, bob = peers.member("ann"), peers.member("bob", joined=2.0)
+    assert names(ann.current()) == ["ann", "bob"]
     peers.clock.now += 3 * peers.manifest.peer_timeout
-    ann.register(introduction(peers.manifest, "ann", peers.clock.now))
-    assert names(ann.current()) == ["ann"] == names(bob.current())
+    ann.register(peers.introduction("ann"))
+    assert names(ann.current()) == ["ann"]
+    assert names(bob.current()) == ["ann", "bob"]  # it knows of itself
+
+
+@pytest.mark.parametrize("name", ["bob", identity_of("bob").peer_id])
+def test_nobody_takes_anothers_name(peers, name):
+    ann, cleo = peers.member("ann"), peers.member("cleo", joined=5.0)
+    stolen = replace(peers.introduction("cleo"), node=name)
+    peers.files("cleo").write(f"peers/{name}.json", seal(stolen, identity_of("cleo")))
+    bob = peers.member("bob", joined=7.0)
+    for one in (ann, bob, cleo):
+        assert names(one.current()) == ["ann", "bob", "cleo"]
+    path = f"peers/{identity_of('bob').peer_id}.json"
+    assert ann.files.read(path, 1 << 16) == bob.files.read(path, 1 << 16)
 
 
 def test_whom_the_owner_denies_is_nobodys_member(peers):
@@ -120,8 +136,11 @@ def test_whom_the_owner_denies_is_nobodys_member(peers):
 
 def test_rollouts_are_found_by_the_members_names(peers):
     ann, bob = peers.member("ann"), peers.member("bob")
-    sent = publication(peers.manifest, "ann", 0)
-    peers.exchange("ann").publish(sent)
+    me = identity_of("ann").peer_id
+    sent = replace(publication(peers.manifest, "ann", 0), node=me)
+    exchange = peers.exchange("ann")
+    exchange.node = me
+    exchange.publish(sent)
     assert names(bob.current()) == ["ann", "bob"]
-    assert list(peers.exchange("bob").collect(0, 0, ["ann"], 5.0)) == [sent]
+    assert list(peers.exchange("bob").collect(0, 0, [me], 5.0)) == [sent]
     assert ann.current().leaderboard()

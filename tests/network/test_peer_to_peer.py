@@ -14,7 +14,15 @@ from swarms import LOOPBACK, AmongPeers, engine_of, eventually, identity_of, pub
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.documents import KEPT_SECONDS, MOST_NOTICE, Notice, Shelf, key_of, neighbourhood
+from rl_swarm.network.p2p.documents import (
+    KEPT_SECONDS,
+    MOST_NOTICE,
+    Notice,
+    Shelf,
+    key_of,
+    neighbourhood,
+    parts_of,
+)
 from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
 from rl_swarm.wire import seal, sign
 
@@ -74,6 +82,8 @@ def test_the_engine_has_the_nodes_own_identity_and_ends_without_a_trace():
         assert engine.folder.stat().st_mode & 0o077 == 0 and not (engine.folder / "key").exists()
         engine.close()
         assert not exists(daemon) and not engine.folder.exists() and not engine.thread.is_alive()
+        with pytest.raises(OSError, match="has been closed"):
+            engine.find("anything")
 
 
 def cmdline(process: int) -> str:
@@ -153,8 +163,37 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     assert not taken(value=seal(notice(ann, timestamp=time.time() + 3600), ann))
     assert not taken(value=seal(notice(ann, timestamp=time.time() - 7200), ann))
     assert not taken(value=good, seconds=10_000.0)
+    own, others = (parts_of("s", who.peer_id) for who in (ann, bob))
+    assert taken(key=key_of("s", own[1])) and taken(key=key_of("s", own[-1]))
+    assert not taken(key=key_of("s", others[-1]))
+    assert not taken(key=key_of("another", own[-1]))
     assert not taken(value=sign(notice(ann, path="x" * 300), ann))
     one.close()
+
+
+def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
+    engines = [engine_of(node) for node in ("ann", "bob", "cleo")]
+    for node, engine in zip(("ann", "bob", "cleo"), engines, strict=True):
+        who = identity_of(node)
+        made = notice(who, swarm="beside", path=f"peers/{node}.json")
+        assert engine.store(key_of("beside", "peers"), f"{who.peer_id}/{node}.json", seal(made, who), 100.0)
+    one, values = engines[0], []
+    real = one.node.protocol.call_find
+
+    async def noted(peer, keys):
+        found = await real(peer, keys)
+        values.extend(value for value, _ in (found or {}).values())
+        return found
+
+    monkeypatch.setattr(one.node.protocol, "call_find", noted)
+    who = identity_of("ann")
+    again = seal(notice(who, swarm="beside", size=2), who)
+    assert one.store(key_of("beside", "peers"), f"{who.peer_id}/ann.json", again, 150.0)
+    assert values and values == [None] * len(values)
+    for engine in engines:
+        found = engine.find(key_of("beside", "peers"))
+        assert len(found) == 3 and found[f"{who.peer_id}/ann.json"] == again
+    assert any(value is not None for value in values)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +248,12 @@ def test_nobody_fills_the_memory_of_others(monkeypatch):
     now[0] += 61
     assert offers("ann", 3) and offers("node-11", 0) and shelf.bytes < 2000
     assert not offers("ann", 4, KEPT_SECONDS + 100)
+    now[0] += 61
+    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_KEY", 2000)
+    taken = [offers(f"node-{k}", 0) for k in range(6)]
+    assert True in taken and taken[-1] is False and shelf.bytes <= 2000
+    assert offers("node-5", 1)  # under another key there is room
+    assert [offers(f"node-{k}", 0) for k in range(6)] == taken
 
 
 def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, monkeypatch):
@@ -223,6 +268,9 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
         assert asked == [None, None, b"body", b"body", b"body"]
         left = []
         monkeypatch.setattr(files.engine, "store", lambda key, subkey, *rest: left.append((key, subkey)))
+        files.renew()
+        assert left == []  # it was just left
+        files.clock = lambda: time.time() + KEPT_SECONDS / 2
         files.renew()
         assert left == [(key_of(swarm.manifest.swarm(), "peers"), f"{peer}/ann.json")]
     finally:

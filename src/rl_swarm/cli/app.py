@@ -286,10 +286,12 @@ def members(
 def status(
     address: Address,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until it has finished, or Ctrl-C.")] = False,
 ) -> None:
     """Show where a swarm stands."""
     from rich.console import Console
 
+    from rl_swarm.cli import running
     from rl_swarm.cli.live import LiveView
     from rl_swarm.report import looked_at
 
@@ -299,7 +301,10 @@ def status(
             return
         console = Console()
         console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {view.address}")
-        console.print(LiveView(view, console).table(closing="finished"))
+        if watch:
+            running.watch(view, console)
+        else:
+            console.print(LiveView(view, console).table(closing="finished"))
 
 
 @app.command()
@@ -321,13 +326,14 @@ def validate(
     rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds there must be.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes there must be.")] = None,
 ) -> None:
-    """Check that a finished run is sound: signatures, rewards, logs, and a sample scored again."""
+    """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored again."""
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.report import RunView
     from rl_swarm.validate import rescore
     from rl_swarm.validate import validate as check
 
-    RunView.open(address)
+    if not address.startswith("p2p://"):
+        RunView.open(address)
     verdict, opened = check(address, rounds, nodes)
     if opened is not None:
         environment = Reasoning(opened.manifest.tasks, opened.manifest.partial_rewards)

@@ -114,12 +114,17 @@ def _store(address: str) -> Iterator[Finding]:
 def peer_to_peer() -> Iterator[Finding]:
     """Starts the daemon as a node would, and asks those whom the settings name."""
     from rl_swarm.identity import Identity
+    from rl_swarm.network.p2p.clocks import compared
     from rl_swarm.network.p2p.joining import engine_of
 
-    if importlib.util.find_spec("hivemind") is None:
-        yield True, "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'"
-        return
     settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
+    if importlib.util.find_spec("hivemind") is None:
+        needed = settings.network == "p2p" or settings.p2p_known is not None
+        yield (
+            not needed,
+            "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'",
+        )
+        return
     with (
         tempfile.TemporaryDirectory() as folder,
         engine_of(Identity.new(), [], settings, Path(folder)) as engine,
@@ -135,6 +140,8 @@ def peer_to_peer() -> Iterator[Finding]:
                     else "nobody answers. Are the addresses right, and is the port open?"
                 ),
             )
+            if (clocks := compared(engine)) is not None:
+                yield clocks.agrees, str(clocks)
 
 
 def identity() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What `up` shows while it runs: a live table in a terminal, plain lines elsewhere."""
+"""What `up` and `status --watch` show while a swarm runs: a live table in a terminal, plain lines elsewhere."""
 
 import time
 from types import TracebackType
@@ -70,7 +70,7 @@ class LiveView:
         self.said = state.round // LINE_EVERY
         left = self.seconds_left()
         nodes = ", ".join(
-            f"{view.name} {view.reward():.2f}" for view in self.run.nodes.values() if view.rounds
+            f"{view.name} {view.reward():.2f}" for view in self.run.nodes.values() if view.has_reward
         )
         ending = f" | {clock(left)} left" if left is not None else ""
         self.console.print(

@@ -9,10 +9,12 @@ from rl_swarm.cli.running import catch_signals
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.network.address import known_addresses
+from rl_swarm.network.p2p import clocks
 from rl_swarm.network.p2p.joining import engine_of
 from rl_swarm.telemetry.logs import start_logging
 
 HERE = Path("runs") / "bootnode"
+COMPARE_SECONDS = 60.0  # until it looks whether there are others whose clocks agree with its own
 
 
 def bootnode(settings: Settings, others: str | None) -> None:
@@ -26,4 +28,5 @@ def bootnode(settings: Settings, others: str | None) -> None:
         console.print("Others begin here, with the address that they can reach:   (Ctrl-C stops it)")
         for address in engine.addresses:
             console.print(f"  {program()} join p2p://{address}", soft_wrap=True)
-        stop.wait()
+        while not stop.wait(COMPARE_SECONDS):
+            clocks.warn(engine)

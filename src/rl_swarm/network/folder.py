@@ -175,11 +175,12 @@ class FolderExchange:
         max_peers: int = 10,
         refusal: Callable[[str], Why | None] = lambda peer_id: None,
         neighbourhoods: Callable[[], Mapping[str, str]] = dict,  # a folder shows no addresses
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
         self.refusal = refusal  # why a peer is not admitted
-        self.neighbourhoods = neighbourhoods
+        self.neighbourhoods, self.clock = neighbourhoods, clock
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
         # Files that were there but not whole: tries so far, time of the first and of the next.
         self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}
@@ -219,10 +220,10 @@ class FolderExchange:
     ) -> Iterator[Publication]:
         self._forget(round)
         waiting = list(dict.fromkeys(nodes))[: self.max_peers]
-        deadline = time.monotonic() + patience
+        deadline = self.clock() + patience
         pause = pauses(self.poll)
         while waiting:
-            last_look = time.monotonic() >= deadline
+            last_look = self.clock() >= deadline
             for node in list(waiting):
                 key = (round, stage, node)
                 if key not in self._cache:
@@ -239,13 +240,13 @@ class FolderExchange:
                     break
             if not waiting or last_look:
                 return
-            if self.stop.wait(min(next(pause), max(0.0, deadline - time.monotonic()))):
+            if self.stop.wait(min(next(pause), max(0.0, deadline - self.clock()))):
                 return
 
     def _fetch(self, key: tuple[int, int, str]) -> None:
         """Reads one file into the cache, if it is there and whole and its time has come."""
         round, stage, node = key
-        now = time.monotonic()
+        now = self.clock()
         tries, first_try, next_try = self._tries.get(key, (0, now, now))
         if now < next_try:
             return
@@ -298,9 +299,10 @@ class FolderCoordinator:
         node: str,
         stop: threading.Event,
         poll: float = 2.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
-        self.stop, self.poll = stop, poll
+        self.stop, self.poll, self.clock = stop, poll, clock
         self._last = State(swarm=manifest.swarm())
         self._looked = -math.inf  # when this node last looked at the state
         self._since = -math.inf  # the present stage began after this moment, with rounds on an interval
@@ -324,7 +326,7 @@ class FolderCoordinator:
                 ) from error
         self._read_roll()
         members = self.current().members
-        _, why = admission.admit(self.manifest, self.roll, members, me, shown, time.time())
+        _, why = admission.admit(self.manifest, self.roll, members, me, shown, self.clock())
         if why is not None:
             raise self.not_admitted(why)
         return shown

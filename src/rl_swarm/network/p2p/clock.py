@@ -1,10 +1,10 @@
 """Rounds by the clock, where nobody conducts.
 
 Every node knows from the manifest which round it is, and from the others' introductions who is here. So no peer is
-needed for the swarm to go on; clocks may be apart by a fraction of a round.
+needed for the swarm to go on; clocks may be apart by a fraction of a round. In such a swarm a peer goes by its id.
 """
 
-import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -15,15 +15,13 @@ from msgspec.structs import replace
 from rl_swarm import admission, rounds
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.folder import FolderCoordinator, is_past
+from rl_swarm.network.folder import RECORD_BYTES, FolderCoordinator, is_past, patiently
 from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.members import Members
 from rl_swarm.rounds import PeerInfo, State
-from rl_swarm.wire import Rejected, unseal
+from rl_swarm.wire import seal
 
-log = logging.getLogger(__name__)
-
-INTRODUCTION_BYTES = 8 << 10
-MOST_MEMBERS = 1000  # that a node keeps in mind
+FEW = 8  # others, until which a node looks for more as often as it polls
 
 
 class ClockCoordinator(FolderCoordinator):
@@ -34,22 +32,27 @@ class ClockCoordinator(FolderCoordinator):
         files: PeerFiles,
         manifest: Manifest,
         identity: Identity,
-        node: str,
         stop: threading.Event,
         poll: float = 2.0,
         clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+        whole: bool = False,  # everybody is looked for, and not only some: for those who watch
     ) -> None:
-        super().__init__(files, manifest, identity, node, stop, poll)
-        self.clock = clock
-        self._members_at = -float("inf")
+        super().__init__(files, manifest, identity, identity.peer_id, stop, poll, clock)
+        admits = None if manifest.admission == "open" else self._admits
+        self.members = files.members = Members(files, manifest, rng, admits)
+        self._look = self.members.walk if whole else self.members.look
+        self._looked_at = -float("inf")
+        self._looked_in = -1  # round
 
     def current(self) -> State:
         manifest, now = self.manifest, self.clock()
         number = max(0, int((now - manifest.created) // manifest.round_interval))
         phase: Literal["finished", "running"] = "finished" if number >= manifest.rounds else "running"
-        if time.monotonic() - self._members_at >= self.poll:
-            self._members_at = time.monotonic()
+        if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):
+            self._looked_in, self._looked_at = number, now
             self._read_roll()
+            self._look()
             self._last = self._met(now)
         self._last = replace(
             self._last,
@@ -69,14 +72,22 @@ class ClockCoordinator(FolderCoordinator):
             self.stop.wait(max(0.01, next_round - self.clock()))
         return None
 
+    def register(self, peer: PeerInfo) -> None:
+        if self.identity.peer_id not in self.members.known:
+            self._looked_in = -1  # a member as soon as anybody asks
+        data = seal(peer, self.identity, limit=RECORD_BYTES)
+        self.members.join(peer, data)
+        patiently(lambda: self.files.write(f"peers/{self.node}.json", data), self.stop)
+
+    def _admits(self, peer: PeerInfo) -> bool:
+        shown = peer.invitation
+        return admission.admit(self.manifest, self.roll, {}, peer.peer_id, shown, self.clock())[1] is None
+
     def _met(self, now: float) -> State:
         """The members: who has introduced itself lately, and is admitted."""
         state = State(swarm=self.manifest.swarm())
-        for peer in sorted(self._introductions(), key=lambda peer: (peer.joined, peer.peer_id)):
-            if now - peer.timestamp > 2 * self.manifest.peer_timeout or len(state.members) >= MOST_MEMBERS:
-                continue
-            if any(member.node == peer.node for member in state.members.values()):
-                continue  # a name that somebody had before
+        known = (met.info for met in self.members.known.values())
+        for peer in sorted(known, key=lambda peer: (peer.joined, peer.peer_id)):
             invitation, why = admission.admit(
                 self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
             )
@@ -84,18 +95,5 @@ class ClockCoordinator(FolderCoordinator):
                 if peer.peer_id == self.identity.peer_id:
                     self.turned_away = why
                 continue
-            state = rounds.seen(state, peer.peer_id, peer.node, min(now, peer.timestamp), invitation)
-        self.files.authors = {member.node: peer_id for peer_id, member in state.members.items()}
+            state = rounds.seen(state, peer.peer_id, peer.peer_id, min(now, peer.timestamp), invitation)
         return state
-
-    def _introductions(self) -> list[PeerInfo]:
-        found = []
-        for author, data in self.files.introductions():
-            try:
-                peer = unseal(data, PeerInfo, INTRODUCTION_BYTES)
-            except Rejected as error:
-                log.debug("an introduction of %s is not used: %s", author, error)
-                continue
-            if (peer.peer_id, peer.swarm) == (author, self.manifest.swarm()):
-                found.append(peer)
-        return found

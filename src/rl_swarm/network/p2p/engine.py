@@ -23,18 +23,22 @@ from typing import Any, Literal, TypeVar
 from rl_swarm.identity import Identity
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.p2p import leash
+from rl_swarm.network.p2p.table import REPLICAS, Table
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STREAM = "/rl-swarm/documents/1"
+WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 START_SECONDS = 30.0
 CALL_SECONDS = 10.0  # for what the DHT is asked
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
-MOST_MET = 256  # peers whose addresses are kept
+MOST_MET = 24  # peers that are connected to as soon as they are heard of
+CONNECTIONS = (64, 128)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
+MOST_TOLD = 1024  # peers whose addresses are kept, for when they are asked
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
     "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'; in a "
@@ -50,6 +54,7 @@ class EngineError(NetworkError):
 class Engine:
     addresses: Sequence[str] = ()  # under which others reach this peer
     clock = staticmethod(time.time)
+    clock_compared = False  # with those of others
 
     def __init__(
         self,
@@ -73,9 +78,11 @@ class Engine:
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
         self.met_before = set[str]()
+        self.told = dict[str, list[str]]()  # where peers say to be
         self.answering = 0
         self.p2p: Any = None
         self.node: Any = None
+        self.table = Table(None)
         self.keeper: asyncio.Task[None] | None = None
 
     def start(self) -> "Engine":
@@ -83,8 +90,12 @@ class Engine:
         self.thread.start()
         try:
             self._call(self._start(), START_SECONDS)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"The peer-to-peer daemon did not start in {START_SECONDS:.0f} s. Is this machine very busy? Try again."
+                ) from error
             raise
         return self
 
@@ -99,20 +110,11 @@ class Engine:
 
     def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
         """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
-        return bool(
-            self._call(self.node.store(key, value, self.clock() + seconds, subkey=subkey), CALL_SECONDS)
-        )
+        return self._call(self.table.store(key, subkey, value, self.clock() + seconds), CALL_SECONDS)
 
     def find(self, key: str) -> dict[str, bytes]:
         """The records of all peers under a key, the newest of each."""
-        found = self._call(self.node.get(key, latest=True), CALL_SECONDS)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {
-            subkey: entry.value
-            for subkey, entry in found.value.items()
-            if isinstance(subkey, str) and isinstance(entry.value, bytes)
-        }
+        return self._call(self.table.find(key), CALL_SECONDS)
 
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
         """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing."""
@@ -121,9 +123,12 @@ class Engine:
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
         own = [text for text in addresses if text.endswith(f"/p2p/{peer_id}")]
-        if peer_id in self.met_before or peer_id == self.identity.peer_id or not own:
+        if peer_id == self.identity.peer_id or not own:
             return
-        if len(self.met_before) < MOST_MET:
+        self.told[peer_id] = own
+        if len(self.told) > MOST_TOLD:
+            del self.told[next(iter(self.told))]
+        if peer_id not in self.met_before and len(self.met_before) < MOST_MET:
             self.met_before.add(peer_id)
             self.known += own
             asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
@@ -145,7 +150,11 @@ class Engine:
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """Does this in the engine's thread; whatever goes wrong on the network is an `OSError`."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError as error:
+            work.close()
+            raise OSError("the peer-to-peer engine has been closed") from error
         try:
             return future.result(seconds)
         except (TooLate, asyncio.TimeoutError) as error:
@@ -176,6 +185,7 @@ class Engine:
 
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+                kwargs |= {"connLo": CONNECTIONS[0], "connHi": CONNECTIONS[1]}
                 return [sys.executable, "-S", str(leash.__file__), *P2P._make_process_args(*args, **kwargs)]
 
         relays = self.known if self.relay else None  # through which others reach us behind a router
@@ -202,7 +212,14 @@ class Engine:
             key.unlink(missing_ok=True)
         self.addresses = [str(address) for address in await self.p2p.get_visible_maddrs()]
         await self.p2p.add_binary_stream_handler(STREAM, self._answer)
-        self.node = await DHTNode.create(p2p=self.p2p, record_validator=Validator(), cache_locally=False)
+        self.node = await DHTNode.create(
+            p2p=self.p2p,
+            record_validator=Validator(),
+            num_replicas=REPLICAS,
+            cache_locally=False,
+            cache_nearest=0,
+        )
+        self.table = Table(self.node)
         await self._connect()
         self.keeper = asyncio.create_task(self._keep_connected())
 
@@ -213,6 +230,10 @@ class Engine:
             await self.node.shutdown()
         if self.p2p is not None:
             await self.p2p.shutdown()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _keep_connected(self) -> None:
         """Looks for others as long as there are none: at the start, and when all have gone."""
@@ -259,7 +280,12 @@ class Engine:
 
     async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
         from hivemind.p2p import PeerID
+        from hivemind.utils.multiaddr import Multiaddr
 
+        if peer_id in self.told and peer_id not in self.met_before:
+            with suppress(Exception):  # perhaps there is another way to it
+                where = [Multiaddr(text).decapsulate(f"/p2p/{peer_id}") for text in self.told[peer_id]]
+                await self.p2p._client.connect(PeerID.from_base58(peer_id), where)
         _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
         try:
             writer.write(struct.pack(">I", len(request)) + request)
@@ -284,7 +310,11 @@ class Engine:
             (size,) = struct.unpack(">I", await reader.readexactly(4))
             if size > MOST_REQUEST:
                 return
-            found = self.answer(await reader.readexactly(size), str(stream.peer_id))
+            request = await reader.readexactly(size)
+            if request == WHAT_TIME:
+                found: bytes | None = f"{self.clock():.3f}".encode()
+            else:
+                found = self.answer(request, str(stream.peer_id))
             writer.write(struct.pack(">?I", found is not None, len(found or b"")) + (found or b""))
             await writer.drain()
 

@@ -1,28 +1,25 @@
 """Into a swarm among peers and out of it again: the engine, the manifest, and what has to be done meanwhile."""
 
 import logging
-import tempfile
+import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from rl_swarm import config
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.address import Address, known_addresses, locate
+from rl_swarm.network.address import known_addresses
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
-from rl_swarm.network.p2p.clock import ClockCoordinator
+from rl_swarm.network.p2p import clocks
 from rl_swarm.network.p2p.documents import KEPT_SECONDS, Notice, PeerFiles, Shelf, acceptable, key_of
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.presence import only_one_here
-from rl_swarm.rounds import State
 from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
 
 log = logging.getLogger(__name__)
@@ -32,7 +29,8 @@ BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machi
 MOST_ADDRESSES = 64
 LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
 MEET_SECONDS = 10.0
-OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
+SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
+MOST_TRIES = 32  # peers that are asked for manifests in one look
 
 
 @contextmanager
@@ -84,7 +82,10 @@ def among_peers(
     done = threading.Event()
 
     def renew() -> None:
-        while not done.wait(KEPT_SECONDS / 3):
+        pause = SETTLE_SECONDS
+        while not done.wait(pause):
+            pause = KEPT_SECONDS / 6
+            clocks.warn(engine)
             files.renew()
             with suppress(OSError):
                 _remember(local, engine)
@@ -94,28 +95,6 @@ def among_peers(
         yield files
     finally:
         done.set()
-
-
-@contextmanager
-def observed(text: str) -> Iterator[tuple[Address, Callable[[], State] | None]]:
-    """A swarm as seen by somebody who only looks: its documents, and the clock where nobody conducts it."""
-    settings, identity, stop = config.load().settings, Identity.new(), threading.Event()
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder)
-        with engine_of(identity, known_addresses(text), settings, here) as engine:
-            threading.Timer(OBSERVE_SECONDS, stop.set).start()
-            found = await_manifest(engine, settings, stop)
-            if found is None:
-                raise NetworkError(
-                    f"{text}: nobody there knows a swarm. Is the address right, and is a node running?"
-                )
-            manifest, _ = found
-            files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, LocalFiles(here))
-            clock = None
-            if manifest.round_end == "interval":
-                clock = ClockCoordinator(files, manifest, identity, identity.node, stop, 0.0).current
-            yield replace(locate(text), files=files), clock
-            stop.set()
 
 
 def tell(engine: Engine, here: Path) -> None:
@@ -139,6 +118,7 @@ def await_manifest(
     pause = pauses(settings.poll_interval)
     told = False
     while not stop.is_set():
+        clocks.warn(engine)
         found = manifests(engine)
         if settings.owner is not None:
             found = {
@@ -167,10 +147,12 @@ def manifests(engine: Engine) -> dict[str, tuple[Manifest, bytes]]:
         records = engine.find(key_of("", ""))
     except OSError:
         return found
-    for subkey, value in records.items():
+    tries = 0
+    for subkey, value in random.sample(list(records.items()), len(records)):
         notice = acceptable(key_of("", ""), subkey, value, engine.clock())
-        if notice is None or notice.path != MANIFEST:
+        if notice is None or notice.path != MANIFEST or notice.swarm in found or tries >= MOST_TRIES:
             continue
+        tries += 1
         engine.introduce(notice.peer_id, notice.addresses)
         with suppress(OSError, Rejected):
             data = _body(engine, notice)

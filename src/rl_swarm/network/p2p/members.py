@@ -1,0 +1,207 @@
+"""Who is here, in a swarm of any size, where nobody conducts.
+
+Introductions lie in parts of the table: the first bits of a number made of a peer's id say in which. How many bits follows
+the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part a round,
+drawn at random, and keeps in mind whom it met; so what it reads does not grow with the swarm. Everybody guesses the size
+from what it reads, so a peer leaves its introduction one bit above and below its own guess, too.
+"""
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median_low
+
+from rl_swarm.manifest import Manifest
+from rl_swarm.network.p2p.documents import DEEPEST, KEPT_SECONDS, Notice, PeerFiles, neighbourhood, parts_of
+from rl_swarm.rounds import PeerInfo
+from rl_swarm.wire import Rejected, unseal
+
+log = logging.getLogger(__name__)
+
+INTRODUCTION_BYTES = 8 << 10
+FULLEST, EMPTIEST = 12, 5  # introductions in a part, on average, beyond which it is halved or doubled
+LOOKS = 5  # whose median is the guess
+NEW = 3  # looks for which a peer counts as new
+MOST_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
+MOST_MEMBERS = 1000  # that a node keeps in mind
+MOST_WALKED = 256  # parts that somebody reads who wants to see everybody
+# Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
+STEPS = range(0, DEEPEST + 1, 3)
+ENOUGH = 3  # introductions in a part that are no accident
+PROBE = 4  # looks, of which one is also at another depth: swarms that lost each other meet again
+VISITS = 16  # peers, about, that leave their introduction with others who are at another depth
+
+
+@dataclass(frozen=True)
+class Met:
+    """Somebody whose introduction was read."""
+
+    info: PeerInfo
+    document: bytes  # in which it stands, signed
+    where: str = ""  # the part of the internet from which it says to come
+
+
+class Members:
+    def __init__(
+        self,
+        files: PeerFiles,
+        manifest: Manifest,
+        rng: random.Random | None = None,
+        admits: Callable[[PeerInfo], bool] | None = None,
+    ) -> None:
+        self.files, self.clock, self.rng = files, files.clock, rng or random.Random()
+        self.admits = admits  # where not everybody may take part; others are not even counted
+        self.swarm, self.me = manifest.swarm(), files.identity.peer_id
+        self.timeout = manifest.peer_timeout
+        self.known = dict[str, Met]()
+        self.depth, self.size = 0, 1  # how many peers there are, about
+        self._sizes = deque[int](maxlen=LOOKS)
+        self._left = dict[int, float]()  # when this peer's introduction was left, by depth
+        self._elsewhere = set[int]()  # depths at which there are others who do not look at ours
+        self._looks = 0
+
+    def others(self) -> int:
+        return len(self.known.keys() - {self.me})
+
+    def join(self, peer: PeerInfo, data: bytes) -> None:
+        """This peer itself is here, whatever it reads."""
+        self.known[self.me] = Met(peer, data)
+
+    def introduction(self, peer_id: str) -> bytes:
+        try:
+            return self.known[peer_id].document
+        except KeyError:
+            raise FileNotFoundError(f"peers/{peer_id}.json") from None
+
+    def places(self) -> Iterator[tuple[str, float]]:
+        """Where this peer's introduction has to be left now, and for how long: in its part every time, in those above and
+        below before it is too old there, and once with others who have to hear of us."""
+        parts, now = parts_of(self.swarm, self.me), self.clock()
+        due = min(0.75 * self.timeout, KEPT_SECONDS / 3)
+        beside = {self.depth - 1, self.depth + 1} & set(range(DEEPEST + 1))
+        late = {depth for depth in beside if now - self._left.get(depth, -due) >= due}
+        for depth in {self.depth} | late | self._elsewhere:
+            yield parts[depth], min(KEPT_SECONDS, 2 * self.timeout)
+            self._left[depth] = now  # once it has been stored
+            self._elsewhere.discard(depth)
+
+    def look(self) -> None:
+        """Reads a part. Others of other depths, too, as long as this peer is new, when nobody is there, when somebody who
+        is there lives at another depth, and now and then."""
+        self._forget()
+        counts = dict[int, int]()
+        try:
+            counts[self.depth], depths = self._counted(self.depth)
+            self._looks += 1
+            strangers = [depth for depth in depths if abs(depth - self.depth) > 1]
+            more = {self.rng.choice(strangers)} if strangers else set[int]()
+            if self._looks % PROBE == 0:
+                more.add(self.rng.choice(STEPS))
+            if self._looks <= NEW or not counts[self.depth]:
+                more.update(STEPS)
+            counts |= {depth: self._counted(depth)[0] for depth in more - {self.depth}}
+        except OSError as error:  # the network is down; whom it met is still in mind
+            log.debug("nobody can be looked for: %s", error)
+            return
+        self._judge(counts, depths)
+
+    def walk(self) -> None:
+        """Reads all parts: for somebody who wants to see everybody, once."""
+        self.look()
+        parts = [_part(number, self.depth) for number in range(1 << self.depth)]
+        for part in self.rng.sample(parts, min(len(parts), MOST_WALKED)):
+            with suppress(OSError):
+                self._read(part)
+
+    def _counted(self, depth: int) -> tuple[int, list[int]]:
+        """How many others are in a part of some depth, and at which depths they look. Where that would change everything,
+        two parts have to agree: somebody may have flooded one."""
+        drawn = self.rng.randrange(1 << depth)
+        count, depths = self._read(_part(drawn, depth))
+        if depth and self._sizes and count << depth > 4 * self.size:
+            another = (drawn + self.rng.randrange(1, 1 << depth)) % (1 << depth)
+            count = min(count, self._read(_part(another, depth))[0])
+        return count, depths
+
+    def _read(self, part: str) -> tuple[int, list[int]]:
+        """How many others are in a part, and at which depths they look. As many as can be kept are met."""
+        oldest = self._oldest()
+        found = [
+            notice
+            for notice in self.files.notices(part)
+            if notice.peer_id != self.me and notice.timestamp >= oldest
+        ]
+        if self.admits is not None:
+            found = [notice for notice in found if (peer := self._introduced(notice)) and self.admits(peer)]
+        for notice in self.rng.sample(found, min(len(found), MOST_OF_A_LOOK)):
+            if peer := self._introduced(notice):
+                self._meet(peer, notice)
+        return len(found), [notice.depth for notice in found]
+
+    def _introduced(self, notice: Notice) -> PeerInfo | None:
+        """Who introduces itself in a notice, if it is its author, of this swarm, and lately."""
+        try:
+            peer = unseal(notice.inside.encode(), PeerInfo, INTRODUCTION_BYTES)
+        except Rejected as error:
+            log.debug("an introduction of %s is not used: %s", notice.peer_id, error)
+            return None
+        # Documents are asked for by their author's id, so that nobody can take another's name.
+        its_own = peer.peer_id == peer.node == notice.peer_id and peer.swarm == self.swarm
+        return peer if its_own and peer.timestamp >= self._oldest() else None
+
+    def _meet(self, peer: PeerInfo, notice: Notice) -> None:
+        before = self.known.get(peer.peer_id)
+        if before is None or peer.timestamp > before.info.timestamp:
+            where = next(filter(None, map(neighbourhood, notice.addresses)), "")
+            self.known[peer.peer_id] = Met(peer, notice.inside.encode(), where)
+        self.files.engine.introduce(notice.peer_id, notice.addresses)
+
+    def _oldest(self) -> float:
+        return self.clock() - 2 * self.timeout
+
+    def _judge(self, counts: dict[int, int], depths: list[int]) -> None:
+        """Guesses the size of the swarm from how many are in parts of some depths, and how deep to look from now on.
+        `depths` is where those look who are in our part."""
+        seen = {d: n for d, n in counts.items() if n >= ENOUGH or (n and d == self.depth)}
+        seen = seen or {d: n for d, n in counts.items() if n}
+        if not seen:  # alone, or lost: those who are meet where a small swarm is
+            self.depth, self.size = 0, 1
+            self._sizes.clear()
+            return
+        best = max(seen, key=lambda d: seen[d] << d)
+        size = seen[best] << best
+        if (best and size > 4 * self.size) or (best != self.depth and 4 * size < self.size):
+            self._sizes.clear()
+        self._sizes.append(size)
+        self.size = median_low(self._sizes)
+        wanted = self.depth
+        while wanted < DEEPEST and self.size > FULLEST << wanted:
+            wanted += 1
+        while wanted > 0 and self.size < EMPTIEST << wanted:
+            wanted -= 1
+        # Who is at the edge of where the others are sees too few of them, and follows them.
+        if len(self._sizes) > 1 and depths:
+            usual = median_low(depths)
+            if wanted <= self.depth < usual:
+                wanted = self.depth + 1
+            elif usual < self.depth <= wanted:
+                wanted = self.depth - 1
+        self.depth = wanted
+        if self.rng.random() * self.size < VISITS:
+            self._elsewhere.update(d for d, n in counts.items() if n and abs(d - self.depth) > 1)
+
+    def _forget(self) -> None:
+        """Whoever has given no sign of life lately is gone."""
+        oldest = self._oldest()
+        others = [met.info for met in self.known.values() if met.info.peer_id != self.me]
+        others.sort(key=lambda peer: -peer.timestamp)
+        for rank, peer in enumerate(others):
+            if peer.timestamp < oldest or rank >= MOST_MEMBERS - 1:
+                del self.known[peer.peer_id]
+
+
+def _part(number: int, depth: int) -> str:
+    return f"peers/{number:0{depth}b}" if depth else "peers"

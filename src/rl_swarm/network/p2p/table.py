@@ -1,0 +1,107 @@
+"""Records in hivemind's table, written and read with few bytes.
+
+Left to itself, hivemind asks twenty peers for whatever is stored or found, and every one of them sends all that it has
+under the key. Here the peers that keep a key's records are looked for under the key beside it, where nothing lies; who
+they are is remembered for a while; and a few of them are asked for the records.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+REPLICAS = 5  # peers that keep a record
+CANDIDATES = 8  # from which they are taken: some may not answer
+READERS = 3  # of the keepers that are asked for records, drawn at random: one that hides some does not matter
+REMEMBERED_SECONDS = 180.0  # for which it is known who keeps a key's records
+MOST_KEYS = 64  # of which that is known
+
+
+class Table:
+    def __init__(
+        self, node: Any, clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None
+    ) -> None:
+        self.node, self.clock, self.rng = node, clock, rng or random.Random()
+        self._keepers = dict[str, tuple[float, list[Any]]]()  # by key: since when, nearest first
+
+    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        """Whether anybody took the record."""
+        from hivemind.dht.routing import DHTID
+        from hivemind.dht.validation import DHTRecord
+
+        protocol, key_id = self.node.protocol, DHTID.generate(source=key)
+        pack = protocol.serializer.dumps
+        record = DHTRecord(key_id.to_bytes(), pack(subkey), pack(value), expires)
+
+        async def keep(peer: Any) -> bool | None:
+            if peer != self.node.peer_id:
+                answer = await protocol.call_store(peer, [key_id], [record.value], expires, subkeys=[subkey])
+                return None if answer is None else bool(answer[0])
+            return bool(
+                protocol.record_validator.validate(record)
+                and protocol.storage.store(key_id, record.value, expires, subkey=subkey)
+            )
+
+        answers = await self._answers(key, keep, await self.keepers(key), REPLICAS)
+        return any(answers)
+
+    async def find(self, key: str) -> dict[str, bytes]:
+        """The records under a key, the newest of each."""
+        from hivemind.dht.routing import DHTID
+        from hivemind.dht.storage import DictionaryDHTValue
+
+        protocol, key_id = self.node.protocol, DHTID.generate(source=key)
+
+        async def read(peer: Any) -> Any:
+            if peer == self.node.peer_id:
+                held = protocol.storage.get(key_id)
+            else:
+                answer = await protocol.call_find(peer, [key_id])
+                if answer is None:
+                    return None
+                held, _ = answer[key_id]
+            return held.value if held and isinstance(held.value, DictionaryDHTValue) else {}
+
+        candidates = await self.keepers(key)
+        keepers = self.rng.sample(candidates[:REPLICAS], len(candidates[:REPLICAS]))
+        answers = await self._answers(key, read, keepers, READERS)
+        if not any(answers):  # perhaps some that were not asked know better
+            answers += await self._answers(key, read, keepers[READERS:], REPLICAS)
+        newest: dict[str, Any] = {}
+        for records in answers:
+            for subkey, entry in records.items():
+                if subkey not in newest or entry.expiration_time > newest[subkey].expiration_time:
+                    newest[subkey] = entry
+        found = {subkey: protocol.serializer.loads(entry.value) for subkey, entry in newest.items()}
+        return {s: value for s, value in found.items() if isinstance(s, str) and isinstance(value, bytes)}
+
+    async def keepers(self, key: str) -> list[Any]:
+        """The peers nearest to a key, this one among them if it is; they keep the records."""
+        from hivemind.dht.routing import DHTID
+
+        since, peers = self._keepers.get(key, (-math.inf, []))
+        if self.clock() - since < REMEMBERED_SECONDS:
+            return peers
+        beside = DHTID(int(DHTID.generate(source=key)) ^ 1)
+        nearest = await self.node.find_nearest_nodes([beside], k_nearest=CANDIDATES, beam_size=CANDIDATES)
+        peers = list(nearest[beside].values())
+        self._keepers.pop(key, None)
+        if len(peers) == CANDIDATES:  # a small swarm may be one that is just beginning
+            self._keepers[key] = (self.clock(), peers)
+            while len(self._keepers) > MOST_KEYS:
+                del self._keepers[next(iter(self._keepers))]
+        return peers
+
+    async def _answers(self, key: str, ask: Callable[[Any], Any], peers: list[Any], wanted: int) -> list[Any]:
+        """What so many of the peers answer, the first ones first; others are asked for those that do not."""
+        left, answers = list(peers), list[Any]()
+        while left and len(answers) < wanted:
+            asked = left[: wanted - len(answers)]
+            del left[: len(asked)]
+            found = await asyncio.gather(*map(ask, asked))
+            if None in found:  # somebody has gone
+                self._keepers.pop(key, None)
+            answers += [answer for answer in found if answer is not None]
+        return answers

@@ -1,0 +1,134 @@
+"""Swarms in virtual time, and a few real peers: what the benchmark of large swarms measures."""
+
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind")
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+simulation = importlib.import_module("simulation")
+
+
+def simulate(*arguments: Any, **options: Any) -> dict[str, Any]:
+    result: dict[str, Any] = simulation.simulate(simulation.Scenario(*arguments, **options))
+    return result
+
+
+@pytest.fixture(scope="module")
+def simulated() -> list[dict[str, Any]]:
+    return [simulate(peers, 4) for peers in (12, 48)]
+
+
+def test_everybody_in_a_simulated_swarm_plays_every_round_and_collects(
+    simulated: list[dict[str, Any]],
+) -> None:
+    for swarm in simulated:
+        assert swarm["played"] == 1
+        assert swarm["groups_taken"] > 7.5 and swarm["rejected"] == {}
+
+
+def test_what_is_sent_is_received_and_every_kind_is_counted_once(simulated: list[dict[str, Any]]) -> None:
+    for swarm in simulated:
+        assert swarm["bytes"] == swarm["received"] == pytest.approx(sum(swarm["bytes_by_kind"].values()))
+        assert swarm["bytes_by_kind"]["bodies"] > swarm["asked"]["ask"][1] > 20_000
+        assert swarm["messages"] == pytest.approx(sum(swarm["messages_by_kind"].values()))
+
+
+def test_a_rollout_is_read_by_few_and_what_was_learned_from_it_reaches_half_of_the_swarm(
+    simulated: list[dict[str, Any]],
+) -> None:
+    for swarm in simulated:
+        reach = swarm["reach"]
+        assert 0 < reach["read_by"] < 0.5 < reach["half_reached"]
+        assert 0 < reach["half_s"]["median"] <= 4 * swarm["interval_s"]
+    small, large = simulated
+    assert large["reach"]["read_by"] < small["reach"]["read_by"]
+
+
+def test_what_a_node_reads_does_not_grow_with_the_swarm(simulated: list[dict[str, Any]]) -> None:
+    small, large = simulated
+    assert large["bytes_by_kind"]["bodies"] < 1.2 * small["bytes_by_kind"]["bodies"]
+    assert large["bytes_by_kind"]["find"] < 1.2 * small["bytes_by_kind"]["find"]
+
+
+def test_the_same_seed_gives_the_same_swarm_and_another_one_another() -> None:
+    once, again, other = (simulate(8, 2, churn=True, seed=seed) for seed in (1, 1, 2))
+    assert once == again != other
+
+
+def test_a_swarm_goes_on_while_a_third_leaves_and_others_come() -> None:
+    swarm = simulate(12, 6, churn=True)
+    assert swarm["played"] > 0.8
+    assert swarm["groups_taken"] > 6
+    assert swarm["bytes_by_kind"]["connect"] > 0
+
+
+def test_a_missed_bar_is_the_exit_status() -> None:
+    command = [sys.executable, str(BENCHMARKS / "scale.py"), "simulate", "--rounds", "1", "--check"]
+    done = subprocess.run([*command, "--peers", "2,12"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert "12 peers send" in done.stderr and done.stdout.startswith("| peers |")
+
+
+def test_three_real_peers_publish_and_collect() -> None:
+    command = [sys.executable, str(BENCHMARKS / "scale.py"), "real", "--peers", "3", "--rounds", "1"]
+    command += ["--interval", "3", "--processes", "1", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (swarm,) = json.loads(done.stdout)["results"]
+    assert swarm["played"] == 1 and swarm["members_known"] == 3
+    assert swarm["publications_read"] > 0 and swarm["groups_taken"] > 0
+    if os.geteuid() == 0 and swarm["bytes"] is not None:
+        asked = sum(size for _, size in swarm["asked"].values())
+        assert swarm["bytes"] > asked > 0 and swarm["packets"] > swarm["messages"] > 0
+
+
+def test_who_keeps_a_record_is_remembered_until_one_of_them_has_gone() -> None:
+    simulated, virtual = map(importlib.import_module, ("simulated", "virtual"))
+    world = virtual.World(1000.0)
+    network = simulated.Network(world, 1, simulated.COSTS, (0.01, 0.1), 1e6)
+    calls = list[int]()
+
+    def live() -> None:
+        engines = [
+            simulated.SimulatedEngine(
+                network, simulation.identity(1, k), lambda *record: True, random.Random(k)
+            )
+            for k in range(40)
+        ]
+        for one in engines:
+            one.start(engines[0] if one is not engines[0] else None)
+        writer, reader = engines[20], engines[30]
+
+        def cost(work: Callable[[], object]) -> int:
+            before = writer.line.messages.copy()
+            work()
+            return (writer.line.messages - before)["place"]
+
+        calls.append(cost(lambda: writer.store("key", "sub", b"old", 500.0)))
+        calls.append(cost(lambda: writer.store("key", "sub", b"value", 600.0)))
+        assert reader.find("key") == {"sub": b"value"}
+        keepers = [one for one in engines if one.node.storage and one not in (writer, reader)]
+        assert 4 <= len(keepers) <= 5
+        for one in keepers[:2]:
+            one.leave()
+        assert reader.find("key") == {"sub": b"value"}
+        writer.store("key", "sub", b"newer", 700.0)
+        calls.append(cost(lambda: writer.store("key", "sub", b"newest", 800.0)))
+        assert reader.find("key") == {"sub": b"newest"}
+
+    with simulation.one_world(world, 1):
+        world.spawn(live)
+        world.run(1e9)
+    first, again, after = calls
+    assert first > 0 == again < after
