@@ -9,6 +9,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 PLACE = "place.json"
 PLACE_BYTES = 1 << 16
+OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
 class CheckpointError(UserError):
@@ -69,10 +71,9 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
     except BaseException as error:
-        full = shutil.disk_usage(root).free < sum(p.nbytes for p in policy.model.parameters())
         shutil.rmtree(aside, ignore_errors=True)
-        if full:  # safetensors tells a full disk in its own way
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+        if told := OS_ERROR.search(str(error)):  # safetensors tells a full disk in its own way
+            raise OSError(int(told[1]), os.strerror(int(told[1])), str(target)) from error
         raise
     for number, folder in sorted(_existing(root, node), reverse=True)[keep:]:
         if number != place.round:

@@ -72,7 +72,7 @@ class Engine:
         short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
-        self.met_before = set[str]()
+        self.introduced = dict[str, list[str]]()  # peers and the addresses that they gave
         self.answering = 0
         self.p2p: Any = None
         self.node: Any = None
@@ -121,11 +121,13 @@ class Engine:
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
         own = [text for text in addresses if text.endswith(f"/p2p/{peer_id}")]
-        if peer_id in self.met_before or peer_id == self.identity.peer_id or not own:
+        before = self.introduced.get(peer_id, [])
+        if own == before or peer_id == self.identity.peer_id or not own:
             return
-        if len(self.met_before) < MOST_MET:
-            self.met_before.add(peer_id)
-            self.known += own
+        if before or len(self.introduced) < MOST_MET:
+            self.introduced[peer_id] = own
+            # One that was started again has other ports.
+            self.known = [text for text in self.known if text not in before] + own
             asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
 
     def peers(self) -> list[str]:
@@ -141,6 +143,10 @@ class Engine:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:

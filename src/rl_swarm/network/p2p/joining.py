@@ -3,6 +3,7 @@
 import logging
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machi
 MOST_ADDRESSES = 64
 LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
 MEET_SECONDS = 10.0
+REMEMBER_SECONDS = 5.0  # between looks at who is there
 OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
 
 
@@ -84,10 +86,14 @@ def among_peers(
     done = threading.Event()
 
     def renew() -> None:
-        while not done.wait(KEPT_SECONDS / 3):
-            files.renew()
-            with suppress(OSError):
+        renewed = time.monotonic()
+        while not done.is_set():
+            with suppress(OSError):  # a node that is killed must find the others again
                 _remember(local, engine)
+            if time.monotonic() - renewed >= KEPT_SECONDS / 3:
+                renewed = time.monotonic()
+                files.renew()
+            done.wait(REMEMBER_SECONDS)
 
     threading.Thread(target=renew, name=threading.current_thread().name, daemon=True).start()
     try:
@@ -199,5 +205,5 @@ def _addresses(local: LocalFiles, name: str) -> list[str]:
 
 def _remember(local: LocalFiles, engine: Engine) -> None:
     addresses = list(dict.fromkeys([*engine.peers(), *engine.known]))[:MOST_ADDRESSES]
-    if addresses:
+    if addresses and set(addresses) != set(_addresses(local, ADDRESSES)):
         local.write(ADDRESSES, msgspec.json.encode({"addresses": addresses}))
