@@ -142,9 +142,10 @@ def draw(network: Network, count: int, rounds: int, interval: float, seed: int) 
             ("reorder", 0.3),
             ("duplicate", 0.3),
             ("clock", rng.choice((-2.5, -0.4, 0.4, 2.5)) * interval),
-            ("disk", 0.0),
             ("old", 3.0),
         ]
+        if network == "p2p" or first <= rounds / 2 < first + 10:  # all nodes of a folder share one disk
+            wanted.append(("disk", 0.0))
         rng.shuffle(wanted)
         for place, (kind, amount) in enumerate(wanted):
             group = max(1, count // 4) if kind == "partition" else 1
@@ -263,7 +264,10 @@ class Bench:
             over = self.round >= self.rounds
             if over and last == math.inf:
                 last = time.monotonic() + LAST_SECONDS
-            if over and not any(process.runs for process in self.nodes.values()):
+            coming = self.network == "folder" and (
+                any(ends < math.inf for ends, _ in self.active) or any(p.wanted for p in self.nodes.values())
+            )
+            if over and not coming and not any(process.runs for process in self.nodes.values()):
                 return
             time.sleep(LOOK_SECONDS)
 
@@ -477,7 +481,8 @@ class Bench:
             if process.popen is not None and not process.runs and process.wanted:
                 self._ended_by_itself(process, now)
             due = process.wanted and not process.runs and now >= process.start_at
-            if due and (process.popen is None or self.round < self.rounds):
+            # Among peers nobody is there any more to come back to.
+            if due and (self.network == "folder" or self.round < self.rounds):
                 if process.name in self.nodes:
                     if starting >= STARTING:
                         continue
@@ -725,8 +730,7 @@ def main() -> None:
         return
     if INSIDE not in os.environ and not options.no_namespaces:
         if can_unshare():
-            inside = {**os.environ, INSIDE: "1"}
-            sys.exit(subprocess.run([*UNSHARE, sys.executable, *sys.argv], env=inside).returncode)
+            os.execvpe(UNSHARE[0], [*UNSHARE, sys.executable, *sys.argv], {**os.environ, INSIDE: "1"})
         progress("this user may not have namespaces (unshare): what needs them is left out")
     namespaces = INSIDE in os.environ
     plan, out = left_out(plan, options.network, namespaces)

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 TUNSETIFF, TAP, NO_PACKET_INFO = 0x400454CA, 0x0002, 0x1000
 MAC = b"\x02\xfb\x00\x00\x00"
@@ -34,16 +34,30 @@ class Line:
     duplicate: float = 0.0  # share of frames that come twice
 
 
-@dataclass
-class Wires:
-    seed: int
-    lines: dict[str, Line] = field(default_factory=dict)
-    _taps: dict[int, tuple[str, int]] = field(default_factory=dict)  # by number: node and descriptor
-    carried: int = 0
-    lost: int = 0
+class Fates:
+    """What becomes of every single frame, drawn from a seed."""
 
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed).random
+
+    def of(self, one: Line, other: Line) -> list[float]:
+        """After how many seconds a frame between two nodes arrives: never, once or twice."""
+        if one.cut != other.cut or self.chance() < one.loss or self.chance() < other.loss:
+            return []
+        seconds = one.delay + other.delay
+        if self.chance() < one.reorder + other.reorder:
+            seconds += OVERTAKEN
+        return [seconds] * (2 if self.chance() < one.duplicate + other.duplicate else 1)
+
+
+class Wires:
+    """The namespaces and the switch between them, in namespaces of this process's own."""
+
+    def __init__(self, seed: int) -> None:
+        self.fates = Fates(seed)
+        self.lines: dict[str, Line] = {}
+        self._taps: dict[int, tuple[str, int]] = {}  # by number: node and descriptor
+        self._carried = 0
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._on_their_way: list[tuple[float, int, int, bytes]] = []
@@ -96,21 +110,9 @@ class Wires:
         with self._lock:
             receivers = [n for n in self._taps if n != sender and (to_all or frame[:6] == MAC + bytes([n]))]
         for receiver in receivers:
-            for seconds in self.fate(self.lines[self._taps[sender][0]], self.lines[self._taps[receiver][0]]):
-                if len(self._on_their_way) >= MOST_HELD:
-                    self.lost += 1
-                    continue
-                self.carried += 1
-                place = (time.monotonic() + seconds, self.carried, receiver, frame)
-                heapq.heappush(self._on_their_way, place)
-
-    def fate(self, one: Line, other: Line) -> list[float]:
-        """After how many seconds a frame between two nodes arrives: never, once or twice."""
-        chance = self._random.random
-        if one.cut != other.cut or chance() < one.loss or chance() < other.loss:
-            self.lost += 1
-            return []
-        seconds = one.delay + other.delay
-        if chance() < one.reorder + other.reorder:
-            seconds += OVERTAKEN
-        return [seconds] * (2 if chance() < one.duplicate + other.duplicate else 1)
+            here, there = (self.lines[self._taps[number][0]] for number in (sender, receiver))
+            for seconds in self.fates.of(here, there):
+                if len(self._on_their_way) < MOST_HELD:
+                    self._carried += 1
+                    due = time.monotonic() + seconds
+                    heapq.heappush(self._on_their_way, (due, self._carried, receiver, frame))
