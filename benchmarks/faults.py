@@ -1,7 +1,7 @@
 """What can happen to a swarm of real nodes, on purpose: crashes, hangs, bad lines, wrong clocks, full disks, old states.
 
     python benchmarks/faults.py --network folder
-    python benchmarks/faults.py --network p2p --nodes 16 --rounds 60 [--seed 1] [--json FILE]
+    python benchmarks/faults.py --network p2p --nodes 16 --rounds 75 [--seed 1] [--json FILE]
     python benchmarks/faults.py --network p2p --show > plan.json      # the plan of a run; --plan plan.json plays it
 
 Faults are data, drawn from a seed. Nodes are `rl-swarm join` with the bundled model (faulted.py); a third of them leave,
@@ -280,7 +280,7 @@ class Bench:
             "--round-interval",
             str(self.interval),
         ]
-        rules += ["--min-peers", str(len(self.first)), "--set", f"peer_timeout={2 * self.interval}"]
+        rules += ["--min-peers", str(len(self.first)), "--set", f"peer_timeout={3 * self.interval}"]
         rules += ["--set", "poll_interval=0.25", "--set", f"network={self.network}"]
         known = []
         for name in ("boot-1", "boot-2"):
@@ -705,7 +705,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--network", choices=get_args(Network), default="folder")
     options.add_argument("--nodes", type=int, default=16)
-    options.add_argument("--rounds", type=int, default=60)
+    options.add_argument("--rounds", type=int, default=75)
     options.add_argument("--interval", type=float, default=8.0, help="seconds per round")
     options.add_argument(
         "--round-end", help="default: deadline in a folder, interval (the clock) among peers"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -169,3 +170,52 @@ def test_the_switch_does_to_frames_what_a_line_says() -> None:
     assert fates.of(Line(reorder=1.0), well)[0] > 0 and fates.of(well, Line(duplicate=1.0)) == [0.0, 0.0]
     arrived = sum(len(fates.of(Line(loss=0.3), well)) for _ in range(1000))
     assert 600 < arrived < 800
+
+
+def played(folder: Path, network: str, plan: list[dict[str, Any]], *options: str) -> dict[str, Any]:
+    (folder / "plan.json").write_text(json.dumps(plan))
+    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--network", network, "--nodes", "4", *options]
+    command += ["--plan", str(folder / "plan.json"), "--json", str(folder / "figures.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    assert figures["violations"] == [] and figures["most_lost_by_one"] <= 1
+    return figures
+
+
+def fault(
+    kind: str, round: int, *nodes: str, seconds: float | None = 1.0, amount: float = 0.0
+) -> dict[str, Any]:
+    return {"kind": kind, "round": round, "nodes": nodes, "seconds": seconds, "amount": amount}
+
+
+def test_a_folder_swarm_lives_through_faults(tmp_path: Path) -> None:
+    plan = [
+        fault("clock", 1, "node-03", seconds=6.0, amount=40.0),
+        fault("crash", 1, "node-01"),
+        fault("duplicate", 1, "node-02", seconds=6.0, amount=0.5),
+        fault("old", 3, "node-04", amount=2),
+        fault("hang", 4, "node-02", seconds=2.0),
+        fault("crash", 5, "lead"),
+        fault("loss", 5, "node-03", seconds=5.0, amount=0.2),
+        fault("reorder", 6, "node-01", seconds=4.0, amount=0.5),
+    ]
+    figures = played(tmp_path, "folder", plan, "--rounds", "12", "--interval", "4")
+    assert {row["kind"] for row in figures["faults"]} == {entry["kind"] for entry in plan}
+    assert figures["restarts"] >= 2 and figures["node_rounds"] >= 24
+
+
+def test_a_swarm_among_peers_lives_through_faults_without_bootnodes(tmp_path: Path) -> None:
+    plan = [
+        fault("hang", 1, "node-02", seconds=2.0),
+        fault("clock", 1, "node-03", seconds=6.0, amount=-20.0),
+        fault("crash", 2, "boot-1", "boot-2", seconds=None),
+        fault("crash", 2, "node-01"),
+        fault("loss", 3, "node-02", seconds=4.0, amount=0.1),
+        fault("old", 5, "node-04", amount=2),
+        fault("partition", 6, "node-02", seconds=3.0),
+    ]
+    figures = played(tmp_path, "p2p", plan, "--rounds", "12", "--interval", "4", "--round-end", "deadline")
+    kinds = {row["kind"] for row in figures["faults"]}
+    assert kinds >= {"hang", "clock", "crash", "old"}  # the others need namespaces
+    assert figures["node_rounds"] >= 20
