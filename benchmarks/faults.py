@@ -575,10 +575,11 @@ class Bench:
                 history.accepted.append((line["author"], line["round"], line["content"]))
 
     def _note_start(self, process: Process, resumed: int | None) -> None:
-        newest = max(
-            (number for time, number in process.history.finished if time < process.started), default=-1
-        )
-        start = Start(process.started, newest, resumed, time.monotonic(), process.put_back)
+        history = process.history
+        since = max((start.time for start in history.starts if start.put_back), default=-math.inf)
+        before = {number for time, number in history.finished if since < time < process.started}
+        lost = tuple(sorted(number for number in before if resumed is not None and number > resumed))
+        start = Start(process.started, resumed, time.monotonic(), lost, process.put_back)
         process.history.starts.append(start)
 
     def _news(self, process: Process, name: str) -> list[dict[str, Any]]:
@@ -632,8 +633,7 @@ def outcome(bench: Bench) -> list[dict[str, Any]]:
         for _, ends, fault in found:
             for name in fault.nodes:
                 if name in bench.nodes and ends < math.inf:
-                    after = [t for t, _ in bench.nodes[name].history.finished if t > ends]
-                    waits.append(min(after) - ends if after else math.inf)
+                    waits += waits_after(bench.nodes[name].history, ends)
         if found:
             rows.append(
                 {
@@ -647,10 +647,17 @@ def outcome(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
+def waits_after(history: History, ends: float) -> list[float]:
+    """Seconds from the end of a fault, or from the start after it, to the next finished round, if there was one."""
+    after = min((time for time, _ in history.finished if time > ends), default=math.inf)
+    begun = max([ends, *(start.time for start in history.starts if start.time < after)])
+    return [after - begun] if after < math.inf else []
+
+
 def figures_of(bench: Bench, broken: list[str], seconds: float) -> dict[str, Any]:
     run = bench.run
     starts = [s for node in run.nodes.values() for s in node.starts[1:] if s.resumed is not None]
-    lost = [max(0, s.finished - s.resumed) for s in starts if not s.put_back]
+    lost = [len(start.lost) for start in starts if not start.put_back]
     return {
         "network": bench.network,
         "round_end": bench.round_end,

@@ -18,9 +18,9 @@ Moment = tuple[float, int]  # a time, and the round that began or was finished t
 @dataclass(frozen=True)
 class Start:
     time: float
-    finished: int  # the newest round that this node had finished before, -1: none
     resumed: int | None  # where it went on, -1: from nothing; None: it never got so far
     in_place: float  # when it took part
+    lost: tuple[int, ...] = ()  # rounds that it had finished, and of which it knows nothing
     put_back: bool = False  # it was given an old state
 
 
@@ -102,12 +102,9 @@ def work_lost(run: Run) -> Iterator[str]:
     """A node that comes back has lost the round in flight, and no more."""
     for name, node in run.nodes.items():
         for start in node.starts:
-            if start.put_back or start.resumed is None:
-                continue
-            if start.resumed < start.finished - 1:
-                yield (
-                    f"{name} lost work: it had finished round {start.finished} and came back with round {start.resumed}"
-                )
+            if len(start.lost) > 1 and not start.put_back:
+                lost = ", ".join(map(str, start.lost))
+                yield f"{name} lost work: it came back with round {start.resumed}, and had finished {lost}"
 
 
 def ended_without_reason(run: Run) -> Iterator[str]:

@@ -26,14 +26,14 @@ def sound() -> Any:
             peer_id=peer_id,
             well=[(0.0, 200.0)],
             finished=[(10.0 * number + 5, number) for number in range(ROUNDS)],
-            starts=[verdict.Start(-8.0, -1, -1, 0.0)],
+            starts=[verdict.Start(-8.0, -1, 0.0)],
             members=[(0.0, everybody), (199.0, everybody)],
             left_well=True,
         )
     two = run.nodes["two"]
     two.well = [(0.0, 92.0), (110.0, 200.0)]
     del two.finished[9:11]
-    two.starts.append(verdict.Start(100.0, 8, 8, 110.0))
+    two.starts.append(verdict.Start(100.0, 8, 110.0))
     two.accepted = [("one", 3, "abc"), ("one", 4, "def")]
     return run
 
@@ -65,11 +65,11 @@ def spoil_the_end(run: Any) -> None:
 
 
 def spoil_a_start(run: Any) -> None:
-    run.nodes["two"].starts.append(verdict.Start(150.0, 14, None, 320.0))
+    run.nodes["two"].starts.append(verdict.Start(150.0, None, 320.0))
 
 
 def spoil_a_checkpoint(run: Any) -> None:
-    run.nodes["two"].starts.append(verdict.Start(150.0, 14, 12, 158.0))
+    run.nodes["two"].starts.append(verdict.Start(150.0, 12, 158.0, lost=(13, 14)))
 
 
 def spoil_an_exit(run: Any) -> None:
@@ -109,7 +109,7 @@ def spoil_the_machine(run: Any) -> None:
         (spoil_progress, "one was stuck: nothing finished for 70 s"),
         (spoil_the_end, "one was stuck: it did not end with the swarm"),
         (spoil_a_start, "two was stuck: started, and not there after 170 s"),
-        (spoil_a_checkpoint, "two lost work: it had finished round 14 and came back with round 12"),
+        (spoil_a_checkpoint, "two lost work: it came back with round 12, and had finished 13, 14"),
         (spoil_an_exit, "one ended by itself with exit code 1"),
         (spoil_a_message, "one ended by itself with exit code 1: Traceback"),
         (spoil_a_name, "one took peer-3 for two, who is peer-2"),
@@ -131,7 +131,7 @@ def test_what_the_bench_did_itself_is_not_held_against_a_node() -> None:
     two = run.nodes["two"]
     del two.finished[9:15]
     two.well = [(0.0, 92.0), (150.0, 200.0)]  # it was kept from taking part for six rounds
-    two.starts[-1] = verdict.Start(145.0, 8, 3, 150.0, put_back=True)
+    two.starts[-1] = verdict.Start(145.0, 3, 150.0, lost=(4, 5, 6, 7, 8), put_back=True)
     two.ends.append(verdict.End(93.0, 1, "disk full", "rl-swarm: The disk is full."))
     assert verdict.violations(run) == []
 

@@ -2,7 +2,9 @@
 
 import copy
 import errno
+import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,3 +234,18 @@ def test_what_a_disk_refuses_is_told_as_such(settings, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / "round_0" / "node")
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_folder_that_another_node_tidies_away_meanwhile_is_made_again(settings, tmp_path, monkeypatch):
+    """Between the folder of a round and the one in it: another node finds the first empty, and removes it."""
+    make, tidied = os.mkdir, []
+
+    def mkdir(path, *mode):
+        if Path(path).name.startswith(".node") and Path(path).parent.exists() and not tidied:
+            tidied.append(Path(path).parent)
+            Path(path).parent.rmdir()
+        make(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    folder = save(Policy.load(settings, ""), place(0), tmp_path, "node", 1)
+    assert tidied == [folder.parent] and (folder / "place.json").exists()

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PLACE = "place.json"
 PLACE_BYTES = 1 << 16
+MKDIR_TRIES = 10
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
@@ -62,7 +64,7 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
     for left in root.glob(f"round_*/.{node}.*.tmp"):  # by a process that was killed while it saved
         if left.name[len(node) + 2 : -4].isdigit():
             shutil.rmtree(left, ignore_errors=True)
-    aside.mkdir(parents=True)
+    _make(aside)
     try:
         policy.save(aside)
         save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
@@ -80,6 +82,15 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
             shutil.rmtree(folder, ignore_errors=True)
             _remove_if_empty(folder.parent)
     return target
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder, although other nodes remove its parent whenever they find it empty."""
+    for _ in range(MKDIR_TRIES):
+        with suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
+            return
+    folder.mkdir(parents=True)
 
 
 def written(root: Path, node: str, swarm: str, peer_id: str) -> Iterator[tuple[Path, Place]]:
