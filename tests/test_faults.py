@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-faults, verdict, wires = map(importlib.import_module, ("faults", "verdict", "wires"))
+plans, verdict, wires = map(importlib.import_module, ("fault_plan", "fault_verdict", "fault_wires"))
 
 ROUNDS = 20
 
@@ -138,16 +138,16 @@ def test_what_the_bench_did_itself_is_not_held_against_a_node() -> None:
 
 @pytest.mark.parametrize("network", ["folder", "p2p"])
 def test_a_plan_has_every_kind_of_fault_and_churn_of_a_third(network: str) -> None:
-    plan = faults.draw(network, 16, 60, 8.0, seed=1)
-    assert plan == faults.draw(network, 16, 60, 8.0, seed=1) != faults.draw(network, 16, 60, 8.0, seed=2)
+    plan = plans.draw(network, 16, 60, 8.0, seed=1)
+    assert plan == plans.draw(network, 16, 60, 8.0, seed=1) != plans.draw(network, 16, 60, 8.0, seed=2)
     kinds = Counter(fault.kind for fault in plan)
-    assert set(kinds) == set(faults.WORDS)
+    assert set(kinds) == set(plans.WORDS)
     for first in range(4, 44, 10):
         gone = [f for f in plan if first <= f.round < first + 10 and f.kind in ("leave", "crash")]
         assert sum(name.startswith("node") for fault in gone for name in fault.nodes) >= 16 / 3
     shown = json.dumps([vars(fault) for fault in plan])
-    assert faults.plan_of(shown) == plan
-    kept, out = faults.left_out(plan, network, namespaces=False)
+    assert plans.plan_of(shown) == plan
+    kept, out = plans.left_out(plan, network, namespaces=False)
     assert (
         out["disk"] and ("loss" in out) == (network == "p2p") and len(kept) + sum(out.values()) == len(plan)
     )
@@ -158,7 +158,7 @@ def test_a_plan_has_every_kind_of_fault_and_churn_of_a_third(network: str) -> No
 )
 def test_a_plan_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SystemExit, match="--plan"):
-        faults.plan_of(text)
+        plans.plan_of(text)
 
 
 def test_the_switch_does_to_frames_what_a_line_says() -> None:

@@ -1,6 +1,6 @@
 """A node as `rl-swarm` starts it, to which faults happen that cannot be brought in from outside.
 
-    python benchmarks/faulted.py FOLDER join ADDRESS …
+    python benchmarks/fault_node.py FOLDER join ADDRESS …
 
 `FOLDER/control.json` says, at any moment, by how much this process's clock is wrong and how badly its drive behaves.
 Into `FOLDER/seen.jsonl` it writes what it takes for true: who the members are, what it published, and what it accepted.
