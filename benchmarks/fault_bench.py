@@ -372,13 +372,14 @@ class Bench:
             return
         copy = self.kept[key] = self.root / f"old-{process.name}-{fault.round}"
         for _ in range(5):
+            copy.mkdir()  # it stays empty for a node that has no state yet
             try:
                 for path in self._state_of(process):
                     shutil.copytree(path, copy / path.relative_to(self.root), dirs_exist_ok=True)
                 return
             except (shutil.Error, OSError):  # a file has gone meanwhile
                 shutil.rmtree(copy, ignore_errors=True)
-        progress(f"the state of {process.name} could not be copied")
+        raise OSError(f"the state of {process.name} could not be copied")
 
     def _put_back(self, process: Process, fault: Fault) -> None:
         copy = self.kept.pop((process.name, fault.round))

@@ -169,6 +169,32 @@ def test_who_comes_back_at_another_address_is_known_there():
         one.close()
 
 
+def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
+    """A laptop that was closed: its connections are there, and nothing comes over them."""
+    monkeypatch.setattr("rl_swarm.network.p2p.engine.FIRST_SECONDS", 0.5)
+    one, two = (
+        Engine(identity_of(name), answer=lambda request, peer: request, **ALONE).start()
+        for name in ("one", "two")
+    )
+    (daemon,) = [found for found in daemons(os.getpid()) if str(two.folder) in cmdline(found)]
+    try:
+        one.introduce(peer_id("two"), two.addresses)
+        assert eventually(lambda: bool(one.peers()))
+        assert one.ask(peer_id("two"), b"hello", 10) == b"hello"
+        os.kill(daemon, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match="in time"):
+            one.ask(peer_id("two"), b"hello", 10)
+        os.kill(daemon, signal.SIGCONT)
+        with pytest.raises(TimeoutError, match="a moment ago"):
+            one.ask(peer_id("two"), b"hello", 10)
+        assert two.ask(peer_id("one"), b"here", 10) == b"here"
+        assert one.ask(peer_id("two"), b"hello", 10) == b"hello"
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+        one.close()
+        two.close()
+
+
 def notice(identity, **changes):
     values = {"swarm": "s", "path": "peers/ann.json", "sha256": "0" * 64, "size": 1, "timestamp": time.time()}
     return Notice(**{**values, **changes})

@@ -30,7 +30,9 @@ T = TypeVar("T")
 STREAM = "/rl-swarm/documents/1"
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 START_SECONDS = 30.0
-CALL_SECONDS = 10.0  # for what the DHT is asked
+CALL_SECONDS = 10.0  # for what the DHT or a peer is asked
+FIRST_SECONDS = 4.0  # for a peer to begin to answer
+SILENT_SECONDS = (15.0, 240.0)  # in which a peer that did not is not asked again; it grows
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
@@ -72,6 +74,9 @@ class Engine:
         short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
+        self.silent = dict[
+            str, tuple[float, float]
+        ]()  # peers, until when they are not asked, and for how long then
         self.introduced = dict[str, list[str]]()  # peers and the addresses that they gave
         self.answering = 0
         self.p2p: Any = None
@@ -115,8 +120,20 @@ class Engine:
         }
 
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
-        """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing."""
-        return self._call(self._ask(peer_id, request, limit), seconds)
+        """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing.
+
+        One that lets us wait in vain (a laptop that was closed) is not asked again for a while, or until it asks us.
+        """
+        until, pause = self.silent.get(peer_id, (0.0, SILENT_SECONDS[0]))
+        if time.monotonic() < until:
+            raise TimeoutError(f"{peer_id} did not answer a moment ago")
+        try:
+            answer = self._call(self._ask(peer_id, request, limit), seconds)
+        except TimeoutError:
+            self.silent[peer_id] = (time.monotonic() + pause, min(2 * pause, SILENT_SECONDS[1]))
+            raise
+        self.silent.pop(peer_id, None)
+        return answer
 
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
@@ -156,7 +173,7 @@ class Engine:
             return future.result(seconds)
         except (TooLate, asyncio.TimeoutError) as error:
             future.cancel()
-            raise TimeoutError(f"the peer-to-peer network did not answer in {seconds:.0f} s") from error
+            raise TimeoutError("the peer-to-peer network did not answer in time") from error
         except (NetworkError, OSError):
             raise
         except Exception as error:  # hivemind and its daemon raise all kinds
@@ -266,11 +283,12 @@ class Engine:
     async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
         from hivemind.p2p import PeerID
 
-        _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
+        opening = self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
+        _, reader, writer = await asyncio.wait_for(opening, FIRST_SECONDS)
         try:
             writer.write(struct.pack(">I", len(request)) + request)
             await writer.drain()
-            there, size = struct.unpack(">?I", await reader.readexactly(5))
+            there, size = struct.unpack(">?I", await asyncio.wait_for(reader.readexactly(5), FIRST_SECONDS))
             if not there:
                 return None
             return bytes(await reader.readexactly(min(size, limit + 1)))
@@ -285,6 +303,7 @@ class Engine:
             writer.close()
             return
         self.answering += 1
+        self.silent.pop(str(stream.peer_id), None)
 
         async def converse() -> None:
             (size,) = struct.unpack(">I", await reader.readexactly(4))
