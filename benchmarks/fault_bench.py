@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 from fault_plan import ON_THE_LINE, WORDS, Fault, Network, node_names
-from fault_verdict import End, History, Run, Start
+from fault_verdict import START_SECONDS, End, History, Run, Start
 from fault_wires import Line, Wires
 
 from rl_swarm.identity import Identity
@@ -122,12 +122,16 @@ class Bench:
             over = self.round >= self.rounds
             if over and last == math.inf:
                 last = time.monotonic() + LAST_SECONDS
-            coming = self.network == "folder" and (
-                any(ends < math.inf for ends, _ in self.active) or any(p.wanted for p in self.nodes.values())
-            )
-            if over and not coming and not any(process.runs for process in self.nodes.values()):
+            if over and not self._anybody_left():
                 return
             time.sleep(LOOK_SECONDS)
+
+    def _anybody_left(self) -> bool:
+        """Whether nodes still end, or come back. Among peers there is nobody to come back to after the last round."""
+        if self.network == "p2p":
+            return any(process.runs and process.in_place for process in self.nodes.values())
+        coming = any(ends < math.inf for ends, _ in self.active)
+        return coming or any(process.runs or process.wanted for process in self.nodes.values())
 
     def _found(self) -> None:
         rules = [
@@ -193,6 +197,8 @@ class Bench:
             self.small.add(folder)
 
     def _start(self, process: Process) -> None:
+        if process.name in self.nodes and not process.history.starts and not self.processes["lead"].runs:
+            process.command[1] = self._somebody() or process.command[1]  # all that it was told of have gone
         launcher = [sys.executable, str(Path(__file__).with_name("fault_node.py")), str(process.folder)]
         environ = {**os.environ, "NODE_ID": process.name, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environ |= {"TMPDIR": str(self.root), "PYTHONUNBUFFERED": "1"}
@@ -202,6 +208,12 @@ class Bench:
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         process.wanted, process.in_place, process.started = True, False, time.monotonic()
+
+    def _somebody(self) -> str:
+        """Addresses of those who are there, as a newcomer would get them from a friend."""
+        files = self.root.glob("node-*/runs/p2p-*/addresses.json")
+        known = {address for file in files for address in json.loads(file.read_text())["addresses"]}
+        return ",".join(f"p2p://{address}" for address in sorted(known)[:32])
 
     def _said(self, process: Process, words: str) -> str:
         """The address in what a process prints."""
@@ -449,10 +461,13 @@ class Bench:
         now = time.monotonic()
         for process in self.nodes.values():
             self._no_longer_well(process, now)
-            if process.runs and not process.history.left_well:
-                process.history.left_well = False
-            if process.runs and not process.in_place:
+            if not process.runs:
+                continue
+            too_late = self.network == "p2p" and now - process.started < START_SECONDS
+            if not process.in_place and not too_late:
                 self._note_start(process, None)
+            if process.in_place and not process.history.left_well:
+                process.history.left_well = False
         for process in self.processes.values():
             process.send(signal.SIGCONT)
             process.send(signal.SIGKILL)

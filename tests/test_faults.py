@@ -174,7 +174,7 @@ def test_the_switch_does_to_frames_what_a_line_says() -> None:
 
 def played(folder: Path, network: str, plan: list[dict[str, Any]], *options: str) -> dict[str, Any]:
     (folder / "plan.json").write_text(json.dumps(plan))
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--network", network, "--nodes", "4", *options]
+    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--network", network, "--nodes", "3", *options]
     command += ["--plan", str(folder / "plan.json"), "--json", str(folder / "figures.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -212,7 +212,7 @@ def test_a_swarm_among_peers_lives_through_faults_without_bootnodes(tmp_path: Pa
         fault("crash", 2, "boot-1", "boot-2", seconds=None),
         fault("crash", 2, "node-01"),
         fault("loss", 3, "node-02", seconds=4.0, amount=0.1),
-        fault("old", 5, "node-04", amount=2),
+        fault("old", 5, "node-03", amount=2),
         fault("partition", 6, "node-02", seconds=3.0),
     ]
     figures = played(tmp_path, "p2p", plan, "--rounds", "12", "--interval", "4", "--round-end", "deadline")

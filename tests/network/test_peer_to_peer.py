@@ -171,7 +171,6 @@ def test_who_comes_back_at_another_address_is_known_there():
 
 def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
     """A laptop that was closed: its connections are there, and nothing comes over them."""
-    monkeypatch.setattr("rl_swarm.network.p2p.engine.FIRST_SECONDS", 0.5)
     one, two = (
         Engine(identity_of(name), answer=lambda request, peer: request, **ALONE).start()
         for name in ("one", "two")
@@ -182,7 +181,8 @@ def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
         assert eventually(lambda: bool(one.peers()))
         assert one.ask(peer_id("two"), b"hello", 10) == b"hello"
         os.kill(daemon, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match="in time"):
+        with monkeypatch.context() as short, pytest.raises(TimeoutError, match="in time"):
+            short.setattr("rl_swarm.network.p2p.engine.FIRST_SECONDS", 0.5)
             one.ask(peer_id("two"), b"hello", 10)
         os.kill(daemon, signal.SIGCONT)
         with pytest.raises(TimeoutError, match="a moment ago"):

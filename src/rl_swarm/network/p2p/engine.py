@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 STREAM = "/rl-swarm/documents/1"
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
-START_SECONDS = 30.0
+START_SECONDS = 90.0  # on a machine that is busy
 CALL_SECONDS = 10.0  # for what the DHT or a peer is asked
 FIRST_SECONDS = 4.0  # for a peer to begin to answer
 SILENT_SECONDS = (15.0, 240.0)  # in which a peer that did not is not asked again; it grows
@@ -88,6 +88,11 @@ class Engine:
         self.thread.start()
         try:
             self._call(self._start(), START_SECONDS)
+        except TimeoutError as error:
+            self.close()
+            raise EngineError(
+                f"The peer-to-peer daemon did not start in {START_SECONDS:.0f} s: this machine is too busy. Try again."
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -160,10 +165,10 @@ class Engine:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        while left := asyncio.all_tasks(self.loop):
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
