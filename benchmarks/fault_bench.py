@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Bench:
         self.round = -1
         self.created = 0.0  # of the manifest, with rounds by the clock
         self.active: list[tuple[float, Fault]] = []  # with the time of their end
-        self.happened: list[tuple[float, float, Fault]] = []
+        self.happened: list[tuple[float, Fault]] = []
         self.kept: dict[tuple[str, int], Path] = {}  # old states
         self.small = set[Path]()  # disks of their own
         later = {name for fault in plan if fault.kind == "join" for name in fault.nodes}
@@ -262,7 +262,9 @@ class Bench:
             fault = self.plan.pop(0)
             ends = math.inf if fault.seconds is None else now + fault.seconds
             self.active.append((ends, fault))
-            self.happened.append((now, ends, fault))
+            hit = tuple(name for name in fault.nodes if fault.kind == "join" or self.processes[name].runs)
+            if hit:  # others were down anyway
+                self.happened.append((ends, replace(fault, nodes=hit)))
             for name in fault.nodes:
                 self._begin(self.processes[name], fault, now)
         for ends, fault in [entry for entry in self.active if entry[0] <= now]:

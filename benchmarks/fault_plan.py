@@ -104,6 +104,11 @@ def node_names(count: int) -> list[str]:
     return [f"node-{number:02}" for number in range(1, count + 1)]
 
 
+def names_of(network: Network, count: int) -> set[str]:
+    """All processes of a swarm to which something can happen."""
+    return {*node_names(count), "lead", *(("boot-1", "boot-2") if network == "p2p" else ())}
+
+
 def left_out(plan: Iterable[Fault], network: Network, namespaces: bool) -> tuple[list[Fault], Counter[str]]:
     """The faults that can be brought about here, and how many of each kind cannot."""
     kept, out = [], Counter[str]()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fault_bench import Bench, progress
-from fault_plan import WORDS, Kind, Network, draw, left_out, plan_of
+from fault_plan import WORDS, Kind, Network, draw, left_out, names_of, plan_of
 from fault_verdict import History, violations
 
 INSIDE = "FAULTS_INSIDE"  # set in the namespaces
@@ -49,9 +49,9 @@ def outcome(bench: Bench) -> list[dict[str, Any]]:
     """By kind of fault: how often, and how long until its nodes had finished a round again."""
     rows = []
     for kind in get_args(Kind):
-        found = [entry for entry in bench.happened if entry[2].kind == kind]
+        found = [entry for entry in bench.happened if entry[1].kind == kind]
         waits = []
-        for _, ends, fault in found:
+        for ends, fault in found:
             for name in fault.nodes:
                 if name in bench.nodes and ends < math.inf:
                     waits += waits_after(bench.nodes[name].history, ends)
@@ -60,7 +60,7 @@ def outcome(bench: Bench) -> list[dict[str, Any]]:
                 {
                     "kind": kind,
                     "times": len(found),
-                    "nodes": sum(len(fault.nodes) for _, _, fault in found),
+                    "nodes": sum(len(fault.nodes) for _, fault in found),
                     "median_seconds": round(statistics.median(waits), 1) if waits else None,
                     "worst_seconds": round(max(waits), 1) if waits else None,
                 }
@@ -147,6 +147,9 @@ def main() -> None:
     options = parser().parse_args()
     if options.plan:
         plan = plan_of(Path(options.plan).read_text())
+        unknown = {name for fault in plan for name in fault.nodes} - names_of(options.network, options.nodes)
+        if unknown:
+            raise SystemExit(f"--plan: there is no {', '.join(sorted(unknown))} in this swarm")
     else:
         plan = draw(options.network, options.nodes, options.rounds, options.interval, options.seed)
     if options.show:

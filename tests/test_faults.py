@@ -194,15 +194,15 @@ def test_a_folder_swarm_lives_through_faults(tmp_path: Path) -> None:
         fault("clock", 1, "node-03", seconds=6.0, amount=40.0),
         fault("crash", 1, "node-01"),
         fault("duplicate", 1, "node-02", seconds=6.0, amount=0.5),
-        fault("old", 3, "node-04", amount=2),
+        fault("old", 4, "node-03", amount=2),
         fault("hang", 4, "node-02", seconds=2.0),
-        fault("crash", 5, "lead"),
-        fault("loss", 5, "node-03", seconds=5.0, amount=0.2),
+        fault("crash", 6, "lead"),
+        fault("loss", 6, "node-02", seconds=4.0, amount=0.2),
         fault("reorder", 6, "node-01", seconds=4.0, amount=0.5),
     ]
-    figures = played(tmp_path, "folder", plan, "--rounds", "12", "--interval", "4")
+    figures = played(tmp_path, "folder", plan, "--rounds", "10", "--interval", "3")
     assert {row["kind"] for row in figures["faults"]} == {entry["kind"] for entry in plan}
-    assert figures["restarts"] >= 2 and figures["node_rounds"] >= 24
+    assert figures["restarts"] == 2 and figures["node_rounds"] >= 10
 
 
 def test_a_swarm_among_peers_lives_through_faults_without_bootnodes(tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ def test_a_swarm_among_peers_lives_through_faults_without_bootnodes(tmp_path: Pa
         fault("crash", 2, "node-01"),
         fault("loss", 3, "node-02", seconds=4.0, amount=0.1),
         fault("old", 5, "node-03", amount=2),
-        fault("partition", 6, "node-02", seconds=3.0),
+        fault("partition", 7, "node-02", seconds=3.0),
     ]
-    figures = played(tmp_path, "p2p", plan, "--rounds", "12", "--interval", "4", "--round-end", "deadline")
+    figures = played(tmp_path, "p2p", plan, "--rounds", "10", "--interval", "3", "--round-end", "deadline")
     kinds = {row["kind"] for row in figures["faults"]}
     assert kinds >= {"hang", "clock", "crash", "old"}  # the others need namespaces
-    assert figures["node_rounds"] >= 20
+    assert figures["node_rounds"] >= 10

@@ -191,14 +191,32 @@ class FolderExchange:
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
         self.refusal = refusal  # why a peer is not admitted
         self.neighbourhoods = neighbourhoods
+        self._published = False  # by this process
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
         # Files that were there but not whole: tries so far, time of the first and of the next.
         self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}
 
     def publish(self, publication: Publication) -> None:
-        path = rollouts_path(publication.round, publication.stage, self.node)
+        """Writes the rollouts. Of a node that was restarted and plays a round again, those that others may have count."""
+        where = (publication.round, publication.stage)
+        if not self._published and self._has_published(where):
+            log.info("round %d was published before this node was restarted", publication.round)
+            return
+        self._published = True
+        path = rollouts_path(*where, self.node)
         data = self._sealed(within(publication, self.manifest.limits))
         patiently(lambda: self.files.write(path, data), self.stop, self.manifest.peer_timeout)
+
+    def _has_published(self, where: tuple[int, int]) -> bool:
+        """Whether there are rollouts of ours, written before this process began."""
+        try:
+            limit = self.manifest.limits.file_bytes
+            found = self._checked(
+                self.files.read(rollouts_path(*where, self.node), limit), (*where, self.node)
+            )
+        except (OSError, Rejected):
+            return False
+        return found.peer_id == self.identity.peer_id
 
     def _sealed(self, publication: Publication) -> bytes:
         """The publication with as many questions as fit into a document. The last ones go: nobody takes it with gaps."""
