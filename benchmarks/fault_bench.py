@@ -37,7 +37,7 @@ NODE_SETTINGS = {
     "device": "cpu",
 }
 LOOK_SECONDS = 0.25
-STARTING = 2  # nodes at a time: they load torch
+STARTING = 4  # nodes at a time: they load torch
 STARTING_SECONDS = 15.0  # that it usually takes
 RESTART_SECONDS = 2.0  # until a process that ended by itself is started again
 EXCUSED_SECONDS = 15.0  # after a fault in which a node may still end because of it
@@ -349,7 +349,7 @@ class Bench:
             process.runs and not process.in_place and now - process.started < 3 * STARTING_SECONDS
             for process in self.nodes.values()
         )
-        for process in self.processes.values():
+        for process in sorted(self.processes.values(), key=lambda process: process.start_at):
             if process.popen is not None and not process.runs and process.wanted:
                 self._ended_by_itself(process, now)
             due = process.wanted and not process.runs and now >= process.start_at

@@ -96,6 +96,8 @@ def stuck(run: Run) -> Iterator[str]:
                 yield f"{name} was stuck: started, and not there after {begun.in_place - begun.time:.0f} s"
         if node.left_well is False:
             yield f"{name} was stuck: it did not end with the swarm"
+        if not node.finished:
+            yield f"{name} was stuck: it never finished a round"
 
 
 def work_lost(run: Run) -> Iterator[str]:

@@ -64,6 +64,11 @@ def spoil_the_end(run: Any) -> None:
     run.nodes["one"].left_well = False
 
 
+def spoil_a_node(run: Any) -> None:
+    run.nodes["one"].finished.clear()
+    run.nodes["one"].well.clear()
+
+
 def spoil_a_start(run: Any) -> None:
     run.nodes["two"].starts.append(verdict.Start(150.0, None, 320.0))
 
@@ -108,6 +113,7 @@ def spoil_the_machine(run: Any) -> None:
         (spoil_the_clock, "the swarm went back from round 11 to round 5"),
         (spoil_progress, "one was stuck: nothing finished for 70 s"),
         (spoil_the_end, "one was stuck: it did not end with the swarm"),
+        (spoil_a_node, "one was stuck: it never finished a round"),
         (spoil_a_start, "two was stuck: started, and not there after 170 s"),
         (spoil_a_checkpoint, "two lost work: it came back with round 12, and had finished 13, 14"),
         (spoil_an_exit, "one ended by itself with exit code 1"),
