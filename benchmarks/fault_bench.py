@@ -37,6 +37,7 @@ NODE_SETTINGS = {
     "device": "cpu",
 }
 LOOK_SECONDS = 0.25
+KILLED = "killed from outside"
 STARTING = 4  # nodes at a time: they load torch
 STARTING_SECONDS = 15.0  # that it usually takes
 RESTART_SECONDS = 2.0  # until a process that ended by itself is started again
@@ -372,6 +373,8 @@ class Bench:
         excuse = process.faults[0].kind if process.faults else ""
         if not excuse and now < process.excused[1]:
             excuse = process.excused[0]
+        if code == -signal.SIGKILL:  # as the kernel does where memory runs out: a crash that nobody planned
+            excuse = KILLED
         end = End(now, code, excuse, last_words(process))
         process.history.ends.append(end)
         progress(f"{process.name} ended with exit code {code} ({excuse or 'no reason'}): {end.words}")

@@ -110,9 +110,10 @@ def work_lost(run: Run) -> Iterator[str]:
 
 
 def ended_without_reason(run: Run) -> Iterator[str]:
+    """A node ends by itself only where a fault leaves it no choice, and says why, as it speaks to its user."""
     for name, node in run.nodes.items():
         for end in node.ends:
-            if not end.excuse or not end.words.startswith("rl-swarm: "):  # that is how it speaks to its user
+            if not end.excuse or (end.code > 0 and not end.words.startswith("rl-swarm: ")):
                 yield f"{name} ended by itself with exit code {end.code}: {end.words}"
 
 

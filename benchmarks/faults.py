@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from fault_bench import Bench, progress
+from fault_bench import KILLED, Bench, progress
 from fault_plan import WORDS, Kind, Network, draw, left_out, names_of, plan_of
 from fault_verdict import History, violations
 
@@ -89,7 +89,10 @@ def figures_of(bench: Bench, broken: list[str], seconds: float) -> dict[str, Any
         "restarts": len(starts),
         "rounds_lost": sum(lost),
         "most_lost_by_one": max(lost, default=0),
-        "ended_and_started_again": sum(len(node.ends) for node in run.nodes.values()),
+        "ended_and_started_again": sum(
+            end.excuse != KILLED for node in run.nodes.values() for end in node.ends
+        ),
+        "killed_from_outside": sum(end.excuse == KILLED for node in run.nodes.values() for end in node.ends),
         "faults": outcome(bench),
         "violations": broken,
         "seconds": round(seconds),
@@ -110,7 +113,8 @@ def print_figures(figures: dict[str, Any]) -> None:
     print(
         f"\n{figures['network']}: {figures['nodes']} nodes, {figures['rounds']} rounds, {figures['node_rounds']} node-rounds in "
         f"{figures['seconds']} s; {figures['restarts']} restarts lost {figures['rounds_lost']} rounds together and one at most "
-        f"{figures['most_lost_by_one']}; {figures['ended_and_started_again']} ended because of a fault and were started again."
+        f"{figures['most_lost_by_one']}; {figures['ended_and_started_again']} ended because of a fault and were started again, "
+        f"{figures['killed_from_outside']} were killed by others than this bench (memory?)."
     )
 
 
