@@ -378,8 +378,6 @@ class Bench:
         end = End(now, code, excuse, last_words(process))
         process.history.ends.append(end)
         progress(f"{process.name} ended with exit code {code} ({excuse or 'no reason'}): {end.words}")
-        if not process.in_place:
-            self._note_start(process, None)
         process.popen, process.start_at = None, now + RESTART_SECONDS
 
     def _keep(self, process: Process, fault: Fault) -> None:
