@@ -373,9 +373,10 @@ def explained(address: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_url(address) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not is_url(str(error.filename)):
+            where = "this machine" if is_url(address) else address
             raise UserError(
-                f"The disk of {address} is full. Free some space, then go on with the same command."
+                f"The disk of {where} is full. Free some space, then go on with the same command."
             ) from error
         if not is_url(address) and not Path(address).is_dir():
             raise UserError(

@@ -1,6 +1,10 @@
 """A checkpoint is whole or not there, and going on from one is the same as never having stopped."""
 
 import copy
+import errno
+import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +220,32 @@ def test_a_checkpoint_that_somebody_else_changed_or_wrote_is_not_taken(settings,
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         verify(folder, signed)
+
+
+def test_what_a_disk_refuses_is_told_as_such(settings, tmp_path):
+    """safetensors has errors of its own; here the kernel refuses files of more than a few bytes."""
+    policy = Policy.load(settings, "")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            save(policy, place(0), tmp_path, "node", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / "round_0" / "node")
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_folder_that_another_node_tidies_away_meanwhile_is_made_again(settings, tmp_path, monkeypatch):
+    """Between the folder of a round and the one in it: another node finds the first empty, and removes it."""
+    make, tidied = os.mkdir, []
+
+    def mkdir(path, *mode):
+        if Path(path).name.startswith(".node") and Path(path).parent.exists() and not tidied:
+            tidied.append(Path(path).parent)
+            Path(path).parent.rmdir()
+        make(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    folder = save(Policy.load(settings, ""), place(0), tmp_path, "node", 1)
+    assert tidied == [folder.parent] and (folder / "place.json").exists()

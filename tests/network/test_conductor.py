@@ -1,5 +1,6 @@
 """The conductor can be killed at any moment and started again: all it knows is in the folder."""
 
+import contextlib
 import errno
 import logging
 import threading
@@ -30,6 +31,7 @@ from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import (
     HISTORY,
     STATE,
+    TRIES,
     FolderCoordinator,
     FolderExchange,
     place,
@@ -457,14 +459,14 @@ def test_only_the_owner_conducts(swarm):
 class Failing(LocalFiles):
     """Writes and listings fail as often as they are told to."""
 
-    def __init__(self, root, failures):
+    def __init__(self, root, failures, number=errno.EIO):
         super().__init__(root)
-        self.failures = failures
+        self.failures, self.number = failures, number
 
     def fail(self, name):
         if self.failures.get(name, 0) > 0:
             self.failures[name] -= 1
-            raise OSError(errno.EIO, "the disk does not answer")
+            raise OSError(self.number, "the disk does not answer")
 
     def write(self, path, data):
         self.fail("write")
@@ -558,12 +560,33 @@ def test_a_folder_that_forgets_for_a_moment_does_not_take_the_swarm_back(swarm, 
 
 
 def test_a_disk_that_stays_full_is_said(swarm):
-    conductor = swarm.restarted(Failing(swarm.files.root, {"write": 1000}))
+    conductor = swarm.restarted(Failing(swarm.files.root, {"write": 1000}, errno.ENOSPC))
     swarm.submit("ann", 1)
     swarm.submit("bob", 1)
 
     with pytest.raises(OSError, match="does not answer"):
         conductor.run()
+    assert conductor.files.failures["write"] == 1000 - TRIES
+
+
+def test_a_folder_that_does_not_answer_is_waited_for_as_long_as_a_peer(swarm):
+    """A server that starts again, a line that is down."""
+    conductor = swarm.restarted(Failing(swarm.files.root, {"write": TRIES + 2}))
+    running = Background(conductor.run)
+    for number in range(1, 6):
+        for node in ("ann", "bob"):
+            swarm.submit(node, number)
+    assert running.result().phase == "finished"
+
+
+@pytest.mark.parametrize(("failures", "peer_timeout"), [(TRIES + 2, 60.0), (1000, 0.2)])
+def test_a_node_waits_for_a_folder_that_does_not_answer(failures, peer_timeout, tmp_path):
+    files, manifest = Failing(tmp_path, {"write": failures}), make_manifest(peer_timeout=peer_timeout)
+    exchange = FolderExchange(files, manifest, identity_of("ann"), "ann", threading.Event(), print)
+    passes = failures < 1000
+    with contextlib.nullcontext() if passes else pytest.raises(OSError, match="does not answer"):
+        exchange.publish(publication(manifest, "ann"))
+    assert (files.failures["write"] == 0) == passes and failures - files.failures["write"] >= TRIES
 
 
 def test_rounds_on_an_interval_take_few_calls(tmp_path):
@@ -607,7 +630,10 @@ def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
         files, swarm.manifest, identity_of("cleo"), "cleo", threading.Event(), print, POLL
     )
     exchange.publish(publication(swarm.manifest, "cleo"))
-    assert files.calls == {"write": 1}
+    assert files.calls == {"write": 1, "read": 1}  # whether it published before it was restarted
+    exchange.publish(publication(swarm.manifest, "cleo"))
+    assert files.calls == {"write": 2, "read": 1}
+    files.calls.clear()
 
     assert next(exchange.collect(0, 0, ["ann", "bob"])).node == "ann"
     assert files.calls["read"] == 1
@@ -615,7 +641,7 @@ def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
     assert files.calls["read"] == 2  # ann's was kept
     for _ in range(3):
         assert len(list(exchange.collect(0, 0, ["ann", "bob"]))) == 2
-    assert files.calls == {"write": 1, "read": 2}
+    assert files.calls == {"read": 2}
 
 
 def test_an_exchange_keeps_no_more_than_it_needs(tmp_path):

@@ -19,9 +19,9 @@ def swarm(network):
     return network()
 
 
-def publish(swarm, node, round=0, stage=0, text=""):
+def publish(swarm, node, round=0, stage=0, text="", exchange=None):
     sent = publication(swarm.manifest, node, round, stage, text)
-    swarm.exchange(node).publish(sent)
+    (exchange or swarm.exchange(node)).publish(sent)
     return sent
 
 
@@ -135,17 +135,20 @@ def test_an_earlier_round_can_be_asked_for_later(swarm):
 
 
 def test_who_publishes_again_is_read_in_one_of_the_versions_and_at_last_in_the_newest(swarm):
-    first = publish(swarm, "ann", text="one")
+    ann = swarm.exchange("ann")
+    first = publish(swarm, "ann", text="one", exchange=ann)
     assert collect(swarm, ["ann"]) == [first]
-    second = publish(swarm, "ann", text="one and two")
+    second = publish(swarm, "ann", text="one and two", exchange=ann)
 
     assert collect(swarm, ["ann"]) in ([first], [second])
     assert eventually(lambda: collect(swarm, ["ann"]) == [second])
 
 
 def test_a_reader_never_sees_half_of_what_is_published_again_and_again(swarm):
-    versions = [publish(swarm, "ann", text="x" * 50 * k) for k in range(3)]
-    writing = Background(lambda: versions.extend(publish(swarm, "ann", text="y" * 50 * k) for k in range(40)))
+    ann = swarm.exchange("ann")
+    versions = [publish(swarm, "ann", text="x" * 50 * k, exchange=ann) for k in range(3)]
+    more = (publish(swarm, "ann", text="y" * 50 * k, exchange=ann) for k in range(40))
+    writing = Background(lambda: versions.extend(more))
     read = [collect(swarm, ["ann"]) for _ in range(10)]
     writing.result()
 

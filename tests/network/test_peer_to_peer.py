@@ -1,6 +1,7 @@
 """The peer-to-peer engine on loopback: real daemons, real streams."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,7 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from swarms import LOOPBACK, AmongPeers, engine_of, eventually, identity_of, publication
+from swarms import (
+    LOOPBACK,
+    OWNER,
+    AmongPeers,
+    engine_of,
+    eventually,
+    identity_of,
+    make_manifest,
+    peer_id,
+    publication,
+)
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
@@ -24,6 +35,7 @@ from rl_swarm.network.p2p.documents import (
     parts_of,
 )
 from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
+from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.wire import seal, sign
 
 ALONE = {"listen": LOOPBACK, "relay": False, "map_ports": False}
@@ -131,6 +143,66 @@ def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
             other.close()
     finally:
         early.close()
+
+
+def test_who_is_killed_knows_where_the_others_are(tmp_path):
+    """Addresses are written down as soon as there are any, and not only by those who leave in an orderly way."""
+    one, two = Engine(Identity.new(), **ALONE).start(), identity_of("two")
+    try:
+        other = Engine(two, [one.addresses[0]], **ALONE).start()
+        try:
+            manifest = make_manifest()
+            with among_peers(other, two, manifest, seal(manifest, OWNER), tmp_path):
+                remembered = tmp_path / "addresses.json"
+                assert eventually(remembered.exists)
+                assert one.addresses[0] in json.loads(remembered.read_text())["addresses"]
+        finally:
+            other.close()
+    finally:
+        one.close()
+
+
+def test_who_comes_back_at_another_address_is_known_there():
+    one = Engine(Identity.new(), **ALONE).start()
+    try:
+        two = Engine(identity_of("two"), **ALONE).start()
+        try:
+            gone = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id('two')}"
+            one.introduce(peer_id("two"), [gone])
+            assert one.known == [gone] and not one.meet(0.1)
+            one.introduce(peer_id("two"), two.addresses)
+            assert one.known == list(two.addresses)
+            assert eventually(lambda: bool(one.peers()))
+        finally:
+            two.close()
+    finally:
+        one.close()
+
+
+def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
+    """A laptop that was closed: its connections are there, and nothing comes over them."""
+    one, two = (
+        Engine(identity_of(name), answer=lambda request, peer: request, **ALONE).start()
+        for name in ("one", "two")
+    )
+    (daemon,) = [found for found in daemons(os.getpid()) if str(two.folder) in cmdline(found)]
+    try:
+        one.introduce(peer_id("two"), two.addresses)
+        assert eventually(lambda: bool(one.peers()))
+        assert one.ask(peer_id("two"), b"hello", 10) == b"hello"
+        os.kill(daemon, signal.SIGSTOP)
+        with monkeypatch.context() as short, pytest.raises(TimeoutError, match="in time"):
+            short.setattr("rl_swarm.network.p2p.engine.FIRST_SECONDS", 0.5)
+            one.ask(peer_id("two"), b"hello", 10)
+        os.kill(daemon, signal.SIGCONT)
+        with pytest.raises(TimeoutError, match="a moment ago"):
+            one.ask(peer_id("two"), b"hello", 10)
+        assert two.ask(peer_id("one"), b"here", 10) == b"here"
+        assert one.ask(peer_id("two"), b"hello", 10) == b"hello"
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+        one.close()
+        two.close()
 
 
 def notice(identity, **changes):

@@ -202,3 +202,31 @@ def test_a_log_that_is_no_file_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     assert [read_lines(tmp_path / name) for name in ("pipe", "link", "missing")] == [([], 0)] * 3
+
+
+def test_who_is_restarted_in_a_round_does_not_publish_it_anew(tmp_path):
+    """With an older model the answers would be others, and who asked before would have other ones than who asks now."""
+
+    def started(node, name):
+        who = identity_of(node)
+        return FolderExchange(LocalFiles(tmp_path), HERE, who, name, threading.Event(), print, POLL)
+
+    first, other = (publication(HERE, "ann", text=text) for text in ("first", "other"))
+    started("ann", "ann").publish(first)
+    again = started("ann", "ann")
+    again.publish(other)
+    assert list(started("bob", "bob").collect(0, 0, ["ann"])) == [first]
+    again.publish(replace(other, round=1))
+    assert [one.round for one in started("bob", "bob").collect(1, 0, ["ann"])] == [1]
+
+    # What somebody else has put there, or for another swarm, is no reason to be silent.
+    path = tmp_path / rollouts_path(2, 0, "ann")
+    for data in (
+        sign(replace(first, round=2), identity_of("bob")),
+        b"half",
+        sign(replace(first, round=3), identity_of("ann")),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        started("ann", "ann").publish(replace(other, round=2))
+        assert [one.rollouts for one in started("bob", "bob").collect(2, 0, ["ann"])] == [other.rollouts]

@@ -9,8 +9,10 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 PLACE = "place.json"
 PLACE_BYTES = 1 << 16
+MKDIR_TRIES = 10
+OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
 class CheckpointError(UserError):
@@ -60,7 +64,7 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
     for left in root.glob(f"round_*/.{node}.*.tmp"):  # by a process that was killed while it saved
         if left.name[len(node) + 2 : -4].isdigit():
             shutil.rmtree(left, ignore_errors=True)
-    aside.mkdir(parents=True)
+    _make(aside)
     try:
         policy.save(aside)
         save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
@@ -69,16 +73,24 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
     except BaseException as error:
-        full = shutil.disk_usage(root).free < sum(p.nbytes for p in policy.model.parameters())
         shutil.rmtree(aside, ignore_errors=True)
-        if full:  # safetensors tells a full disk in its own way
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+        if told := OS_ERROR.search(str(error)):  # safetensors tells a full disk in its own way
+            raise OSError(int(told[1]), os.strerror(int(told[1])), str(target)) from error
         raise
     for number, folder in sorted(_existing(root, node), reverse=True)[keep:]:
         if number != place.round:
             shutil.rmtree(folder, ignore_errors=True)
             _remove_if_empty(folder.parent)
     return target
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder, although other nodes remove its parent whenever they find it empty."""
+    for _ in range(MKDIR_TRIES):
+        with suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
+            return
+    folder.mkdir(parents=True)
 
 
 def written(root: Path, node: str, swarm: str, peer_id: str) -> Iterator[tuple[Path, Place]]:

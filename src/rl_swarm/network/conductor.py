@@ -33,6 +33,7 @@ from rl_swarm.network.folder import (
     STATE,
     TRIES,
     documents,
+    is_lasting,
     patiently,
     pauses,
     place,
@@ -82,7 +83,7 @@ class Conductor:
 
     def run(self) -> State:
         """Conducts until the last round has ended or this process is told to stop."""
-        failures = 0
+        failures, since = 0, 0.0
         while self.state.phase != "finished":
             try:
                 if failures:
@@ -91,10 +92,13 @@ class Conductor:
                 failures = 0
             except OSError as error:
                 failures += 1
-                if failures == TRIES:
+                since = since if failures > 1 else time.monotonic()
+                passed = time.monotonic() - since >= self.manifest.peer_timeout
+                if failures >= TRIES and (passed or is_lasting(error)):
                     raise
                 log.warning("the folder cannot be written, trying again: %s", error)
-            if self.stop.wait(FIRST_PAUSE * 2**failures if failures else self._pause(time.time())):
+            pause = FIRST_PAUSE * 2 ** min(failures, TRIES) if failures else self._pause(time.time())
+            if self.stop.wait(pause):
                 break
         return self.state
 

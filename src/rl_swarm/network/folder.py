@@ -18,6 +18,7 @@ carries its digest, and what cannot be read yet is read again with growing pause
 """
 
 import bisect
+import errno
 import itertools
 import logging
 import math
@@ -50,6 +51,7 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RECORD_BYTES = 64 << 10  # of a report or an introduction; rollouts have the manifest's limit
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be read or written
 TRIES = 5  # at a file this process cannot go on without
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 GIVE_UP_AFTER = 30.0  # seconds, at a peer's file that is there but does not become whole
 CACHED = 64  # publications kept by an exchange
 REMEMBERED_ROUNDS = 100  # for which it knows what it has rejected: as far back as `max_age` lets anybody ask
@@ -83,20 +85,29 @@ def pauses(longest: float) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-def patiently(act: Callable[[], T], stop: threading.Event) -> T:
-    """Does what a synced folder may refuse now and allow a second later. `FileNotFoundError` is an answer."""
-    pause = FIRST_PAUSE
-    for _ in range(TRIES - 1):
+def patiently(act: Callable[[], T], stop: threading.Event, seconds: float = 0.0) -> T:
+    """Does what a synced folder may refuse now and allow a second later, or after so many: a server that starts again,
+    a line that is down. `FileNotFoundError` is an answer."""
+    pause, deadline = FIRST_PAUSE, time.monotonic() + seconds
+    for tries in itertools.count(1):
         try:
             return act()
         except FileNotFoundError:
             raise
         except (OSError, Incomplete) as error:
-            log.debug("trying again: %s", error)
+            if tries >= TRIES and (is_lasting(error) or time.monotonic() >= deadline):
+                raise
+            if tries == TRIES:
+                log.warning("trying again for %.0f s: %s", deadline - time.monotonic(), error)
         if stop.wait(pause):
             break
-        pause *= 2
+        pause = min(2 * pause, FIRST_PAUSE * 2**TRIES)
     return act()
+
+
+def is_lasting(error: Exception) -> bool:
+    """Whether somebody has to do something about it; else it may pass."""
+    return isinstance(error, (FileNotFoundError, Refused)) or getattr(error, "errno", None) in LASTING
 
 
 def read_manifest(files: Files) -> Manifest:
@@ -181,14 +192,32 @@ class FolderExchange:
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
         self.refusal = refusal  # why a peer is not admitted
         self.neighbourhoods, self.clock = neighbourhoods, clock
+        self._published = False  # by this process
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
         # Files that were there but not whole: tries so far, time of the first and of the next.
         self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}
 
     def publish(self, publication: Publication) -> None:
-        path = rollouts_path(publication.round, publication.stage, self.node)
+        """Writes the rollouts. Of a node that was restarted and plays a round again, those that others may have count."""
+        where = (publication.round, publication.stage)
+        if not self._published and self._has_published(where):
+            log.info("round %d was published before this node was restarted", publication.round)
+            return
+        self._published = True
+        path = rollouts_path(*where, self.node)
         data = self._sealed(within(publication, self.manifest.limits))
-        patiently(lambda: self.files.write(path, data), self.stop)
+        patiently(lambda: self.files.write(path, data), self.stop, self.manifest.peer_timeout)
+
+    def _has_published(self, where: tuple[int, int]) -> bool:
+        """Whether there are rollouts of ours, written before this process began."""
+        try:
+            limit = self.manifest.limits.file_bytes
+            found = self._checked(
+                self.files.read(rollouts_path(*where, self.node), limit), (*where, self.node)
+            )
+        except (OSError, Rejected):
+            return False
+        return found.peer_id == self.identity.peer_id
 
     def _sealed(self, publication: Publication) -> bytes:
         """The publication with as many questions as fit into a document. The last ones go: nobody takes it with gaps."""
@@ -360,7 +389,8 @@ class FolderCoordinator:
         if where in self._reported or (not self._reported and self._has_reported(where)):
             return
         data = seal(report, self.identity, limit=RECORD_BYTES)
-        patiently(lambda: self.files.write(report_path(*where, self.node), data), self.stop)
+        path = report_path(*where, self.node)
+        patiently(lambda: self.files.write(path, data), self.stop, self.manifest.peer_timeout)
         self._reported.add(where)
 
     def _has_reported(self, where: tuple[int, int]) -> bool:

@@ -31,8 +31,10 @@ T = TypeVar("T")
 STREAM = "/rl-swarm/documents/1"
 WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
-START_SECONDS = 30.0
-CALL_SECONDS = 10.0  # for what the DHT is asked
+START_SECONDS = 90.0  # on a machine that is busy
+CALL_SECONDS = 10.0  # for what the DHT or a peer is asked
+FIRST_SECONDS = 4.0  # for a peer to begin to answer
+SILENT_SECONDS = (15.0, 240.0)  # in which a peer that did not is not asked again; it grows
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
@@ -77,8 +79,13 @@ class Engine:
         short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
-        self.met_before = set[str]()
-        self.told = dict[str, list[str]]()  # where peers say to be
+        self.silent = dict[
+            str, tuple[float, float]
+        ]()  # who did not answer: asked again from when, and its next pause
+        self.introduced = dict[
+            str, list[str]
+        ]()  # peers to whom there is to be a connection, and where they are
+        self.told = dict[str, list[str]]()  # where others say to be
         self.answering = 0
         self.p2p: Any = None
         self.node: Any = None
@@ -117,8 +124,20 @@ class Engine:
         return self._call(self.table.find(key), CALL_SECONDS)
 
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
-        """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing."""
-        return self._call(self._ask(peer_id, request, limit), seconds)
+        """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing.
+
+        One that lets us wait in vain (a laptop that was closed) is not asked again for a while, or until it asks us.
+        """
+        until, pause = self.silent.get(peer_id, (0.0, SILENT_SECONDS[0]))
+        if time.monotonic() < until:
+            raise TimeoutError(f"{peer_id} did not answer a moment ago")
+        try:
+            answer = self._call(self._ask(peer_id, request, limit), seconds)
+        except TimeoutError:
+            self.silent[peer_id] = (time.monotonic() + pause, min(2 * pause, SILENT_SECONDS[1]))
+            raise
+        self.silent.pop(peer_id, None)
+        return answer
 
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
@@ -128,9 +147,11 @@ class Engine:
         self.told[peer_id] = own
         if len(self.told) > MOST_TOLD:
             del self.told[next(iter(self.told))]
-        if peer_id not in self.met_before and len(self.met_before) < MOST_MET:
-            self.met_before.add(peer_id)
-            self.known += own
+        before = self.introduced.get(peer_id, [])
+        if own != before and (before or len(self.introduced) < MOST_MET):
+            self.introduced[peer_id] = own
+            # One that was started again has other ports.
+            self.known = [text for text in self.known if text not in before] + own
             asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
 
     def peers(self) -> list[str]:
@@ -146,6 +167,10 @@ class Engine:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        while left := asyncio.all_tasks(self.loop):
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -159,7 +184,7 @@ class Engine:
             return future.result(seconds)
         except (TooLate, asyncio.TimeoutError) as error:
             future.cancel()
-            raise TimeoutError(f"the peer-to-peer network did not answer in {seconds:.0f} s") from error
+            raise TimeoutError("the peer-to-peer network did not answer in time") from error
         except (NetworkError, OSError):
             raise
         except Exception as error:  # hivemind and its daemon raise all kinds
@@ -282,15 +307,17 @@ class Engine:
         from hivemind.p2p import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 
-        if peer_id in self.told and peer_id not in self.met_before:
+        if peer_id in self.told and peer_id not in self.introduced:
             with suppress(Exception):  # perhaps there is another way to it
                 where = [Multiaddr(text).decapsulate(f"/p2p/{peer_id}") for text in self.told[peer_id]]
-                await self.p2p._client.connect(PeerID.from_base58(peer_id), where)
-        _, reader, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
+                connecting = self.p2p._client.connect(PeerID.from_base58(peer_id), where)
+                await asyncio.wait_for(connecting, FIRST_SECONDS)
+        opening = self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), STREAM)
+        _, reader, writer = await asyncio.wait_for(opening, FIRST_SECONDS)
         try:
             writer.write(struct.pack(">I", len(request)) + request)
             await writer.drain()
-            there, size = struct.unpack(">?I", await reader.readexactly(5))
+            there, size = struct.unpack(">?I", await asyncio.wait_for(reader.readexactly(5), FIRST_SECONDS))
             if not there:
                 return None
             return bytes(await reader.readexactly(min(size, limit + 1)))
@@ -305,6 +332,7 @@ class Engine:
             writer.close()
             return
         self.answering += 1
+        self.silent.pop(str(stream.peer_id), None)
 
         async def converse() -> None:
             (size,) = struct.unpack(">I", await reader.readexactly(4))

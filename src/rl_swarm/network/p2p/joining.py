@@ -3,6 +3,7 @@
 import logging
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm h
 MEET_SECONDS = 10.0
 SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
 MOST_TRIES = 32  # peers that are asked for manifests in one look
+REMEMBER_SECONDS = 5.0  # between looks at who is there
 
 
 @contextmanager
@@ -82,13 +84,15 @@ def among_peers(
     done = threading.Event()
 
     def renew() -> None:
-        pause = SETTLE_SECONDS
-        while not done.wait(pause):
-            pause = KEPT_SECONDS / 6
-            clocks.warn(engine)
-            files.renew()
-            with suppress(OSError):
+        due = time.monotonic() + SETTLE_SECONDS
+        while not done.is_set():
+            with suppress(OSError):  # a node that is killed must find the others again
                 _remember(local, engine)
+            if time.monotonic() >= due:
+                due = time.monotonic() + KEPT_SECONDS / 6
+                clocks.warn(engine)
+                files.renew()
+            done.wait(REMEMBER_SECONDS)
 
     threading.Thread(target=renew, name=threading.current_thread().name, daemon=True).start()
     try:
@@ -181,5 +185,5 @@ def _addresses(local: LocalFiles, name: str) -> list[str]:
 
 def _remember(local: LocalFiles, engine: Engine) -> None:
     addresses = list(dict.fromkeys([*engine.peers(), *engine.known]))[:MOST_ADDRESSES]
-    if addresses:
+    if addresses and set(addresses) != set(_addresses(local, ADDRESSES)):
         local.write(ADDRESSES, msgspec.json.encode({"addresses": addresses}))
