@@ -111,7 +111,7 @@ def test_who_gives_no_sign_of_life_is_no_member(peers):
     assert names(bob.current()) == ["ann", "bob"]  # it knows of itself
 
 
-@pytest.mark.parametrize("name", ["bob", identity_of("bob").peer_id])
+@pytest.mark.parametrize("name", ["bob", identity_of("bob").peer_id], ids=["a name", "an id"])
 def test_nobody_takes_anothers_name(peers, name):
     ann, cleo = peers.member("ann"), peers.member("cleo", joined=5.0)
     stolen = replace(peers.introduction("cleo"), node=name)
