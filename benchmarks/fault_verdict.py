@@ -118,18 +118,28 @@ def ended_without_reason(run: Run) -> Iterator[str]:
 
 
 def disagreements(run: Run) -> Iterator[str]:
-    """Whoever knows a name means the same peer by it, the right one; and at the end those who are there know each other."""
+    """Whoever knows a name means the same peer by it, the right one; and at the end those who are there know each other.
+
+    Where nobody conducts, peers go by their ids.
+    """
+    by_id = {node.peer_id: name for name, node in run.nodes.items()}
+
+    def named(members: Mapping[str, str]) -> dict[str, str]:
+        return {by_id.get(other, other): peer for other, peer in members.items()}
+
     for name, node in run.nodes.items():
         meant: dict[str, str] = {}
         for _, members in node.members:
-            meant |= {other: peer for other, peer in members.items() if not is_right(run.nodes, other, peer)}
+            for other, peer in named(members).items():
+                if not is_right(run.nodes, other, peer):
+                    meant[other] = peer
         for other, peer in meant.items():
             yield f"{name} took {peer} for {other}, who is {run.nodes[other].peer_id if other in run.nodes else 'nobody'}"
     last = run.clock[-1 - LATE_ROUNDS][0] if len(run.clock) > LATE_ROUNDS else float("inf")
     there = {n for n, node in run.nodes.items() if node.left_well and node.well and node.well[-1][0] < last}
     for name in sorted(there):
         history = run.nodes[name].members
-        unknown = sorted(there - set(history[-1][1] if history else ()) - {name})
+        unknown = sorted(there - set(named(history[-1][1]) if history else ()) - {name})
         if unknown:
             yield f"{name} did not know at the end that {', '.join(unknown)} took part"
 

@@ -43,6 +43,18 @@ def test_a_sound_run_has_no_violations() -> None:
     assert sound().node_rounds() == 2 * ROUNDS - 2
 
 
+def test_where_nobody_conducts_peers_go_by_their_ids() -> None:
+    run = sound()
+    for node in run.nodes.values():
+        node.members = [(at, {peer: peer for peer in members.values()}) for at, members in node.members]
+    assert verdict.violations(run) == []
+    run.nodes["one"].members[-1] = (199.0, {"peer-1": "peer-1", "peer-3": "peer-3"})
+    assert verdict.violations(run) == [
+        "one took peer-3 for peer-3, who is nobody",
+        "one did not know at the end that two took part",
+    ]
+
+
 def spoil_the_last_round(run: Any) -> None:
     for node in run.nodes.values():
         node.finished.pop()
