@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lints, checks types and runs the tests, three files at a time: many only wait. Arguments go to pytest.
+# Sets up what is missing, then lints, checks types and runs the tests, two files at a time. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 (extra=dev && . scripts/setup.sh)
@@ -9,6 +9,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 .venv/bin/mypy &
 types=$!
 tests=0
-.venv/bin/python -m pytest -n 3 --dist loadfile "$@" || tests=$?
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || tests=$?
 wait "$types"
 exit "$tests"

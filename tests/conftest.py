@@ -11,6 +11,13 @@ from hypothesis import settings
 settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=100)
 settings.load_profile("steady")
 
+# Files of few tests that take long. They begin first, so that no process is left with one of them at the end.
+LONG = ("test_swarm.py", "test_faults.py", "test_disk.py", "test_peers.py", "test_scale.py", "test_cuda.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 @pytest.fixture(scope="session")
 def s3():

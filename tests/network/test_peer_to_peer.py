@@ -179,6 +179,12 @@ def test_who_comes_back_at_another_address_is_known_there():
         one.close()
 
 
+def is_stopped(process):
+    """With all of its threads, which takes a moment."""
+    threads = Path(f"/proc/{process}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+
 def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
     """A laptop that was closed: its connections are there, and nothing comes over them."""
     one, two = (
@@ -191,6 +197,7 @@ def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
         assert eventually(lambda: bool(one.peers()))
         assert one.ask(peer_id("two"), b"hello", 10) == b"hello"
         os.kill(daemon, signal.SIGSTOP)
+        assert eventually(lambda: is_stopped(daemon))
         with monkeypatch.context() as short, pytest.raises(TimeoutError, match="in time"):
             short.setattr("rl_swarm.network.p2p.engine.FIRST_SECONDS", 0.5)
             one.ask(peer_id("two"), b"hello", 10)
