@@ -79,12 +79,10 @@ class Engine:
         short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix="rl-swarm-p2p-", dir=short))
         self.met = asyncio.Event()  # somebody else is there
-        self.silent = dict[
-            str, tuple[float, float]
-        ]()  # who did not answer: asked again from when, and its next pause
-        self.introduced = dict[
-            str, list[str]
-        ]()  # peers to whom there is to be a connection, and where they are
+        # Who did not answer: asked again from when, and its next pause.
+        self.silent = dict[str, tuple[float, float]]()
+        # Peers to whom there is to be a connection, and where they are.
+        self.introduced = dict[str, list[str]]()
         self.told = dict[str, list[str]]()  # where others say to be
         self.answering = 0
         self.p2p: Any = None
@@ -255,10 +253,6 @@ class Engine:
             await self.node.shutdown()
         if self.p2p is not None:
             await self.p2p.shutdown()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
 
     async def _keep_connected(self) -> None:
         """Looks for others as long as there are none: at the start, and when all have gone."""
