@@ -30,7 +30,7 @@ from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.engine import Engine, Request, size_for
 from rl_swarm.learning.cuda.recorder import Recorder
 from rl_swarm.learning.decoder import Decoder
-from rl_swarm.learning.sampler import Decoding, Sample, samples, truncated
+from rl_swarm.learning.sampler import Decoding, Sample, truncated
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def several_blocks_even_of_little(monkeypatch):
-    """Blocks so small that a few tokens take more than one; and no more noise than words, since it is slow."""
+    """Blocks so small that a few tokens take more than one, and few words more than one stretch."""
     monkeypatch.setattr(engine, "STRETCH", 64)
     monkeypatch.setattr(engine, "MANY_PROGRAMS", 8)
     monkeypatch.setattr(attention, "BLOCK", 16)
@@ -54,7 +54,7 @@ def several_blocks_even_of_little(monkeypatch):
 @torch.no_grad()
 def drawn(model, prompts, count, decoding, seed=1, engine=None):
     engine = engine or Engine(1, torch.float32)
-    return samples(*engine.sample(model, prompts, count, decoding, seed), decoding.eos, count)
+    return engine.sample(model, prompts, count, decoding, seed)
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
 
 def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
     model, one = small_model(), Engine(1, torch.float32)
-    ends = frozenset(range(2, VOCABULARY, 4))
+    ends = frozenset(range(2, VOCABULARY, 3))
     decoding = Decoding(4, ends, PAD)
     expected = drawn(model, PROMPTS, 2, decoding, engine=one)  # too short for a look at who has ended
     sizes, step = [], one._step
@@ -359,8 +359,7 @@ def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
 def together(engine, decoding, requests):
     """In one pass, whatever threads do."""
     with torch.no_grad():
-        found = engine._serve(decoding, requests)
-    return [samples(*of, decoding.eos, request.each) for of, request in zip(found, requests, strict=True)]
+        return list(engine._serve(decoding, requests))
 
 
 def different_models(count, kind="llama"):

@@ -15,7 +15,7 @@ from rl_swarm.learning import meeting, memory, sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.policy import Policy, load_model
-from rl_swarm.learning.sampler import Decoding, sample, samples
+from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.sharing import Sharing, own_stream
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer
@@ -57,7 +57,7 @@ def gentle_model(kind):
 
 def drawn(engine, model, decoding, count=4, seed=1):
     with torch.no_grad():
-        return samples(*engine.sample(model, PROMPTS, count, decoding, seed), decoding.eos, count)
+        return engine.sample(model, PROMPTS, count, decoding, seed)
 
 
 def errors(model, groups, temperature=1.0):

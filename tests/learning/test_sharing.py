@@ -248,6 +248,26 @@ def test_who_comes_meanwhile_is_served_next_with_those_who_want_the_same():
     assert sorted(len(orders) for _, orders in kitchen.book) == [1, 1, 1, 3], "nobody is served twice at once"
 
 
+def test_results_are_handed_out_as_they_are_made_and_the_last_to_whoever_made_them(long_pause):
+    kitchen, tasted = Kitchen(), threading.Semaphore(0)
+
+    def courses(kind, orders):
+        for order in orders:
+            yield 2 * order
+            assert tasted.acquire(timeout=30)
+        raise torch.OutOfMemoryError("full")  # when all have what they want
+
+    kitchen.meeting = Meeting(courses)
+    kitchen.meeting.members.update("abc")
+    threads = kitchen.guests(("a", "soup", 1), ("b", "soup", 2), ("c", "soup", 3))
+    for count in (1, 2):
+        until(lambda count=count: len(kitchen.got) == count)
+        tasted.release()
+    tasted.release()
+    finished(threads)
+    assert kitchen.got == {1: 2, 2: 4, 3: 6}
+
+
 def test_an_error_reaches_everybody_of_the_party_and_nobody_else(long_pause):
     kitchen = Kitchen()
     kitchen.meeting.members.update("abc")

@@ -1,14 +1,14 @@
 """Threads that want the same kind of work at about the same time: one of them does it for all.
 
 The first to come leads. It waits as long as others keep coming, takes along all who want what it wants, does the
-work, and hands out the results. Those who come meanwhile are the next party. Two parties take almost twice as long as
+work, and hands out the results as they are made, its own at last. Those who come meanwhile are the next party. Two parties take almost twice as long as
 one, so the longer the work took last time, the longer others are waited for.
 """
 
 import copy
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,7 +31,7 @@ class Ticket(Generic[Order, Result]):
 
 
 class Meeting(Generic[Order, Result]):
-    def __init__(self, serve: Callable[[Hashable, list[Order]], Sequence[Result]]) -> None:
+    def __init__(self, serve: Callable[[Hashable, list[Order]], Iterable[Result]]) -> None:
         self.serve = serve
         self.members = set[object]()  # all who have asked and not left
         self.waiting = list[Ticket[Order, Result]]()
@@ -77,21 +77,27 @@ class Meeting(Generic[Order, Result]):
     def _lead(self, mine: Ticket[Order, Result]) -> None:
         with self.changed:
             by_member = {ticket.who: ticket for ticket in reversed(self.waiting) if ticket.kind == mine.kind}
-            party = [mine, *(ticket for who, ticket in by_member.items() if who != mine.who)]
+            party = [*(ticket for who, ticket in by_member.items() if who != mine.who), mine]
             self.waiting = [ticket for ticket in self.waiting if ticket not in party]
         started = time.monotonic()
         try:
             for ticket, result in zip(party, self.serve(mine.kind, [t.order for t in party]), strict=True):
                 ticket.result = result
+                self._hand_out(ticket)
         except BaseException as error:  # noqa: BLE001 raised by `ask`, in every thread one of its own
             for ticket in party:
-                ticket.error = error if ticket is mine else another(error)
+                if not ticket.done:
+                    ticket.error = error if ticket is mine else another(error)
+                    self._hand_out(ticket)
         finally:
             took = time.monotonic() - started
             self.pause = min(max(LEAST_PAUSE, PAUSE_SHARE * took), MOST_PAUSE)
-            for ticket in party:
-                ticket.done = True
             self._free()
+
+    def _hand_out(self, ticket: Ticket[Order, Result]) -> None:
+        with self.changed:
+            ticket.done = True
+            self.changed.notify_all()
 
     def _free(self) -> None:
         with self.changed:

@@ -63,7 +63,7 @@ def sample(
     """`count` completions of every prompt."""
     engine = engine_of(model)
     if engine is not None:
-        return samples(*engine.sample(model, prompts, count, decoding, seed), decoding.eos, count)
+        return engine.sample(model, prompts, count, decoding, seed)
     device, limit = model.device, decoding.max_new_tokens
     total = len(prompts) * count
     generator = torch.Generator(device=device).manual_seed(seed)

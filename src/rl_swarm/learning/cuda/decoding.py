@@ -269,67 +269,48 @@ def attend(
 
 @triton.jit
 def survey(
-    going_Z, logits_MV, slots_M, lengths_B, lowest_M, seed_Z, best_MS, where_MS, top_MS, sum_MS, V, wide, S, B,
-    temperature, GREEDY: tl.constexpr, CUT: tl.constexpr, MANY: tl.constexpr, BV: tl.constexpr,
+    going_Z, logits_MV, lowest_M, where_MS, top_MS, sum_MS, kept_MS, V, wide, S, B, temperature,
+    GREEDY: tl.constexpr, CUT: tl.constexpr, MANY: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of the vocabulary: its likeliest word after noise, and its share of the sum.
-
-    Where every word waits for a time that is drawn, short for a likely one, the first to come is a fair draw. The noise
-    of a word depends on seed, sequence, step and word alone, not on who else is in the batch. A stretch is read in
-    quarters, since the generator makes four numbers at a time.
-    """
+    """One stretch of the vocabulary: its highest logit, what it adds to the sum, and how much of that may be drawn."""
     node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
     row = node * B + tl.program_id(0)
-    part = tl.program_id(1)
-    slot = tl.load(slots_M + row)
-    step = tl.load(lengths_B + slot)
-    sequence = (slot - node * (B + 1)).to(tl.int64)  # its number in its node
-    quarter = tl.arange(0, BV // 4)
-    noise = tl.rand4x(tl.load(seed_Z + node) + (sequence << 24) + step, part * (BV // 4) + quarter)
-    heat = 1.4426950408889634 / temperature  # powers of two are faster than those of e
-    top = tl.full((BV // 4,), -1e30, tl.float32)  # all of these lane by lane, and joined at the end
-    for number in tl.static_range(4):
-        words = part * BV + number * (BV // 4) + quarter
-        raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
-        top = tl.maximum(top, raw * heat)
-    total = tl.zeros((BV // 4,), tl.float32)
-    best = tl.full((BV // 4,), -1.0, tl.float32)
-    where = tl.full((BV // 4,), 2147483647, tl.int32)
-    for number in tl.static_range(4):
-        words = part * BV + number * (BV // 4) + quarter
-        raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
-        weight = tl.exp2(raw * heat - top)
-        total += weight
-        score = weight
-        if not GREEDY:
-            uniform = tl.maximum(noise[number], 2.0**-32)
-            score /= tl.where(uniform < 1e-3, uniform * (1 + 0.5 * uniform), -tl.log(1 - uniform))
-        score = tl.where(words < V, score, -1.0)
-        if CUT:
-            score = tl.where(raw >= tl.load(lowest_M + row), score, -1.0)
-        where = tl.where(score > best, words, where)
-        best = tl.maximum(best, score)
-    top *= 0.6931471805599453
-    highest = tl.max(top, 0)
-    total = tl.sum(total * tl.exp(top - highest), 0)
-    best = tl.where(best < 0, -float("inf"), tl.log(tl.maximum(best, 1e-38)) + top)
-    winner = tl.max(best, 0)
-    where = tl.min(tl.where(best == winner, where, 2147483647), 0)
-    place = row * S + part
-    tl.store(top_MS + place, highest)
-    tl.store(sum_MS + place, total)
-    tl.store(best_MS + place, winner)
-    tl.store(where_MS + place, where)
+    place = row * S + tl.program_id(1)
+    words = tl.program_id(1) * BV + tl.arange(0, BV)
+    raw = tl.load(logits_MV + row.to(tl.int64) * wide + words, mask=words < V, other=-float("inf"))
+    heated = raw * (1.4426950408889634 / temperature)  # powers of two are faster than those of e
+    top = tl.max(heated, 0)
+    weight = tl.exp2(heated - top)
+    tl.store(top_MS + place, top)
+    tl.store(sum_MS + place, tl.sum(weight, 0))
+    if GREEDY:
+        tl.store(where_MS + place, tl.min(tl.where(heated == top, words, 2147483647), 0))
+    if CUT:
+        tl.store(kept_MS + place, tl.sum(tl.where(raw >= tl.load(lowest_M + row), weight, 0.0), 0))
+
+
+@triton.jit
+def _drawn(weight, uniform, B: tl.constexpr):
+    """A number below B, each as likely as its weight says."""
+    heap = tl.cumsum(weight, 0)
+    number = tl.arange(0, B)
+    last = tl.max(tl.where(weight > 0, number, 0), 0)  # where the aim is rounded up
+    return tl.minimum(tl.min(tl.where(heap > uniform * tl.max(heap, 0), number, B), 0), last)
 
 
 @triton.jit
 def pick(
-    going_Z, logits_MV, slots_M, best_MS, where_MS, top_MS, sum_MS, eos, limit_1, tokens_BT, logprobs_BT, lengths_B,
-    done_B, wide, T, S, B, EOS, temperature, MANY: tl.constexpr, BS: tl.constexpr, BEOS: tl.constexpr,
+    going_Z, logits_MV, slots_M, lowest_M, seed_Z, where_MS, top_MS, sum_MS, kept_MS, eos, limit_1, tokens_BT,
+    logprobs_BT, lengths_B, done_B, V, wide, T, S, B, EOS, temperature, GREEDY: tl.constexpr, CUT: tl.constexpr,
+    MANY: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BEOS: tl.constexpr,
 ):  # fmt: skip
-    """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit."""
+    """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit.
+
+    First a stretch is drawn, then a word of it, with two numbers that depend on seed, sequence and step alone, not on who
+    else is in the batch.
+    """
     node = tl.program_id(2)
     if MANY and tl.program_id(0) >= tl.load(going_Z + node):
         return
@@ -337,18 +318,32 @@ def pick(
     slot = tl.load(slots_M + row)
     if tl.load(done_B + slot) != 0:
         return
+    step = tl.load(lengths_B + slot)
     part = tl.arange(0, BS)
     inside = part < S
-    best = tl.load(best_MS + row * S + part, mask=inside, other=-float("inf"))
-    token = tl.load(where_MS + row * S + tl.argmax(best, 0))
     tops = tl.load(top_MS + row * S + part, mask=inside, other=-float("inf"))
     sums = tl.load(sum_MS + row * S + part, mask=inside, other=0.0)
     top = tl.max(tops, 0)
-    total = tl.log(tl.sum(sums * tl.exp(tops - top), 0)) + top
-    step = tl.load(lengths_B + slot)
+    scale = tl.exp2(tops - top)
+    total = tl.log2(tl.sum(sums * scale, 0)) + top
+    heat = 1.4426950408889634 / temperature
+    logits = logits_MV + row.to(tl.int64) * wide
+    if GREEDY:
+        token = tl.load(where_MS + row * S + tl.argmax(tops, 0))
+    else:
+        if CUT:
+            sums = tl.load(kept_MS + row * S + part, mask=inside, other=0.0)
+        sequence = (slot - node * (B + 1)).to(tl.int64)  # its number in its node
+        one, another, _, _ = tl.rand4x(tl.load(seed_Z + node) + (sequence << 24), step)
+        stretch = _drawn(sums * scale, one, BS)
+        words = stretch * BV + tl.arange(0, BV)
+        raw = tl.load(logits + words, mask=words < V, other=-float("inf"))
+        weight = tl.exp2(raw * heat - tl.load(top_MS + row * S + stretch))
+        if CUT:
+            weight = tl.where(raw >= tl.load(lowest_M + row), weight, 0.0)
+        token = stretch * BV + _drawn(weight, another, BV)
     tl.store(tokens_BT + slot * T + step, token)
-    logit = tl.load(logits_MV + row.to(tl.int64) * wide + token) / temperature
-    tl.store(logprobs_BT + slot * T + step, logit - total)
+    tl.store(logprobs_BT + slot * T + step, (tl.load(logits + token) * heat - total) * 0.6931471805599453)
     tl.store(lengths_B + slot, step + 1)
     number = tl.arange(0, BEOS)
     ends = tl.load(eos + number, mask=number < EOS, other=-1)

@@ -8,9 +8,9 @@ and which sequence has ended; now and then the host looks, and goes on with the 
 sequences still growing. Shapes as in `decoding`; Z nodes, B sequences of each, P prompts.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,16 +24,15 @@ from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.meeting import Meeting
+from rl_swarm.learning.sampler import Decoding, Sample, samples, truncated
 from rl_swarm.learning.weights import Layer, Linear, Norm, Stack, Weights
-
-if TYPE_CHECKING:
-    from rl_swarm.learning.sampler import Decoding
 
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
 STRETCH = 2048  # words that one program looks at
 MANY_PROGRAMS = 1024  # of attention, if each does one sequence: enough if each does several
 LEAST_PROMPTS = 1024  # tokens that there is room for
+Groups = list[list[Sample]]  # the completions of every prompt
 
 
 class Room(NamedTuple):
@@ -57,14 +56,6 @@ class Request(NamedTuple):
     @property
     def total(self) -> int:
         return len(self.prompts) * self.each
-
-
-class Drawn(NamedTuple):
-    """On the host."""
-
-    tokens_BT: Tensor
-    logprobs_BT: Tensor
-    lengths_B: Tensor
 
 
 class Scratch:
@@ -99,7 +90,7 @@ class Scratch:
         wide = -(-V // ALIGNED) * ALIGNED  # rows that begin anywhere are read and written more slowly
         self.logits_MV, self.lowest_M = new(Z, B, wide), new(Z, B)
         self.stretches = -(-V // STRETCH)
-        self.best_MS, self.top_MS, self.sum_MS = (new(Z, B, self.stretches) for _ in range(3))
+        self.top_MS, self.sum_MS, self.kept_MS = (new(Z, B, self.stretches) for _ in range(3))
         self.where_MS = new(Z, B, self.stretches, dtype=torch.int32)
         self.slots_M, self.read_NE = new(Z, B, dtype=torch.int32), new(N, E)
         self.lengths_B, self.done_B = (new(Z, B + 1, dtype=torch.int32) for _ in range(2))
@@ -131,7 +122,7 @@ class Engine:
 
     def __init__(self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0) -> None:
         self.nodes, self.dtype = nodes, dtype
-        self.meeting = Meeting[Request, Drawn](self._serve)
+        self.meeting = Meeting[Request, Groups](self._serve)
         self.stack, self.scratch = Stack(nodes), Scratch(nodes, sequences)
         self.seats: list[Weights | None] = [None] * nodes
         self.graphs = dict[object, Any]()
@@ -143,8 +134,8 @@ class Engine:
         return Weights.supports(Decoder(model)) and model.get_input_embeddings().weight.dtype == torch.float32
 
     def sample(
-        self, model: Any, prompts: Sequence[Sequence[int]], count: int, decoding: "Decoding", seed: int
-    ) -> Drawn:
+        self, model: Any, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, seed: int
+    ) -> Groups:
         """`count` completions of every prompt; in one pass with the other models that are asked now."""
         ready = None
         if model.device.type == "cuda":
@@ -171,10 +162,10 @@ class Engine:
         self._forget()
         self.scratch.release()
 
-    def _serve(self, kind: Hashable, requests: list[Request]) -> list[Drawn]:
+    def _serve(self, kind: Hashable, requests: list[Request]) -> Iterator[Groups]:
         try:
             parties = {self._seat(request.model): request for request in requests}
-            return self._sample(parties, cast("Decoding", kind))
+            yield from self._sample(parties, cast(Decoding, kind))
         except torch.OutOfMemoryError:
             if requests[0].ready is not None:
                 torch.cuda.current_stream().synchronize()  # another thread may use the memory next
@@ -204,7 +195,7 @@ class Engine:
         self.seats[number] = weights
         return number
 
-    def _sample(self, requests: dict[int, Request], decoding: "Decoding") -> list[Drawn]:
+    def _sample(self, requests: dict[int, Request], decoding: Decoding) -> Iterator[Groups]:
         at, limit = self.scratch, decoding.max_new_tokens
         for node, request in requests.items():
             if request.ready is not None:
@@ -228,15 +219,14 @@ class Engine:
                     going = left
                     self._choose(going)
             self._replay(size_for(max(map(len, going))), decoding)
-        found = (
-            (
-                at.tokens_BT[node, :total, :limit],
-                at.logprobs_BT[node, :total, :limit],
-                at.lengths_B[node, :total],
+        for node, request in requests.items():
+            yield samples(
+                at.tokens_BT[node, : request.total, :limit],
+                at.logprobs_BT[node, : request.total, :limit],
+                at.lengths_B[node, : request.total],
+                decoding.eos,
+                request.each,
             )
-            for node, total in ((node, request.total) for node, request in requests.items())
-        )
-        return [Drawn(*(values.cpu() for values in drawn)) for drawn in found]
 
     @staticmethod
     def _room(request: Request, limit: int) -> Room:
@@ -307,7 +297,7 @@ class Engine:
         hidden_NE = weights.run_layers(batch.ids_N, segments.positions_N, attend)
         at.read_NE[: len(hidden_NE)] = hidden_NE
 
-    def _replay(self, rows: int, decoding: "Decoding") -> None:
+    def _replay(self, rows: int, decoding: Decoding) -> None:
         at = self.scratch
         if self.device.type != "cuda":
             self._step(rows, decoding)
@@ -326,7 +316,7 @@ class Engine:
             at.going_Z.copy_(going_Z)
         self.graphs[key].replay()
 
-    def _step(self, rows: int, decoding: "Decoding") -> None:
+    def _step(self, rows: int, decoding: Decoding) -> None:
         """One more token for the first `rows` of every node's batch."""
         at = self.scratch
         weights, hidden, side = self.weights, at.hidden_ME, at.side_ME
@@ -423,35 +413,32 @@ class Engine:
             BD=max(16, power(decoder.head_size)), BLOCK=block, **options,
         )  # fmt: skip
 
-    def _draw(self, rows: int, decoding: "Decoding") -> None:
+    def _draw(self, rows: int, decoding: Decoding) -> None:
         """From the residual stream to the next token."""
         at = self.scratch
-        from rl_swarm.learning.sampler import truncated
-
         weights, words, wide = self.weights, self.weights.head.weight.shape[0], at.logits_MV.shape[2]
         self._product(rows, self._before(rows, weights.last_norm), weights.head, at.logits_MV)
-        cut = bool(decoding.top_k) or decoding.top_p < 1
-        for node in range(
-            self.nodes if cut and not decoding.greedy else 0
-        ):  # one after the other, to save memory
+        cut = not decoding.greedy and (bool(decoding.top_k) or decoding.top_p < 1)
+        for node in range(self.nodes if cut else 0):  # one after the other, to save memory
             logits_MV = at.logits_MV[node, :rows, :words]
             logprobs_MV = (logits_MV / decoding.temperature).log_softmax(-1)
             kept_MV = truncated(logprobs_MV, decoding.top_k, decoding.top_p) > -torch.inf
             at.lowest_M[node, :rows] = logits_MV.masked_fill(~kept_MV, torch.inf).amin(-1)
         kernels.survey[(rows, at.stretches, self.nodes)](
-            at.going_Z, at.logits_MV, at.slots_M, at.lengths_B, at.lowest_M, at.seed_Z, at.best_MS, at.where_MS,
-            at.top_MS, at.sum_MS, words, wide, at.stretches, at.room.sequences, decoding.temperature,
-            GREEDY=decoding.greedy, CUT=cut and not decoding.greedy, MANY=self.nodes > 1, BV=STRETCH,
+            at.going_Z, at.logits_MV, at.lowest_M, at.where_MS, at.top_MS, at.sum_MS, at.kept_MS, words, wide,
+            at.stretches, at.room.sequences, decoding.temperature, GREEDY=decoding.greedy, CUT=cut,
+            MANY=self.nodes > 1, BV=STRETCH,
         )  # fmt: skip
         if decoding.eos not in self.ends:
             ends = torch.tensor(sorted(decoding.eos) or [-1], dtype=torch.int32, device=self.device)
             self.ends[decoding.eos] = ends
         eos = self.ends[decoding.eos]
         kernels.pick[(rows, 1, self.nodes)](
-            at.going_Z, at.logits_MV, at.slots_M, at.best_MS, at.where_MS, at.top_MS, at.sum_MS, eos, at.limit_1,
-            at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, wide, at.room.tokens, at.stretches,
-            at.room.sequences, len(eos), decoding.temperature,
-            MANY=self.nodes > 1, BS=power(at.stretches), BEOS=power(len(eos)),
+            at.going_Z, at.logits_MV, at.slots_M, at.lowest_M, at.seed_Z, at.where_MS, at.top_MS, at.sum_MS,
+            at.kept_MS, eos, at.limit_1, at.tokens_BT, at.logprobs_BT, at.lengths_B, at.done_B, words, wide,
+            at.room.tokens, at.stretches, at.room.sequences, len(eos), decoding.temperature,
+            GREEDY=decoding.greedy, CUT=cut, MANY=self.nodes > 1, BV=STRETCH, BS=power(at.stretches),
+            BEOS=power(len(eos)),
         )  # fmt: skip
 
 
