@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 4  # signs of life in a row that could not be written
 SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
-SWITCH_SECONDS = 0.0005  # a thread that feeds the GPU must not wait long for one that computes
+SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
 
 def join(

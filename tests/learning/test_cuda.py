@@ -27,6 +27,7 @@ from rl_swarm.learning import decoder, logprobs, lora, meeting
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine, recorder
 from rl_swarm.learning.cuda.attention import Segments
+from rl_swarm.learning.cuda.decoding import transpose
 from rl_swarm.learning.cuda.engine import Engine, Request, size_for
 from rl_swarm.learning.cuda.recorder import Recorder
 from rl_swarm.learning.decoder import Decoder
@@ -458,3 +459,10 @@ def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monke
         assert [found[number] for number in range(3)] == result
         assert one.scratch.room.sequences == room, "after a failure no more is reserved than is asked for"
     assert passes == [2, 2, 2], "one that failed, and two tokens"
+
+
+def test_a_matrix_is_copied_the_other_way_round():
+    given = torch.randn(70, 33)
+    found = torch.zeros(33, 70, dtype=torch.bfloat16)
+    transpose[(3, 2)](given, found, 70, 33, B=32)
+    assert found.equal(given.t().bfloat16())

@@ -232,7 +232,7 @@ class Weights:
 
     def _write_matrix(self, part: Tensor, module: Any, norm: Any) -> None:
         if norm is None:
-            part.copy_(matrix(module))
+            copy_matrix(part, matrix(module))
         else:
             torch.mul(matrix(module), self._scale(norm), out=part)
 
@@ -240,6 +240,17 @@ class Weights:
 def product(x: Tensor, linear: Linear) -> Tensor:
     out = F.linear(x.to(linear.weight.dtype), linear.weight)
     return out if linear.bias is None else out + linear.bias
+
+
+def copy_matrix(target: Tensor, given: Tensor) -> None:
+    """What lies the other way round is read and written in squares on a GPU, which is several times as fast there."""
+    if target.device.type == "cuda" and not given.is_contiguous() and given.t().is_contiguous():
+        from rl_swarm.learning.cuda.decoding import transpose
+
+        (rows, columns), side = given.t().shape, 64
+        transpose[(-(-rows // side), -(-columns // side))](given, target, rows, columns, B=side)
+    else:
+        target.copy_(given)
 
 
 def matrix(module: Any) -> Tensor:

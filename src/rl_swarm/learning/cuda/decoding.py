@@ -350,3 +350,12 @@ def pick(
     ended = tl.max((ends == token).to(tl.int32), 0)
     last = (step + 1 >= tl.load(limit_1)).to(tl.int32)
     tl.store(done_B + slot, tl.maximum(ended, last))
+
+
+@triton.jit
+def transpose(from_RC, to_CR, R, C, B: tl.constexpr):
+    """A square of a matrix, the other way round."""
+    row, column = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B)
+    there = (row[:, None] < R) & (column[None, :] < C)
+    square = tl.load(from_RC + row[:, None] * C + column[None, :], mask=there)
+    tl.store(to_CR + column[:, None] * R + row[None, :], tl.trans(square), mask=tl.trans(there))

@@ -219,14 +219,13 @@ class Engine:
                     going = left
                     self._choose(going)
             self._replay(size_for(max(map(len, going))), decoding)
+        # All at once: a thread that waits for the GPU has to wait for other threads, too, before it goes on.
+        drawn = [
+            values.cpu() for values in (at.tokens_BT[..., :limit], at.logprobs_BT[..., :limit], at.lengths_B)
+        ]
         for node, request in requests.items():
-            yield samples(
-                at.tokens_BT[node, : request.total, :limit],
-                at.logprobs_BT[node, : request.total, :limit],
-                at.lengths_B[node, : request.total],
-                decoding.eos,
-                request.each,
-            )
+            tokens_BT, logprobs_BT, lengths_B = (values[node, : request.total] for values in drawn)
+            yield samples(tokens_BT, logprobs_BT, lengths_B, decoding.eos, request.each)
 
     @staticmethod
     def _room(request: Request, limit: int) -> Room:
@@ -250,10 +249,15 @@ class Engine:
         at = self.scratch
         at.lengths_B.zero_()
         at.lengths_B[:, -1] = 1  # the last slot of a node is nobody's: it fills up batches
-        at.done_B.fill_(1)
+        done_B, seed_Z = (
+            torch.ones(at.done_B.shape, dtype=torch.int32),
+            torch.zeros_like(at.seed_Z, device="cpu"),
+        )
         for node, request in requests.items():
-            at.done_B[node, : request.total] = 0
-            at.seed_Z[node] = request.seed * 0x9E3779B97F4A7C15 % (1 << 62)
+            done_B[node, : request.total] = 0
+            seed_Z[node] = request.seed * 0x9E3779B97F4A7C15 % (1 << 62)
+        at.done_B.copy_(brought(done_B, self.device))
+        at.seed_Z.copy_(brought(seed_Z, self.device))
         at.limit_1.fill_(limit)
         self._choose(going)
 
