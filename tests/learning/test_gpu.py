@@ -314,7 +314,8 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
         assert shared[number][0] == found[number][0]
         moved = difference(model.parameters(), [p.detach() for p in plain[number].parameters()])
         apart = difference(model.parameters(), [p.detach() for p in together[number].parameters()])
-        assert apart < 0.15 * moved, "Adam makes much of small differences"
+        # Adam makes much of small differences: 0.2 has been seen. Of another node's gradients it would be 1.4.
+        assert apart < 0.5 * moved
 
 
 @pytest.mark.parametrize("kind", FAST)
