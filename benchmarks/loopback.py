@@ -30,6 +30,7 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.network.p2p import joining
 from rl_swarm.network.p2p.documents import Shelf
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.presence import Watch
 from rl_swarm.wire import seal
 from rl_swarm.worker import signs_of_life
@@ -93,9 +94,9 @@ class CountedEngine(Engine):
 
         self.p2p.call_protobuf_handler = counted
 
-    def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
+    def store(self, key: str, subkey: str, value: bytes, seconds: float, copies: int = REPLICAS) -> bool:
         self.asked.note("store", len(value))
-        return super().store(key, subkey, value, seconds)
+        return super().store(key, subkey, value, seconds, copies)
 
     def find(self, key: str) -> dict[str, bytes]:
         found = super().find(key)

@@ -141,9 +141,9 @@ class SimulatedEngine:
         for other in list(self.connected):
             self.disconnect(other)
 
-    def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
+    def store(self, key: str, subkey: str, value: bytes, seconds: float, copies: int = REPLICAS) -> bool:
         self.asked.note("store", len(value))
-        return self._wait(self.table.store(key, subkey, value, self.clock() + seconds))
+        return self._wait(self.table.store(key, subkey, value, self.clock() + seconds, copies))
 
     def find(self, key: str) -> dict[str, bytes]:
         found = self._wait(self.table.find(key))
@@ -253,7 +253,7 @@ class SimulatedNode:
         held, near = peer.node.storage.get(key), peer.node.neighbours(key, self.node_id)
         seconds = self._call("find", peer, FIND, ANSWER + NEIGHBOUR * len(near) + size_of(held))
         await asyncio.sleep(LOST_SECONDS if seconds is None else seconds)
-        return None if seconds is None else {key: (held, near)}
+        return None if seconds is None else {key: (held, {node: self.network.nodes[node] for node in near})}
 
     def ping(self, peer: SimulatedEngine) -> None:
         self._call("ping", peer, PING // 2, PING // 2)

@@ -38,7 +38,6 @@ from rl_swarm.wire import seal, unseal
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
 JOINING = 0.5  # of a round, in which all join before the first one
-SETTLE = 4  # rounds until everybody knows enough others
 CHURN_ROUNDS, CHURN_SHARE = 10, 1 / 3  # in so many rounds that part leaves, and others come
 
 
@@ -52,6 +51,7 @@ class Scenario:
     delays: tuple[float, float] = (0.01, 0.1)  # seconds from one peer to another, at least and at most
     rate: float = 1.25e6  # bytes a second
     costs: Costs = COSTS
+    settle: int = 10  # rounds before those that are measured, in which everybody gets to know enough others
 
 
 @dataclass
@@ -75,7 +75,9 @@ class Swarm:
         self.rng = random.Random(f"swarm {scenario.seed}")
         self.owner = identity(scenario.seed, 0)
         begins = START + JOINING * scenario.interval
-        self.manifest: Manifest = manifest(self.owner, begins, scenario.rounds + SETTLE, scenario.interval)
+        self.manifest: Manifest = manifest(
+            self.owner, begins, scenario.rounds + scenario.settle, scenario.interval
+        )
         self.signed = seal(self.manifest, self.owner)
 
     def run(self) -> None:
@@ -85,12 +87,12 @@ class Swarm:
             self.world.spawn(lambda number=number: self.take_part(number), delay)
         if scenario.churn:
             each = scenario.interval * CHURN_ROUNDS / (scenario.peers * CHURN_SHARE)
-            for number in range(round((scenario.rounds + SETTLE) * scenario.interval / each)):
+            for number in range(round((scenario.rounds + scenario.settle) * scenario.interval / each)):
                 self.world.spawn(self.change, begins - START + (number + self.rng.random()) * each)
-        self.measured = begins + SETTLE * scenario.interval
+        self.measured = begins + scenario.settle * scenario.interval
         self.before: dict[SimulatedEngine, tuple[Line, Asked]] = {}
         self.world.spawn(self.remember, self.measured - START)
-        self.world.run(begins + (SETTLE + scenario.rounds) * scenario.interval)
+        self.world.run(begins + (scenario.settle + scenario.rounds) * scenario.interval)
         self.settle()
 
     def take_part(self, number: int) -> None:
@@ -194,7 +196,7 @@ def summary(swarm: Swarm) -> dict[str, Any]:
         messages += line.messages - before.messages
         asked += peer.engine.asked - asked_before
         loads.append((line.sent - before.sent).total() / scenario.rounds)
-    played = [done for peer in swarm.peers for done in peer.player.played if done.number >= SETTLE]
+    played = [done for peer in swarm.peers for done in peer.player.played if done.number >= scenario.settle]
     present = [peer for peer in swarm.peers if peer.engine.online]
     return {
         **figures(scenario.peers, scenario.rounds, scenario.interval, played, asked),
@@ -233,7 +235,7 @@ def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
             ]
     took.sort()
     half = swarm.scenario.peers / 2
-    first = [place for place in published if place[1] == SETTLE]
+    first = [place for place in published if place[1] == swarm.scenario.settle]
     random.Random(0).shuffle(first)
     seconds = []
     for author, number in first[:most]:

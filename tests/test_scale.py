@@ -1,11 +1,13 @@
 """Swarms in virtual time, and a few real peers: what the benchmark of large swarms measures."""
 
 import importlib
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,19 @@ import pytest
 
 pytest.importorskip("hivemind")
 
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+
+from rl_swarm.network.p2p.table import REMEMBERED_SECONDS
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 simulation = importlib.import_module("simulation")
 
 
 def simulate(*arguments: Any, **options: Any) -> dict[str, Any]:
-    result: dict[str, Any] = simulation.simulate(simulation.Scenario(*arguments, **options))
+    scenario = simulation.Scenario(*arguments, settle=4, **options)
+    result: dict[str, Any] = simulation.simulate(scenario)
     return result
 
 
@@ -93,30 +101,43 @@ def test_three_real_peers_publish_and_collect() -> None:
         assert swarm["bytes"] > asked > 0 and swarm["packets"] > swarm["messages"] > 0
 
 
-def test_who_keeps_a_record_is_remembered_until_one_of_them_has_gone() -> None:
+def in_a_network(live: Callable[[list[Any], Callable[[], Any]], None]) -> None:
+    """Forty peers that know each other, and a way to make another one; `live` is done in their time."""
     simulated, virtual = map(importlib.import_module, ("simulated", "virtual"))
     world = virtual.World(1000.0)
     network = simulated.Network(world, 1, simulated.COSTS, (0.01, 0.1), 1e6)
-    calls = list[int]()
+    numbers = itertools.count()
 
-    def live() -> None:
-        engines = [
-            simulated.SimulatedEngine(
-                network, simulation.identity(1, k), lambda *record: True, random.Random(k)
-            )
-            for k in range(40)
-        ]
+    def another() -> Any:
+        number = next(numbers)
+        rng = random.Random(number)
+        return simulated.SimulatedEngine(network, simulation.identity(1, number), lambda *record: True, rng)
+
+    def all_of_it() -> None:
+        engines = [another() for _ in range(40)]
         for one in engines:
             one.start(engines[0] if one is not engines[0] else None)
+        live(engines, another)
+
+    with simulation.one_world(world, 1):
+        world.spawn(all_of_it)
+        world.run(1e9)
+
+
+def sent_by(one: Any, work: Callable[[], object]) -> Counter[str]:
+    before = one.line.messages.copy()
+    work()
+    return one.line.messages - before
+
+
+def test_who_keeps_a_record_is_remembered_until_one_of_them_has_gone() -> None:
+    def live(engines: list[Any], another: Callable[[], Any]) -> None:
         writer, reader = engines[20], engines[30]
 
-        def cost(work: Callable[[], object]) -> int:
-            before = writer.line.messages.copy()
-            work()
-            return (writer.line.messages - before)["place"]
+        def cost(value: bytes, seconds: float) -> int:
+            return sent_by(writer, lambda: writer.store("key", "sub", value, seconds))["place"]
 
-        calls.append(cost(lambda: writer.store("key", "sub", b"old", 500.0)))
-        calls.append(cost(lambda: writer.store("key", "sub", b"value", 600.0)))
+        assert cost(b"old", 500.0) > 0 == cost(b"value", 600.0)
         assert reader.find("key") == {"sub": b"value"}
         keepers = [one for one in engines if one.node.storage and one not in (writer, reader)]
         assert 4 <= len(keepers) <= 5
@@ -124,11 +145,26 @@ def test_who_keeps_a_record_is_remembered_until_one_of_them_has_gone() -> None:
             one.leave()
         assert reader.find("key") == {"sub": b"value"}
         writer.store("key", "sub", b"newer", 700.0)
-        calls.append(cost(lambda: writer.store("key", "sub", b"newest", 800.0)))
+        assert cost(b"newest", 800.0) > 0
         assert reader.find("key") == {"sub": b"newest"}
 
-    with simulation.one_world(world, 1):
-        world.spawn(live)
-        world.run(1e9)
-    first, again, after = calls
-    assert first > 0 == again < after
+    in_a_network(live)
+
+
+def test_one_of_those_who_keep_a_record_tells_who_has_come_near() -> None:
+    def live(engines: list[Any], another: Callable[[], Any]) -> None:
+        writer = engines[20]
+        assert writer.store("key", "sub", b"value", 600.0)
+        place = DHTID(int(DHTID.generate(source="key")) ^ 1)
+        nearest = min(engines, key=lambda one: place ^ one.node.node_id)
+        while place ^ (newcomer := another()).node.node_id > place ^ nearest.node.node_id:
+            newcomer.leave()
+        newcomer.start(nearest)
+        assert newcomer not in writer.node.routing.uid_to_peer_id.values()
+        writer.world.sleep(REMEMBERED_SECONDS)
+        sent = sent_by(writer, lambda: writer.store("key", "sub", b"newer", 900.0, 3))
+        assert sent["find"] == 1 and sent["store"] <= 3 and not sent["place"]
+        (held, _) = newcomer.node.storage.get(DHTID.generate(source="key"))
+        assert MSGPackSerializer.loads(held.get("sub").value) == b"newer"
+
+    in_a_network(live)

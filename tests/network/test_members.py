@@ -19,9 +19,9 @@ from swarms import make_manifest
 from rl_swarm import admission
 from rl_swarm.identity import Identity
 from rl_swarm.network.p2p import documents, members
-from rl_swarm.network.p2p.clock import ClockCoordinator
+from rl_swarm.network.p2p.clock import FEW, ClockCoordinator
 from rl_swarm.network.p2p.documents import DEEPEST, KEPT_SECONDS, PeerFiles, key_of, parts_of
-from rl_swarm.network.p2p.members import FULLEST, MOST_OF_A_LOOK
+from rl_swarm.network.p2p.members import COMPANY, FULLEST, MOST_OF_A_LOOK, SELDOM
 from rl_swarm.rounds import PeerInfo
 from rl_swarm.wire import seal, unseal
 
@@ -46,7 +46,7 @@ class Table:
     def __init__(self, world):
         self.world, self.reads, self.stores = world, [], []  # records of each call
 
-    def store(self, key, subkey, value, seconds):
+    def store(self, key, subkey, value, seconds, copies=5):
         self.stores.append(key)
         self.world.table.setdefault(key, {})[subkey] = (value, self.world.now + seconds)
         return True
@@ -58,7 +58,9 @@ class Table:
         return live
 
     def ask(self, peer_id, request, limit, seconds=0.0):
-        return None
+        if peer_id not in self.world.peers:
+            raise OSError(f"{peer_id} cannot be reached")
+        return
 
     def introduce(self, peer_id, addresses):
         pass
@@ -173,7 +175,7 @@ def test_what_a_node_reads_and_leaves_does_not_grow_with_the_swarm(world):
     assert list(world.depths()) and set(world.depths()) <= {6, 7, 8}
     assert max(read.values()) <= 2 * FULLEST and max(left.values()) <= 2.5
     assert read[1000] <= 1.2 * read[10] and left[1000] <= 1.4 * left[10]
-    assert min(peer.members.others() for peer in world.peers.values()) >= 10
+    assert min(peer.members.others() for peer in world.peers.values()) >= FEW
 
 
 def test_a_small_swarm_is_read_whole_and_everybody_of_a_large_one_is_met(world):
@@ -188,9 +190,9 @@ def test_a_small_swarm_is_read_whole_and_everybody_of_a_large_one_is_met(world):
     one = world.peers[IDENTITIES[0].peer_id].members
     met = set()
     for _ in range(4):
-        for _ in range(80):
+        for _ in range(160):
             one.look()
-        met |= one.known.keys()
+            met |= one.known.keys()
         world.play(1)
     assert met == ids(IDENTITIES[:200])
 
@@ -288,6 +290,26 @@ def test_one_that_knows_enough_looks_once_a_round_and_one_that_knows_few_as_ofte
     assert len(looks) == 31
 
 
+def test_in_a_large_swarm_one_that_knows_enough_looks_now_and_then_and_forgets_nobody_who_answers(world):
+    world.join(IDENTITIES[:200])
+    world.play(12)
+    one = world.peers[IDENTITIES[0].peer_id]
+    reads, looked = one.files.engine.reads, 0
+    for _ in range(2 * SELDOM):
+        before = len(reads)
+        for peer_id in list(one.members.known):
+            one.members.heard(peer_id)
+        kept = {me for me in one.members.known}
+        world.play(1)
+        looked += len(reads) > before
+        assert one.members.others() >= COMPANY // 2 and len(kept & one.members.known.keys()) >= COMPANY // 2
+    assert looked == 2
+    one.members.known = {me: one.members.known[me] for me in list(one.members.known)[:10]}
+    before = len(reads)
+    world.play(1)
+    assert len(reads) > before
+
+
 def test_swarms_that_lost_each_other_meet_again(world):
     """A network that falls apart and comes together again: the smaller part has shrunk to another depth."""
     world.join(IDENTITIES[:100])
@@ -325,7 +347,8 @@ def test_a_network_that_is_down_for_a_while_makes_nobody_forget(world, monkeypat
     assert one.current().round == 5 and len(one.current().members) > len(before) / 2
     assert one.members.depth == depth
     monkeypatch.setattr(one.files.engine, "find", lambda key: {})  # or nobody answers
-    one.members.look()
+    for _ in range(SELDOM):
+        one.members.look()
     assert one.members.depth == 0
     monkeypatch.undo()
     one.members.look()

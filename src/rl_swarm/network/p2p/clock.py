@@ -86,8 +86,9 @@ class ClockCoordinator(FolderCoordinator):
     def _met(self, now: float) -> State:
         """The members: who has introduced itself lately, and is admitted."""
         state = State(swarm=self.manifest.swarm())
-        known = (met.info for met in self.members.known.values())
-        for peer in sorted(known, key=lambda peer: (peer.joined, peer.peer_id)):
+        known = sorted(self.members.known.values(), key=lambda met: (met.info.joined, met.info.peer_id))
+        for met in known:
+            peer = met.info
             invitation, why = admission.admit(
                 self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
             )
@@ -95,5 +96,5 @@ class ClockCoordinator(FolderCoordinator):
                 if peer.peer_id == self.identity.peer_id:
                     self.turned_away = why
                 continue
-            state = rounds.seen(state, peer.peer_id, peer.peer_id, min(now, peer.timestamp), invitation)
+            state = rounds.seen(state, peer.peer_id, peer.peer_id, min(now, met.seen), invitation)
         return state

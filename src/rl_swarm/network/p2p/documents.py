@@ -24,6 +24,7 @@ from rl_swarm.identity import Identity, is_peer_id
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import HISTORY, MANIFEST, ROLL, SAFE_NAME, STATE
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.rounds import State
 from rl_swarm.wire import MAX_BYTES, Count, Id, Rejected, seal, unseal
 
@@ -348,19 +349,18 @@ class PeerFiles:
         sealed = seal(notice, self.identity, limit=MOST_NOTICE)
         folder, _, name = path.rpartition("/")
         try:
-            for part, seconds in self._places(folder):
-                self.engine.store(
-                    key_of(self.swarm, part), f"{self.identity.peer_id}/{name}", sealed, seconds
-                )
+            subkey = f"{self.identity.peer_id}/{name}"
+            for part, seconds, copies in self._places(folder):
+                self.engine.store(key_of(self.swarm, part), subkey, sealed, seconds, copies)
                 self._left[path] = self.clock()
         except OSError as error:  # whoever asks this peer gets the document all the same
             log.debug("no notice of %s could be left: %s", path, error)
 
-    def _places(self, folder: str) -> Iterator[tuple[str, float]]:
+    def _places(self, folder: str) -> Iterator[tuple[str, float, int]]:
         if folder == "peers" and self.members is not None:
             yield from self.members.places()
         else:
-            yield folder, KEPT_SECONDS
+            yield folder, KEPT_SECONDS, REPLICAS
 
     def _list(self, folder: str) -> Iterable[Notice]:
         found = self.notices(folder)
@@ -445,9 +445,11 @@ class PeerFiles:
         return int(bits, 2) * self._size() < some << DEEPEST
 
     def _others(self) -> list[str]:
-        peers = self.members.known if self.members is not None else self.authors.values()
-        others = [peer for peer in dict.fromkeys(peers) if peer != self.identity.peer_id]
-        return self.rng.sample(others, min(len(others), 8 if self.members is None else 2))
+        """Some whom it may ask for what everybody has; where nobody conducts, those who answered last, who are connected."""
+        if self.members is not None:
+            return self.members.latest(2)
+        others = [peer for peer in dict.fromkeys(self.authors.values()) if peer != self.identity.peer_id]
+        return self.rng.sample(others, min(len(others), 8))
 
     def _asked(self, peers: Iterable[str], path: str, limit: int) -> bytes:
         error: OSError = FileNotFoundError(path)
@@ -457,6 +459,8 @@ class PeerFiles:
             except OSError as failure:
                 error = failure
                 continue
+            if self.members is not None:
+                self.members.heard(peer)
             if data is not None:
                 return data
             error = FileNotFoundError(path)

@@ -39,7 +39,7 @@ MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
 MOST_MET = 24  # peers that are connected to as soon as they are heard of
-CONNECTIONS = (64, 128)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
+CONNECTIONS = (24, 40)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
 MOST_TOLD = 1024  # peers whose addresses are kept, for when they are asked
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
@@ -113,9 +113,9 @@ class Engine:
             self.thread.join(CALL_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def store(self, key: str, subkey: str, value: bytes, seconds: float) -> bool:
+    def store(self, key: str, subkey: str, value: bytes, seconds: float, copies: int = REPLICAS) -> bool:
         """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
-        return self._call(self.table.store(key, subkey, value, self.clock() + seconds), CALL_SECONDS)
+        return self._call(self.table.store(key, subkey, value, self.clock() + seconds, copies), CALL_SECONDS)
 
     def find(self, key: str) -> dict[str, bytes]:
         """The records of all peers under a key, the newest of each."""

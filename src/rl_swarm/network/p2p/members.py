@@ -1,9 +1,12 @@
 """Who is here, in a swarm of any size, where nobody conducts.
 
 Introductions lie in parts of the table: the first bits of a number made of a peer's id say in which. How many bits follows
-the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part a round,
-drawn at random, and keeps in mind whom it met; so what it reads does not grow with the swarm. Everybody guesses the size
-from what it reads, so a peer leaves its introduction one bit above and below its own guess, too.
+the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part at a time,
+drawn at random, and keeps some in mind whom it met and who still answer; so what it reads does not grow with the swarm.
+Everybody guesses the size from what it reads, so a peer leaves its introduction one bit above and below its own guess, too.
+
+To look for a part among many peers means to meet a dozen strangers, and that costs more than the part. So where there are
+several, a part is read every fourth round, and by whoever knows too few.
 """
 
 import logging
@@ -11,11 +14,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.p2p.documents import DEEPEST, KEPT_SECONDS, Notice, PeerFiles, neighbourhood, parts_of
+from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.rounds import PeerInfo
 from rl_swarm.wire import Rejected, unseal
 
@@ -26,12 +30,16 @@ FULLEST, EMPTIEST = 12, 5  # introductions in a part, on average, beyond which i
 LOOKS = 5  # whose median is the guess
 NEW = 3  # looks for which a peer counts as new
 MOST_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
-MOST_MEMBERS = 1000  # that a node keeps in mind
+MOST_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
+COMPANY = 24  # others that a node keeps in mind, where there are several parts
+SELDOM = 4  # rounds in which a node looks once that found its depth a while ago and knows half as many for longer
 MOST_WALKED = 256  # parts that somebody reads who wants to see everybody
 # Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
 STEPS = range(0, DEEPEST + 1, 3)
 ENOUGH = 3  # introductions in a part that are no accident
 PROBE = 4  # looks, of which one is also at another depth: swarms that lost each other meet again
+COPIES = 3  # of an introduction, where there are several parts: whoever reads finds one at least
+FEW_COPIES = 2  # above and below, where nine of ten do
 VISITS = 16  # peers, about, that leave their introduction with others who are at another depth
 
 
@@ -41,6 +49,7 @@ class Met:
 
     info: PeerInfo
     document: bytes  # in which it stands, signed
+    seen: float  # its last sign of life
     where: str = ""  # the part of the internet from which it says to come
 
 
@@ -55,20 +64,33 @@ class Members:
         self.files, self.clock, self.rng = files, files.clock, rng or random.Random()
         self.admits = admits  # where not everybody may take part; others are not even counted
         self.swarm, self.me = manifest.swarm(), files.identity.peer_id
-        self.timeout = manifest.peer_timeout
+        self.timeout, self.interval = manifest.peer_timeout, manifest.round_interval
         self.known = dict[str, Met]()
         self.depth, self.size = 0, 1  # how many peers there are, about
         self._sizes = deque[int](maxlen=LOOKS)
         self._left = dict[int, float]()  # when this peer's introduction was left, by depth
         self._elsewhere = set[int]()  # depths at which there are others who do not look at ours
         self._looks = 0
+        self._settled = 0  # looks since the depth has changed by more than one
+        self._skipped = 0
+        self._most = COMPANY
 
     def others(self) -> int:
         return len(self.known.keys() - {self.me})
 
     def join(self, peer: PeerInfo, data: bytes) -> None:
         """This peer itself is here, whatever it reads."""
-        self.known[self.me] = Met(peer, data)
+        self.known[self.me] = Met(peer, data, peer.timestamp)
+
+    def heard(self, peer_id: str) -> None:
+        """It has answered."""
+        if peer_id in self.known:
+            self.known[peer_id] = replace(self.known[peer_id], seen=self.clock())
+
+    def latest(self, count: int) -> list[str]:
+        """Others who gave a sign of life last."""
+        others = [peer_id for peer_id in self.known if peer_id != self.me]
+        return sorted(others, key=lambda peer_id: -self.known[peer_id].seen)[:count]
 
     def introduction(self, peer_id: str) -> bytes:
         try:
@@ -76,22 +98,29 @@ class Members:
         except KeyError:
             raise FileNotFoundError(f"peers/{peer_id}.json") from None
 
-    def places(self) -> Iterator[tuple[str, float]]:
-        """Where this peer's introduction has to be left now, and for how long: in its part every time, in those above and
-        below before it is too old there, and once with others who have to hear of us."""
+    def places(self) -> Iterator[tuple[str, float, int]]:
+        """Where this peer's introduction has to be left now, for how long, and with how many: in its part, and in those
+        above and below before it is too old there; and once with others who have to hear of us."""
         parts, now = parts_of(self.swarm, self.me), self.clock()
-        due = min(0.75 * self.timeout, KEPT_SECONDS / 3)
-        beside = {self.depth - 1, self.depth + 1} & set(range(DEEPEST + 1))
-        late = {depth for depth in beside if now - self._left.get(depth, -due) >= due}
-        for depth in {self.depth} | late | self._elsewhere:
-            yield parts[depth], min(KEPT_SECONDS, 2 * self.timeout)
+        seldom = min(1.5 * self.timeout, KEPT_SECONDS / 3)
+        often = seldom / 2 if self.depth else 0.0
+        due = {self.depth: often, self.depth - 1: seldom, self.depth + 1: seldom}
+        late = {depth for depth, after in due.items() if now - self._left.get(depth, -after) >= after}
+        for depth in (late & set(range(DEEPEST + 1))) | self._elsewhere:
+            copies = (COPIES if depth == self.depth else FEW_COPIES) if self.depth else REPLICAS
+            yield parts[depth], min(KEPT_SECONDS, 2 * self.timeout), copies
             self._left[depth] = now  # once it has been stored
             self._elsewhere.discard(depth)
 
     def look(self) -> None:
-        """Reads a part. Others of other depths, too, as long as this peer is new, when nobody is there, when somebody who
-        is there lives at another depth, and now and then."""
+        """Reads a part, if it is time. Others of other depths, too, as long as this peer is new, when nobody is there, when
+        somebody who is there lives at another depth, and now and then."""
         self._forget()
+        lasting = sum(met.seen >= self._oldest() + self.interval for met in self.known.values())
+        enough = self.depth and self._settled >= NEW and lasting > COMPANY // 2
+        self._skipped = (self._skipped + 1) % SELDOM if enough else 0
+        if self._skipped:
+            return
         counts = dict[int, int]()
         try:
             counts[self.depth], depths = self._counted(self.depth)
@@ -106,10 +135,13 @@ class Members:
         except OSError as error:  # the network is down; whom it met is still in mind
             log.debug("nobody can be looked for: %s", error)
             return
+        before = self.depth
         self._judge(counts, depths)
+        self._settled = self._settled + 1 if abs(self.depth - before) <= 1 else 0
 
     def walk(self) -> None:
         """Reads all parts: for somebody who wants to see everybody, once."""
+        self._most = MOST_MEMBERS
         self.look()
         parts = [_part(number, self.depth) for number in range(1 << self.depth)]
         for part in self.rng.sample(parts, min(len(parts), MOST_WALKED)):
@@ -156,7 +188,8 @@ class Members:
         before = self.known.get(peer.peer_id)
         if before is None or peer.timestamp > before.info.timestamp:
             where = next(filter(None, map(neighbourhood, notice.addresses)), "")
-            self.known[peer.peer_id] = Met(peer, notice.inside.encode(), where)
+            seen = max(peer.timestamp, before.seen if before else 0.0)
+            self.known[peer.peer_id] = Met(peer, notice.inside.encode(), seen, where)
         self.files.engine.introduce(notice.peer_id, notice.addresses)
 
     def _oldest(self) -> float:
@@ -194,13 +227,12 @@ class Members:
             self._elsewhere.update(d for d, n in counts.items() if n and abs(d - self.depth) > 1)
 
     def _forget(self) -> None:
-        """Whoever has given no sign of life lately is gone."""
+        """Whoever has given no sign of life lately is gone; of too many, those who gave the last ones longest ago."""
         oldest = self._oldest()
-        others = [met.info for met in self.known.values() if met.info.peer_id != self.me]
-        others.sort(key=lambda peer: -peer.timestamp)
-        for rank, peer in enumerate(others):
-            if peer.timestamp < oldest or rank >= MOST_MEMBERS - 1:
-                del self.known[peer.peer_id]
+        most = self._most if self.depth else MOST_MEMBERS
+        for rank, peer_id in enumerate(self.latest(len(self.known))):
+            if self.known[peer_id].seen < oldest or rank >= most - 1:
+                del self.known[peer_id]
 
 
 def _part(number: int, depth: int) -> str:

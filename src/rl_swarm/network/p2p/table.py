@@ -2,7 +2,8 @@
 
 Left to itself, hivemind asks twenty peers for whatever is stored or found, and every one of them sends all that it has
 under the key. Here the peers that keep a key's records are looked for under the key beside it, where nothing lies; who
-they are is remembered for a while; and a few of them are asked for the records.
+they are is remembered for a while, and then one of them is asked who has come near since; and a few of them are asked for the
+records.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 REPLICAS = 5  # peers that keep a record
-CANDIDATES = 8  # from which they are taken: some may not answer
+CANDIDATES = 6  # from which they are taken: one may not answer
 READERS = 3  # of the keepers that are asked for records, drawn at random: one that hides some does not matter
 REMEMBERED_SECONDS = 180.0  # for which it is known who keeps a key's records
 MOST_KEYS = 64  # of which that is known
@@ -24,9 +25,13 @@ class Table:
         self, node: Any, clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None
     ) -> None:
         self.node, self.clock, self.rng = node, clock, rng or random.Random()
-        self._keepers = dict[str, tuple[float, list[Any]]]()  # by key: since when, nearest first
+        self._keepers = dict[
+            str, tuple[float, dict[Any, Any]]
+        ]()  # by key: since when, and peers by their place
 
-    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+    async def store(
+        self, key: str, subkey: str, value: bytes, expires: float, copies: int = REPLICAS
+    ) -> bool:
         """Whether anybody took the record."""
         from hivemind.dht.routing import DHTID
         from hivemind.dht.validation import DHTRecord
@@ -44,7 +49,7 @@ class Table:
                 and protocol.storage.store(key_id, record.value, expires, subkey=subkey)
             )
 
-        answers = await self._answers(key, keep, await self.keepers(key), REPLICAS)
+        answers = await self._answers(key, keep, await self.keepers(key), copies)
         return any(answers)
 
     async def find(self, key: str) -> dict[str, bytes]:
@@ -81,18 +86,29 @@ class Table:
         """The peers nearest to a key, this one among them if it is; they keep the records."""
         from hivemind.dht.routing import DHTID
 
-        since, peers = self._keepers.get(key, (-math.inf, []))
+        since, known = self._keepers.get(key, (-math.inf, {}))
         if self.clock() - since < REMEMBERED_SECONDS:
-            return peers
+            return list(known.values())
         beside = DHTID(int(DHTID.generate(source=key)) ^ 1)
-        nearest = await self.node.find_nearest_nodes([beside], k_nearest=CANDIDATES, beam_size=CANDIDATES)
-        peers = list(nearest[beside].values())
+        nearest = await self._come_near(beside, known) if known else None
+        if nearest is None:
+            found = await self.node.find_nearest_nodes([beside], k_nearest=CANDIDATES, beam_size=CANDIDATES)
+            nearest = found[beside]
         self._keepers.pop(key, None)
-        if len(peers) == CANDIDATES:  # a small swarm may be one that is just beginning
-            self._keepers[key] = (self.clock(), peers)
+        if len(nearest) == CANDIDATES:  # a small swarm may be one that is just beginning
+            self._keepers[key] = (self.clock(), nearest)
             while len(self._keepers) > MOST_KEYS:
                 del self._keepers[next(iter(self._keepers))]
-        return peers
+        return list(nearest.values())
+
+    async def _come_near(self, place: Any, known: dict[Any, Any]) -> dict[Any, Any] | None:
+        """Who is nearest to a place now, as far as one of those knows who were; None if it has gone."""
+        others = [peer for peer in list(known.values())[:READERS] if peer != self.node.peer_id]
+        answer = await self.node.protocol.call_find(self.rng.choice(others), [place])
+        if answer is None:
+            return None
+        near = {**known, self.node.node_id: self.node.peer_id, **answer[place][1]}
+        return {node: near[node] for node in sorted(near, key=place.__xor__)[:CANDIDATES]}
 
     async def _answers(self, key: str, ask: Callable[[Any], Any], peers: list[Any], wanted: int) -> list[Any]:
         """What so many of the peers answer, the first ones first; others are asked for those that do not."""
