@@ -40,7 +40,7 @@ MOST_ANSWERS = 64  # that are being given at the same time
 LONGEST_FOLDER = 40  # characters, for temporary files
 MOST_MET = 24  # peers that are connected to as soon as they are heard of
 CONNECTIONS = (24, 40)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
-MOST_TOLD = 1024  # peers whose addresses are kept, for when they are asked
+MOST_TOLD = 1024  # peers whose addresses are kept, and of whom it is known that they do not answer
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
     "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'; in a "
@@ -133,6 +133,8 @@ class Engine:
             answer = self._call(self._ask(peer_id, request, limit), seconds)
         except TimeoutError:
             self.silent[peer_id] = (time.monotonic() + pause, min(2 * pause, SILENT_SECONDS[1]))
+            if len(self.silent) > MOST_TOLD:
+                del self.silent[next(iter(self.silent))]
             raise
         self.silent.pop(peer_id, None)
         return answer
