@@ -31,6 +31,7 @@ from rl_swarm.network.p2p import joining
 from rl_swarm.network.p2p.documents import Shelf
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.network.p2p.table import REPLICAS
+from rl_swarm.node import Stopped
 from rl_swarm.presence import Watch
 from rl_swarm.wire import seal
 from rl_swarm.worker import signs_of_life
@@ -153,7 +154,8 @@ class Peer:
             peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)
             self.ready.set()
-            with signs_of_life(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch):  # type: ignore[arg-type]
+            alive = signs_of_life(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch)  # type: ignore[arg-type]
+            with alive, suppress(Stopped):
                 node.run()
 
     def account(self, rounds: range, before: tuple[Asked, Asked]) -> Account | None:
