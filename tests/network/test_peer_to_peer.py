@@ -1,6 +1,7 @@
 """The peer-to-peer engine on loopback: real daemons, real streams."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -177,6 +178,24 @@ def test_who_comes_back_at_another_address_is_known_there():
             two.close()
     finally:
         one.close()
+
+
+def test_nobody_forgets_to_wait_for_one_that_is_slow_to_answer(caplog):
+    """What only waits for an answer must not be tidied away as if nobody wanted it."""
+    who, engine = Identity.new().peer_id, Engine(Identity.new(), **ALONE).start()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            mute.settimeout(30)
+            engine.introduce(who, [f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{who}"])
+            with mute.accept()[0] as connection:
+                assert connection.recv(1)  # it is spoken to
+                gc.collect()
+                assert len(engine.reaching) == 1
+        assert eventually(lambda: not engine.reaching)
+    finally:
+        engine.close()
+    gc.collect()
+    assert "destroyed" not in caplog.text
 
 
 def is_stopped(process):

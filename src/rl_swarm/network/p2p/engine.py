@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,9 @@ class Engine:
         self.silent = dict[str, tuple[float, float]]()
         # Peers to whom there is to be a connection, and where they are.
         self.introduced = dict[str, list[str]]()
+        self.reaching = set[
+            Future[bool]
+        ]()  # which nothing else would keep: what waits for a stream is held by nobody
         self.told = dict[str, list[str]]()  # where others say to be
         self.answering = 0
         self.p2p: Any = None
@@ -152,7 +156,9 @@ class Engine:
             self.introduced[peer_id] = own
             # One that was started again has other ports.
             self.known = [text for text in self.known if text not in before] + own
-            asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
+            reaching = asyncio.run_coroutine_threadsafe(self._reach_any(own), self.loop)
+            self.reaching.add(reaching)
+            reaching.add_done_callback(self.reaching.discard)
 
     def peers(self) -> list[str]:
         """The addresses of those to whom there is a connection now."""
