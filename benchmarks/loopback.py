@@ -38,7 +38,7 @@ from rl_swarm.worker import signs_of_life
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
-SETTLE = 2  # rounds until everybody knows everybody
+SETTLE = 6  # rounds until everybody knows enough others
 READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
 END_SECONDS = 30.0  # that a process may take to end
 ENDLESS = 1_000_000  # rounds

@@ -51,7 +51,7 @@ def real(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         if args.check and result["bytes"] is not None:
             from simulation import Scenario, simulate
 
-            made = simulate(Scenario(count, args.rounds, args.interval, seed=args.seed, settle=4))
+            made = simulate(Scenario(count, args.rounds, args.interval, seed=args.seed))
             result["simulated"] = made["bytes"]
             good &= abs(made["bytes"] / result["bytes"] - 1) <= APART
         progress(json.dumps(result))

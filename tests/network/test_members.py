@@ -197,6 +197,15 @@ def test_a_small_swarm_is_read_whole_and_everybody_of_a_large_one_is_met(world):
     assert met == ids(IDENTITIES[:200])
 
 
+def test_in_a_swarm_of_two_parts_everybody_knows_everybody(world):
+    world.join(IDENTITIES[:20])
+    world.play(6)
+    for _ in range(8):
+        world.play(1)
+        for peer in world.peers.values():
+            assert peer.members.known.keys() == ids(IDENTITIES[:20])
+
+
 def test_the_depth_follows_a_swarm_that_grows_and_one_that_shrinks(world):
     world.join(IDENTITIES[:10])
     world.play(3)

@@ -5,8 +5,8 @@ the size of the swarm, so that a part holds five to twelve, and a small swarm is
 drawn at random, and keeps some in mind whom it met and who still answer; so what it reads does not grow with the swarm.
 Everybody guesses the size from what it reads, so a peer leaves its introduction one bit above and below its own guess, too.
 
-To look for a part among many peers means to meet a dozen strangers, and that costs more than the part. So where there are
-several, a part is read every fourth round, and by whoever knows too few.
+To look for a part among many peers means to meet strangers, and that costs more than the part. So in a swarm that is too large
+to know everybody a part is read every fourth round, and by whoever knows too few.
 """
 
 import logging
@@ -32,7 +32,7 @@ NEW = 3  # looks for which a peer counts as new
 MOST_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
 MOST_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
 COMPANY = 24  # others that a node keeps in mind, where there are several parts
-SELDOM = 4  # rounds in which a node looks once, when it knows half as many and has found its depth
+SELDOM = 4  # rounds in which a node looks once that cannot know everybody, and knows half as many
 MOST_WALKED = 256  # parts that somebody reads who wants to see everybody
 # Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
 STEPS = range(0, DEEPEST + 1, 3)
@@ -74,6 +74,7 @@ class Members:
         self._settled = 0  # looks since the depth has changed by more than one
         self._skipped = 0
         self._most = COMPANY
+        self._unread = dict[int, list[int]]()  # parts of our depth, in the order in which they will be read
 
     def others(self) -> int:
         return len(self.known.keys() - {self.me})
@@ -117,7 +118,7 @@ class Members:
         somebody who is there lives at another depth, and now and then."""
         self._forget()
         lasting = sum(met.seen >= self._oldest() + self.interval for met in self.known.values())
-        enough = self.depth and self._settled >= NEW and lasting > COMPANY // 2
+        enough = self.size > COMPANY and self._settled >= NEW and lasting > COMPANY // 2
         self._skipped = (self._skipped + 1) % SELDOM if enough else 0
         if self._skipped:
             return
@@ -151,12 +152,20 @@ class Members:
     def _counted(self, depth: int) -> tuple[int, list[int]]:
         """How many others are in a part of some depth, and at which depths they look. Where that would change everything,
         two parts have to agree: somebody may have flooded one."""
-        drawn = self.rng.randrange(1 << depth)
+        drawn = self._drawn(depth)
         count, depths = self._read(_part(drawn, depth))
         if depth and self._sizes and count << depth > 4 * self.size:
             another = (drawn + self.rng.randrange(1, 1 << depth)) % (1 << depth)
             count = min(count, self._read(_part(another, depth))[0])
         return count, depths
+
+    def _drawn(self, depth: int) -> int:
+        """A part of this depth, by chance; of our own depth none again before all others, so that few are all met."""
+        if depth != self.depth:
+            return self.rng.randrange(1 << depth)
+        if not self._unread.get(depth):
+            self._unread = {depth: self.rng.sample(range(1 << depth), 1 << depth)}
+        return self._unread[depth].pop()
 
     def _read(self, part: str) -> tuple[int, list[int]]:
         """How many others are in a part, and at which depths they look. As many as can be kept are met."""
