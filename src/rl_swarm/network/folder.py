@@ -372,7 +372,10 @@ class FolderCoordinator:
     def _read_roll(self) -> None:
         try:
             roll = read_roll(self.files, self.manifest)
-        except (OSError, Rejected) as error:
+        except OSError as error:  # the one that was read before stands, and the next look is soon
+            log.debug("%s cannot be read now: %s", ROLL, error)
+            return
+        except Rejected as error:
             log.warning("%s is not used: %s", ROLL, error)
             return
         if roll.number > self.roll.number:
