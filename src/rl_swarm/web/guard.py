@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_BODY = 100_000  # bytes of a request
@@ -23,6 +26,14 @@ def protect(app: FastAPI, hosts: Sequence[str]) -> None:
     machine is not answered."""
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     app.add_middleware(Guard)
+    app.add_exception_handler(RequestValidationError, explain)
+
+
+async def explain(request: Request, error: Exception) -> Response:
+    """What is wrong with a request, without repeating it: it may hold what cannot be written as JSON."""
+    assert isinstance(error, RequestValidationError)
+    detail = [{key: problem[key] for key in ("type", "loc", "msg")} for problem in error.errors()]
+    return JSONResponse({"detail": detail}, 422)
 
 
 class Guard:

@@ -5,6 +5,7 @@ import { h } from "./dom.js";
 
 const HEIGHT = 260;
 const PALETTE = ["--accent", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const WHOLE = [1, 2, 5].flatMap((step) => Array.from({ length: 13 }, (_, power) => step * 10 ** power)).sort((a, b) => a - b);
 const charts = new Set();
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -29,8 +30,10 @@ export class Chart {
     this.data = data;
     const rows = [...data.lines.map((line) => line.values), ...(data.mean ? [data.mean] : [])];
     const names = JSON.stringify([data.lines.map((line) => line.name), !data.mean]);
-    if (this.plot && names === this.names) this.plot.setData([data.rounds, ...rows]);
-    else this.draw(names, [data.rounds, ...rows]);
+    if (this.plot && names === this.names) {
+      this.plot.setData([data.rounds, ...rows]);
+      this.read(this.plot);
+    } else this.draw(names, [data.rounds, ...rows]);
     const last = (data.mean ?? rows[0] ?? []).filter((value) => value !== null).at(-1);
     this.place.setAttribute("aria-label", `${this.label}. ${data.lines.length} lines, the latest value is ${shown(last)}.`);
   }
@@ -56,7 +59,7 @@ export class Chart {
       cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
       focus: { alpha: 0.35 },
       scales: { x: { time: false } },
-      axes: [{ ...axis, size: 34 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (Math.abs(tick) >= 10000 ? tick.toExponential(0) : String(+tick.toPrecision(6)))) }],
+      axes: [{ ...axis, size: 34, space: 70, incrs: WHOLE }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (Math.abs(tick) >= 10000 ? tick.toExponential(0) : String(+tick.toPrecision(6)))) }],
       series: [{ label: "round" }, ...series],
       hooks: { setCursor: [(plot) => this.read(plot)] },
     }, values, this.place);

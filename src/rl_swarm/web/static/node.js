@@ -10,7 +10,7 @@ const CHARTS = [
   ["Entropy", ["entropy"]],
   ["Gradient norm", ["grad_norm"]],
   ["Tokens per second", ["tokens_per_second"]],
-  ["Peak memory, bytes", ["peak_memory"]],
+  ["Peak memory, MiB", ["peak_memory"], 2 ** 20],
   ["Seconds per phase", ["seconds.generate", "seconds.train", "seconds.collect", "seconds.score", "seconds.publish", "seconds.questions", "seconds.report"]],
   ["Groups from others", ["external_taken"]],
 ];
@@ -26,7 +26,7 @@ export function node(id) {
   const head = h("div", { class: "card" });
   const rest = h("div", { class: "stack" });
   const grid = h("div", { class: "charts" });
-  const charts = CHARTS.map(([label, metrics]) => [new Chart(label, { height: 190, csv: csv(`${path}/curves`, { metric: metrics, points: 1000 }) }), metrics]);
+  const charts = CHARTS.map(([label, metrics, unit = 1]) => [new Chart(label, { height: 190, csv: csv(`${path}/curves`, { metric: metrics, points: 1000 }) }), metrics, unit]);
   const view = { title: "Node", refresh, element: h("div", { class: "stack" }, head, h("section", { "aria-label": "Curves" }, grid), rest) };
 
   async function refresh() {
@@ -50,8 +50,9 @@ export function node(id) {
         h("a", { href: `#/rollouts?node=${encodeURIComponent(row.node)}` }, "Read its rollouts")));
     const drawn = charts.filter(([, metrics]) => metrics.some((metric) => curves.metrics[metric]));
     if (grid.childElementCount !== drawn.length) grid.replaceChildren(...drawn.map(([chart]) => h("div", { class: "card" }, chart.element)));
-    for (const [chart, metrics] of drawn) {
-      chart.show({ rounds: curves.rounds, lines: metrics.filter((metric) => curves.metrics[metric]).map((metric) => ({ name: plain(metric), values: curves.metrics[metric] })) });
+    for (const [chart, metrics, unit] of drawn) {
+      const lines = metrics.filter((metric) => curves.metrics[metric]).map((metric) => ({ name: plain(metric), values: curves.metrics[metric].map((value) => (value === null ? null : value / unit)) }));
+      chart.show({ rounds: curves.rounds, lines });
     }
     const open = new Set([...rest.querySelectorAll("details[open]")].map((each) => each.id));
     rest.replaceChildren(
