@@ -79,6 +79,7 @@ class SmallRun:
                 peer_id=identity.peer_id, swarm=self.manifest.swarm(), node=identity.node, round=played, stage=0,
                 timestamp=time.time(), reward=0.25, training_reward=0.3, rollouts=2, vote=first,
             )  # fmt: skip
+            FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).submit(report)
             self.state = rounds.submitted(self.state, report, time.time())
         self.tick()
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace as changed
 from small_runs import HOSTILE, SmallRun
 
 from rl_swarm.identity import Identity
+from rl_swarm.network.address import locate
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, stride_for
@@ -210,6 +211,27 @@ def test_rollouts_that_others_forged_are_passed_over(tmp_path: Path) -> None:
     finally:
         texts.close()
     assert {row.node for row in page.rollouts} == {run.names[1]} and page.unreadable == 1
+
+
+def test_where_logs_are_elsewhere_the_curves_are_what_nodes_reported(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=9)
+    for _ in range(4):
+        run.play()
+    place = replace(locate(run.root), is_url=True, here=tmp_path / "here")
+    clock = Clock()
+    follower = Follower(RunView(place), clock)
+    follower.look()
+    told = telling.lines(follower, "reward_local")
+    assert told.rounds == [0, 1, 2, 3] and told.mean == [0.25] * 4
+    assert telling.overview(follower).rollouts == 2 * 4 * 2 and not telling.overview(follower).logs
+    assert [event.event for event in telling.events(follower).events] == ["joined", "joined"]
+    (run.root / "rewards" / "round_4" / "stage_0").mkdir(parents=True)
+    (run.root / "rewards" / "round_4" / "stage_0" / f"{run.names[0]}.json").write_text('{"reward": 9}')
+    run.tick()
+    clock.time += 100.0
+    follower.look()
+    assert telling.lines(follower, "reward_local").mean == [0.25] * 4
+    assert telling.nodes(follower).nodes[0].reward == 0.25, "as the coordinator counted"
 
 
 def test_runs_of_one_folder_are_laid_over_each_other(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Callable
 
 from rl_swarm.report import RunView
+from rl_swarm.rounds import Report
 from rl_swarm.web.records import Event
+from rl_swarm.web.reports import Reports, add
 from rl_swarm.web.tracks import AHEAD, Track
 
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0  # between looks
-IDLE_TIMES = 25  # as long as a look takes there is none: at most one part in 25 of a core is used
+IDLE_TIMES = 25  # as long as a look computes there is none: at most one part in 25 of a core is used
 MOST_EVENTS = 2000  # remembered of all nodes together
 
 
@@ -30,6 +32,7 @@ class Follower:
         self.version = 0
         self._looking = threading.Lock()
         self._next = -1.0
+        self._reports = Reports()
         self._trouble = ""  # why it could not be read, said once
         self._place: tuple[str, int, int, int] | None = None  # in the run, when it was looked at last
 
@@ -41,24 +44,30 @@ class Follower:
             return self.version
         try:
             if self.clock() >= self._next or not self.version:
-                started = self.clock()
-                self._read()  # may take long over a network: others go on with what is known
+                started, cost = self.clock(), time.thread_time()
+                reports = self._read()  # may take long over a network: others go on with what is known
                 with self.lock:
-                    self.version += self._take() or not self.version
-                ended = self.clock()
-                self._next = ended + max(PAUSE_SECONDS, IDLE_TIMES * (ended - started))
+                    changed = self._take()
+                    for report in reports:
+                        add(report, self.tracks[report.node])
+                    self.version += changed or bool(reports) or not self.version
+                ended, cost = self.clock(), time.thread_time() - cost
+                self._next = ended + max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
         finally:
             self._looking.release()
         return self.version
 
-    def _read(self) -> None:
+    def _read(self) -> list[Report]:
+        """Brings the view up to date; what nodes reported whose logs are not here."""
         try:
             self.view.refresh()
             self._trouble = ""
+            return self._reports.read(self.view) if self.view.address.is_url else []
         except OSError as error:  # a store or peers that do not answer now: what was read before stands
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 log.warning("the swarm cannot be read now: %s", error)
+            return []
 
     def _take(self) -> bool:
         """Hands what the view has read to the tracks; whether there was anything."""
@@ -71,6 +80,9 @@ class Follower:
         for node in list(view.nodes.values()):
             track = self.tracks.setdefault(node.node, Track())
             events = track.new_events(node, view.root)
+            if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+                said = f"with {node.peer.model}"
+                events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
             if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
                 word = "came back" if node.alive else "gone"
                 events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
