@@ -29,6 +29,7 @@ export class Chart {
   show(data) {
     this.data = data;
     const rows = [...data.lines.map((line) => line.values), ...(data.mean ? [data.mean] : [])];
+    this.place.hidden = !data.rounds.length;
     const names = JSON.stringify([data.lines.map((line) => line.name), !data.mean]);
     if (this.plot && names === this.names) {
       this.plot.setData([data.rounds, ...rows]);
@@ -72,7 +73,11 @@ export class Chart {
     const { lines, mean, rounds } = this.data;
     const focused = plot.series.findIndex((series, k) => k > 0 && series._focus && plot.cursor.idx !== null);
     const parts = [];
-    if (rounds.length) parts.push(h("span", {}, `round ${rounds[at]}`));
+    if (!rounds.length) {
+      this.reading.replaceChildren("Nothing yet.");
+      return;
+    }
+    parts.push(h("span", {}, `round ${rounds[at]}`));
     if (mean) {
       parts.push(h("span", { class: "mean" }, `mean ${shown(mean[at])}`));
       const line = lines[focused - 1];
@@ -80,7 +85,7 @@ export class Chart {
     } else {
       lines.slice(0, 12).forEach((line, k) => parts.push(h("span", { class: `key k${k % PALETTE.length}` }, `${line.name} ${shown(line.values[at])}`)));
     }
-    this.reading.replaceChildren(...(parts.length ? parts : ["Nothing yet."]));
+    this.reading.replaceChildren(...parts);
   }
 
   fit() {
