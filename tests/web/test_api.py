@@ -1,5 +1,6 @@
 """The API: everything by HTTP, nothing by accident. Hosts, limits and shapes are checked; no input breaks it."""
 
+import asyncio
 import csv
 import io
 import itertools
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import QUICK, run, start, until
+from processes import QUICK, end, run, start, until
 from small_runs import HOSTILE, SmallRun
 from starlette.testclient import TestClient
 
@@ -23,6 +24,7 @@ from rl_swarm.report import RunView
 from rl_swarm.web import server
 from rl_swarm.web.api import create_app
 from rl_swarm.web.following import Follower
+from rl_swarm.web.kept import Kept
 
 LOCAL = "http://localhost"
 
@@ -166,6 +168,41 @@ def test_nothing_that_is_asked_breaks_it(client: TestClient) -> None:
         assert client.post("/api/id-to-name", content=body).status_code == 422
 
 
+def test_what_many_ask_for_at_once_is_made_once(swarm: SmallRun) -> None:
+    asked: list[str] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await asyncio.sleep(0.05)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": scope["query_string"]})
+
+    async def ask(kept: Kept, query: bytes) -> list[Any]:
+        scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query}
+        told: list[Any] = []
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        await kept(scope, None, send)  # type: ignore[arg-type]
+        return told
+
+    async def many() -> None:
+        version = 1
+        kept = Kept(application, lambda: version)
+        impatient = asyncio.create_task(ask(kept, b"a"))
+        await asyncio.sleep(0.01)
+        impatient.cancel()
+        answers = await asyncio.gather(*(ask(kept, query) for query in [b"a", b"a", b"b", b"a"]))
+        assert [answer[1]["body"] for answer in answers] == [b"a", b"a", b"b", b"a"]
+        assert len(asked) == 2
+        version = 2
+        await ask(kept, b"a")
+        assert len(asked) == 3, "what was made before something changed is not told any more"
+
+    asyncio.run(many())
+
+
 def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
     swarm = SmallRun(tmp_path / "run", total=5)
     process = start(tmp_path, "watch", "run", "--port", "18080")
@@ -223,8 +260,7 @@ def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path)
         until(lambda: httpx.get(f"{url}/api/overview").json()["round"] >= 2)
         assert httpx.get(f"{url}/health").json()["status"] == "alive"
     finally:
-        process.terminate()
-        process.wait(60)
+        end(process)  # kills it: whatever it had started ends with it
 
     def gone() -> bool:
         try:

@@ -13,6 +13,7 @@ from rl_swarm import __version__
 from rl_swarm.web import guard, original, prometheus, tables, telling
 from rl_swarm.web import records as r
 from rl_swarm.web.following import Follower
+from rl_swarm.web.kept import Kept
 from rl_swarm.web.runs import Runs
 from rl_swarm.web.stream import Stream
 from rl_swarm.web.texts import Texts, Wanted
@@ -51,6 +52,7 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
         lifespan=lifespan,
     )
     app.state.stream = stream
+    app.add_middleware(Kept, version=lambda: follower.version)
     guard.protect(app, hosts)
 
     def looked() -> Follower:

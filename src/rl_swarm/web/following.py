@@ -15,7 +15,8 @@ from rl_swarm.web.tracks import AHEAD, Track
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0  # between looks
-IDLE_TIMES = 25  # as long as a look computes there is none: at most one part in 25 of a core is used
+LONGEST_PAUSE = 5.0
+IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
 MOST_EVENTS = 2000  # remembered of all nodes together
 
 
@@ -38,12 +39,11 @@ class Follower:
 
     def look(self) -> int:
         """Reads what is new, if it is time to and nobody else does; the version after that."""
-        if (self.clock() < self._next and self.version) or not self._looking.acquire(
-            blocking=not self.version
-        ):
+        first = not self.version  # everybody waits for the first look, and nobody for another
+        if (not first and self.clock() < self._next) or not self._looking.acquire(blocking=first):
             return self.version
         try:
-            if self.clock() >= self._next or not self.version:
+            if not self.version or self.clock() >= self._next:
                 started, cost = self.clock(), time.thread_time()
                 reports = self._read()  # may take long over a network: others go on with what is known
                 with self.lock:
@@ -52,7 +52,8 @@ class Follower:
                         add(report, self.tracks[report.node])
                     self.version += changed or bool(reports) or not self.version
                 ended, cost = self.clock(), time.thread_time() - cost
-                self._next = ended + max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
+                pause = max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
+                self._next = ended + min(pause, LONGEST_PAUSE)
         finally:
             self._looking.release()
         return self.version

@@ -34,10 +34,7 @@ class Stream:
             while not self.closed:
                 try:
                     await asyncio.wait_for(changed.wait(), ALIVE_SECONDS)
-                except TimeoutError:
-                    yield ": still here\n\n"
-                    continue
-                except asyncio.TimeoutError:  # its name before Python 3.11
+                except asyncio.TimeoutError:
                     yield ": still here\n\n"
                     continue
                 changed.clear()
@@ -50,9 +47,11 @@ class Stream:
             listener.set()
 
     async def _look(self) -> None:
+        told = self.follower.version
         while self.listeners and not self.closed:
-            before = self.follower.version
-            if await run_in_threadpool(self.follower.look) != before:
+            version = await run_in_threadpool(self.follower.look)
+            if version != told:  # by this look, or by somebody's who asked for a page
+                told = version
                 self._tell()
             await asyncio.sleep(PAUSE_SECONDS)
         self._tell()

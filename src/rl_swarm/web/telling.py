@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from rl_swarm.evaluation import mean
 from rl_swarm.network.address import is_url
@@ -92,11 +93,12 @@ def health(follower: Follower) -> Health:
         alive = sum(node.alive for node in nodes)
         stands = phase(follower)
         late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
-        return Health(
-            "stale" if stands == "stopped" or (stands == "running" and late and not alive)
-            else "alive" if stands == "running" else stands,
-            state.round if state else 0, alive, since,
-        )  # fmt: skip
+        status: Literal["alive", "stale", "waiting", "finished"]
+        if stands == "stopped" or (stands == "running" and late):
+            status = "stale"
+        else:
+            status = "alive" if stands == "running" else stands
+        return Health(status, state.round if state else 0, alive, since)
 
 
 def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:

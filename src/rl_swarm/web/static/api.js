@@ -11,8 +11,16 @@ export function address(path, parameters = {}) {
   return text ? `${path}?${text}` : path;
 }
 
-export async function get(path, parameters) {
-  const response = await fetch(address(path, parameters), { headers: { Accept: "application/json" } });
+const asked = new Map(); // what is under way: nobody asks the same twice at a time
+
+export function get(path, parameters) {
+  const where = address(path, parameters);
+  if (!asked.has(where)) asked.set(where, fetched(where).finally(() => asked.delete(where)));
+  return asked.get(where);
+}
+
+async function fetched(where) {
+  const response = await fetch(where, { headers: { Accept: "application/json" } });
   if (!response.ok) {
     const detail = await response.json().then((body) => body.detail, () => null);
     throw new Error(typeof detail === "string" ? detail : `The server answered ${response.status}.`);
