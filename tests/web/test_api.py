@@ -15,9 +15,12 @@ from typing import Any
 import httpx
 import pytest
 from processes import QUICK, end, run, start, until
+from rich.console import Console
 from small_runs import HOSTILE, SmallRun
 from starlette.testclient import TestClient
 
+from rl_swarm.cli import dashboard
+from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import animal_name
 from rl_swarm.report import RunView
@@ -168,7 +171,7 @@ def test_nothing_that_is_asked_breaks_it(client: TestClient) -> None:
         assert client.post("/api/id-to-name", content=body).status_code == 422
 
 
-def test_what_many_ask_for_at_once_is_made_once(swarm: SmallRun) -> None:
+def test_what_many_ask_for_at_once_is_made_once() -> None:
     asked: list[str] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -287,6 +290,14 @@ def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
         and "pip install 'rl-swarm[web]'" in done.stderr
         and "Traceback" not in done.stderr
     )
+
+
+def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "is_installed", lambda: False)
+    console = Console(file=io.StringIO(), width=200)
+    with dashboard.beside(tmp_path, Settings(), console):
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("\n") == 1 and "pip install 'rl-swarm[web]'" in said and "--no-web" in said
 
 
 def test_watching_what_is_no_swarm_says_so(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
     @routes.get("/gossip")
     def gossip(swarm: Swarm, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Gossip:
         """What the models wrote last."""
-        return Gossip([message(row) for row in texts.page(Wanted(), None, limit).rollouts])
+        return Gossip([message(row) for row in texts.page(Wanted(), None, limit, keys=False).rollouts])
 
     return routes
 

@@ -90,11 +90,13 @@ def serve(view: RunView, listening: socket.socket, stop: threading.Event) -> Non
 @contextmanager
 def beside(root: Path, host: str, port: int) -> Iterator[str]:
     """The dashboard of a run in a process of its own, for as long as this lasts; its address."""
-    with bound(host, port) as listening:
+    with bound(host, port) as listening, (root / "logs" / "swarm.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.web.server", str(root), str(listening.fileno())],
             pass_fds=[listening.fileno()],
             stdin=subprocess.PIPE,
+            stdout=log,  # the terminal is for what `up` shows
+            stderr=log,
             start_new_session=True,  # Ctrl-C is for the one who started it
         )
         url = url_of(listening)

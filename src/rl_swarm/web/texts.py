@@ -22,7 +22,7 @@ from rl_swarm.web.records import RolloutPage, RolloutRow, Text
 from rl_swarm.web.telling import find
 from rl_swarm.wire import Rejected, unseal
 
-CACHED = 128  # publications
+CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown
 MOST_COMPLETIONS = 64  # of one question
 MOST_CHARACTERS = 1_000_000  # of one page, about
@@ -59,12 +59,12 @@ class Texts:
         self._environment: Reasoning | None = None
         self._failed = False  # questions cannot be made here
 
-    def page(self, wanted: Wanted, after: str | None, limit: int) -> RolloutPage:
-        """Rollouts behind a place, the newest round first."""
+    def page(self, wanted: Wanted, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
+        """Rollouts behind a place, the newest round first; without `keys` task and answer may be left out."""
         with self._lock:
-            return self._page(wanted, after, limit)
+            return self._page(wanted, after, limit, keys)
 
-    def _page(self, wanted: Wanted, after: str | None, limit: int) -> RolloutPage:
+    def _page(self, wanted: Wanted, after: str | None, limit: int, keys: bool) -> RolloutPage:
         start = cursor(after)
         rows: list[RolloutRow] = []
         unreadable = characters = 0
@@ -74,7 +74,7 @@ class Texts:
                 return RolloutPage(rows, name_of(place, 0), unreadable)
             tries -= 1
             try:
-                found = self._read(place)
+                found = self._read(place, keys)
             except FileNotFoundError:
                 continue
             except (OSError, Rejected):
@@ -87,7 +87,7 @@ class Texts:
                 if len(rows) == limit or characters > MOST_CHARACTERS:
                     return RolloutPage(rows, row.id, unreadable)
                 rows.append(row)
-                characters += len(row.question) + sum(len(text.text) for text in row.completions)
+                characters += characters_of(row)
         return RolloutPage(rows, None, unreadable)
 
     def _places(self, wanted: Wanted, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
@@ -113,7 +113,7 @@ class Texts:
                     if not (start and (number, stage) == (start[0], start[1]) and node < start[2]):
                         yield number, stage, node
 
-    def _read(self, place: Place) -> list[RolloutRow]:
+    def _read(self, place: Place, keys: bool) -> list[RolloutRow]:
         """The rollouts of one publication, made of what its author signed and of what follows from its place."""
         if place in self._cache:
             self._cache.move_to_end(place)
@@ -126,24 +126,25 @@ class Texts:
         here = (published.swarm, published.round, published.stage, published.node)
         if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
             raise Rejected("place", "published for another place, or by somebody else")
-        rows = self._rows(published, manifest, view.nodes[place[2]].name)
+        rows = self._rows(published, manifest, view.nodes[place[2]].name, keys)
         # While a round lasts, a node may write more of it.
-        if view.state is not None and (view.state.phase == "finished" or place[0] < view.state.round):
+        lasting = view.state is not None and (view.state.phase == "finished" or place[0] < view.state.round)
+        if keys and lasting and sum(map(characters_of, rows)) <= LARGEST_CACHED:
             self._cache[place] = rows
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return rows
 
-    def _rows(self, published: Publication, manifest: Manifest, name: str) -> list[RolloutRow]:
+    def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:
         rollouts = list(unpack(published, manifest.limits))
-        keys = self._questions(manifest, published, len(rollouts))
+        questions = self._questions(manifest, published, len(rollouts)) if keys else {}
         place = (published.round, published.stage, published.node)
         rows = []
         for rollout in rollouts:
             given = published.rollouts[str(rollout.number)]
             rewards = [answer.reward for answer in given]
-            key = keys.get(rollout.number)
-            real = key if key is not None and key.prompt == rollout.prompt else None
+            made = questions.get(rollout.number)
+            real = made if made is not None and made.prompt == rollout.prompt else None
             texts = zip(given, advantages(rewards), strict=True)
             rows.append(
                 RolloutRow(
@@ -189,6 +190,10 @@ def advantages(rewards: list[float]) -> list[float]:
     mean = sum(rewards) / len(rewards)
     deviation = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5
     return [(r - mean) / (deviation + 1e-6) for r in rewards]
+
+
+def characters_of(row: RolloutRow) -> int:
+    return len(row.question) + sum(len(text.text) for text in row.completions)
 
 
 def name_of(place: Place, number: int) -> str:
