@@ -34,7 +34,7 @@ async function refresh() {
     const phase = document.getElementById("phase");
     phase.textContent = about.phase;
     phase.className = `pill ${about.phase}`;
-    document.title = `${asked.title} · ${about.name || "RL Swarm"}`;
+    document.title = `${view.title} · ${about.name || "RL Swarm"}`;
     failure(null);
   } catch (error) {
     if (asked === view) failure(error);
