@@ -131,6 +131,7 @@ def test_rollouts_open_fold_and_are_filtered(visit: Visit, swarm: SmallRun) -> N
     expect(page.locator(".rollout")).to_have_count(10)
     expect(page.locator(".rollout[open]")).to_have_count(1)
     expect(page.locator(".rollout[open]")).to_contain_text("advantage")
+    expect(page.get_by_role("button", name="Show the newest")).to_be_hidden()
     long = page.locator(".rollout[open] pre.folded").first
     folded = long.bounding_box()
     page.get_by_role("button", name="Show all of completion 2").first.click()

@@ -30,12 +30,12 @@ async function fetched(where) {
 
 export const csv = (path, parameters) => address(path, { ...parameters, format: "csv" });
 
-// Calls back whenever the swarm has changed; not while nobody looks at the page.
+// Calls back with the version whenever the swarm has changed; not while nobody looks at the page.
 export function follow(changed, status) {
   let source = null;
   const open = () => {
     source = new EventSource("api/stream");
-    source.addEventListener("changed", changed);
+    source.addEventListener("changed", (event) => changed(Number(event.data)));
     source.onopen = () => status(true);
     source.onerror = () => status(false);
   };

@@ -14,6 +14,7 @@ const main = document.getElementById("main");
 let view = null; // {title, element, refresh}
 let busy = false;
 let again = false;
+let version = null; // of what was read last
 
 function failure(error) {
   const old = main.querySelector(".failure");
@@ -30,6 +31,7 @@ async function refresh() {
   const asked = view;
   try {
     const [about] = await Promise.all([get("api/overview"), asked.refresh()]);
+    version = about.version;
     document.getElementById("swarm").textContent = about.name || "RL Swarm";
     const phase = document.getElementById("phase");
     phase.textContent = about.phase;
@@ -75,8 +77,9 @@ addEventListener("hashchange", () => {
 });
 if (!location.hash || location.hash === "#main") history.replaceState(null, "", "#/");
 show();
-follow(refresh, (connected) => {
+follow((newest) => newest !== version && refresh(), (connected) => {
   const live = document.getElementById("live");
+  if (!connected) version = null; // it may be another server that comes back
   live.textContent = connected ? "live" : "not connected";
   live.classList.toggle("on", connected);
 });

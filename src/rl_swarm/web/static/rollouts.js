@@ -36,7 +36,8 @@ export function rollouts(_, query) {
   const newer = h("button", { type: "button", hidden: true, onclick: () => load(null) }, "Show the newest");
   const save = h("a", { class: "save", download: true, "aria-label": "Save these rollouts as CSV" }, "CSV");
   let next = null;
-  let begun = false;
+  let newest = null; // the version that is known
+  let loaded = null; // the version that the list was made at
 
   const wanted = () => Object.fromEntries(FIELDS.map((name) => [name, fields[name].value || query.get(name) || ""]));
   const choose = (select, options, name) => {
@@ -48,23 +49,23 @@ export function rollouts(_, query) {
     save.href = csv("api/rollouts", { ...wanted(), limit: 100 });
     const page = await get("api/rollouts", { ...wanted(), after, limit: 10 });
     const rows = page.rollouts.map((row, k) => rollout(row, after === null && k === 0));
-    if (after === null) list.replaceChildren(...rows);
-    else list.append(...rows);
+    if (after === null) {
+      loaded = newest;
+      list.replaceChildren(...rows);
+    } else list.append(...rows);
     if (!list.childElementCount) list.append(h("p", { class: "empty" }, page.next ? "None so far: look further back." : "No rollouts."));
     next = page.next;
     older.hidden = !next;
-    newer.hidden = true;
+    newer.hidden = newest === loaded;
   }
 
   async function refresh() {
     const [about, nodes] = await Promise.all([get("api/overview"), get("api/nodes", { limit: 1000 })]);
     choose(fields.task, about.tasks.map((task) => [task, task]), "task");
     choose(fields.node, nodes.nodes.map((row) => [row.node, row.name]), "node");
-    if (begun) newer.hidden = false; // somebody may be reading: nothing moves by itself
-    else {
-      begun = true;
-      await load(null);
-    }
+    newest = about.version;
+    if (loaded === null) await load(null);
+    newer.hidden = newest === loaded; // somebody may be reading: nothing moves by itself
   }
 
   const form = h("form", { class: "tools", role: "search", "aria-label": "Filter rollouts", onchange: apply, onsubmit: (event) => { event.preventDefault(); apply(); } },
