@@ -260,14 +260,14 @@ def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path)
     )
     try:
         url = address_of(process)
-        until(lambda: httpx.get(f"{url}/api/overview").json()["round"] >= 2)
-        assert httpx.get(f"{url}/health").json()["status"] == "alive"
+        until(lambda: httpx.get(f"{url}/api/overview", timeout=60).json()["round"] >= 1, 200)
+        assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "alive"
     finally:
         end(process)  # kills it: whatever it had started ends with it
 
     def gone() -> bool:
         try:
-            httpx.get(f"{url}/health")
+            httpx.get(f"{url}/health", timeout=60)
         except httpx.ConnectError:
             return True
         return False
