@@ -6,7 +6,7 @@
 #   ./run_rl_swarm.sh status runs/x    any other command of `rl-swarm`
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-(cd "$here" && extra="" && . scripts/setup.sh)
+(cd "$here" && extra=web && . scripts/setup.sh)
 
 case "${1:-}" in
 "" | -*) set -- up "$@" ;;

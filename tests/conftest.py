@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("SWARM_WEB", "false")  # tests of the dashboard ask for it
 
 import pytest
 from hypothesis import settings

@@ -35,7 +35,7 @@ def call(checkout: Path, *command: str) -> list[str]:
 
 def test_it_installs_once_and_again_only_after_a_change(checkout: Path) -> None:
     first = call(checkout, "run_rl_swarm.sh")
-    assert first[0].startswith("INSTALL") and first[0].endswith("--editable .")
+    assert first[0].startswith("INSTALL") and first[0].endswith("--editable .[web]")
     assert first[1:] == ["RL-SWARM up"]
     assert call(checkout, "run_rl_swarm.sh") == ["RL-SWARM up"]
     with (checkout / "constraints.txt").open("a") as file:

@@ -282,6 +282,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, _setting("move old rollouts to archives/ instead of deleting them", "ROLLOUT_ARCHIVE_OLD")
     ] = False
 
+    # The dashboard
+    web: Annotated[bool, _setting("`up` serves its dashboard while it runs", "SWARM_WEB")] = True
+    web_host: Annotated[
+        str, _setting("where the dashboard listens; only this machine by default", "SWARM_WEB_HOST")
+    ] = "127.0.0.1"
+    web_port: Annotated[
+        int,
+        _setting("port of the dashboard, or the next that is free", "SWARM_WEB_PORT", ge=1, le=65535),
+    ] = 8080
+
     # Checkpoints and logs
     checkpoint_every: Annotated[int, _setting("rounds between checkpoints; 0: only when stopping", ge=0)] = 20
     keep_checkpoints: Annotated[int, _setting("checkpoints kept per node", ge=1)] = 2

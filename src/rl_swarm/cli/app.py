@@ -45,6 +45,7 @@ Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node
 Admission = Annotated[
     str | None, typer.Option("--admission", help="Who may take part: open (anybody) or invited.")
 ]
+Port = Annotated[int | None, typer.Option("--port", help="Port of the dashboard, or the next that is free.")]
 Address = Annotated[
     str,
     typer.Argument(
@@ -119,6 +120,8 @@ def up(
     admission: Admission = None,
     network: Annotated[str | None, typer.Option("--network", help="folder or p2p.")] = None,
     identity_path: Identity_ = None,
+    web: Annotated[bool | None, typer.Option("--web/--no-web", help="Serve the dashboard.")] = None,
+    port: Port = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
     dry_run: DryRun = False,
@@ -132,7 +135,7 @@ def up(
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
         learning_rate=learning_rate, tasks=tasks, device=device, admission=admission, network=network,
-        identity_path=identity_path,
+        identity_path=identity_path, web=web, web_port=port,
     )  # fmt: skip
     plain = config.load({}, config_file, {}, command="up").settings
     if plain.gdrive_path and run is None and resume is None:
@@ -305,6 +308,21 @@ def status(
             running.watch(view, console)
         else:
             console.print(LiveView(view, console).table(closing="finished"))
+
+
+@app.command()
+def watch(
+    address: Address,
+    port: Port = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Where to listen; only this machine by default.")
+    ] = None,
+    sets: Sets = None,
+) -> None:
+    """Serve the dashboard of a swarm: a page, an API, metrics. Ctrl-C stops it."""
+    from rl_swarm.cli import dashboard
+
+    dashboard.watch(address, _settings("watch", {}, None, sets, web_port=port, web_host=host).settings)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from rl_swarm.cli import program
+from rl_swarm.cli import dashboard, program
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config import Settings
@@ -71,7 +71,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     interrupted = catch_signals()
     swarm.start()
     try:
-        with LiveView(RunView(root), console) as live:
+        with dashboard.beside(root, settings, console), LiveView(RunView(root), console) as live:
             while swarm.tend() and not interrupted.is_set():
                 live.update(swarm.restarts)
                 interrupted.wait(0.25)

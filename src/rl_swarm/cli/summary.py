@@ -64,6 +64,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     console.print(
         "\n[bold]Next[/]\n"
         f"  {call} validate {run.root}    is this run sound?\n"
+        f"  {call} watch {run.root}    its curves and rollouts in a browser\n"
         f"  {call} up --external 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
         f"  {call} chat {_checkpoint(run, best.node)}",

@@ -1,0 +1,43 @@
+"""`rl-swarm watch`, and the dashboard that `up` serves while it runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.report import looked_at
+from rl_swarm.web import server
+
+
+def watch(address: str, settings: Settings) -> None:
+    """Serves the swarm at an address, whatever network it is on, until Ctrl-C."""
+    from rl_swarm.cli.running import catch_signals
+
+    if not server.is_installed():
+        raise UserError(server.MISSING)
+    stop = catch_signals()
+    with looked_at(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
+        name = view.manifest.name if view.manifest else address
+        _say(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", Console(highlight=False))
+        server.serve(view, listening, stop)
+
+
+@contextmanager
+def beside(root: Path, settings: Settings, console: Console) -> Iterator[None]:
+    """The dashboard of a run, where it is wanted and can be had."""
+    if not settings.web:
+        yield
+    elif not server.is_installed():
+        _say(f"{server.MISSING} (--no-web: do without)", console)
+        yield
+    else:
+        with server.beside(root, settings.web_host, settings.web_port) as url:
+            _say(f"Watch it at {url}", console)
+            yield
+
+
+def _say(text: str, console: Console) -> None:
+    console.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,197 @@
+"""The swarm over HTTP: everything the page shows, read only. The description is at /api/openapi.json."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import Depends, FastAPI, HTTPException, Query
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+
+from rl_swarm import __version__
+from rl_swarm.web import guard, original, prometheus, tables, telling
+from rl_swarm.web import records as r
+from rl_swarm.web.following import Follower
+from rl_swarm.web.kept import Kept
+from rl_swarm.web.runs import Runs
+from rl_swarm.web.stream import Stream
+from rl_swarm.web.texts import Texts, Wanted
+
+STATIC = Path(__file__).parent / "static"
+
+Offset = Annotated[int, Query(ge=0, le=1_000_000)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Points = Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")]
+Name = Annotated[str, Query(max_length=100)]
+Metric = Annotated[
+    str, Query(pattern=r"^[a-z_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")
+]
+Reward = Annotated[float | None, Query(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Format = Annotated[Literal["json", "csv"], Query(description="csv: the same as a table.")]
+OR_CSV: dict[int | str, dict[str, object]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+OR_NOT: dict[int | str, dict[str, object]] = {404: {"description": "There is no such node."}}
+
+
+def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localhost", "[::1]")) -> FastAPI:
+    """The API of one swarm. `hosts` are the names it answers to; `*` is any."""
+    texts, runs, stream = Texts(follower), Runs(follower), Stream(follower)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        texts.close()
+
+    app = FastAPI(
+        title="RL Swarm",
+        version=__version__,
+        description="What a swarm does, as its dashboard shows it. Read only.",
+        openapi_url="/api/openapi.json",
+        docs_url=None,  # its page would come from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.stream = stream
+    app.add_middleware(Kept, version=lambda: follower.version)
+    guard.protect(app, hosts)
+
+    def looked() -> Follower:
+        follower.look()
+        return follower
+
+    Swarm = Annotated[Follower, Depends(looked)]
+
+    @app.get("/api/overview")
+    def overview(swarm: Swarm) -> r.Overview:
+        return telling.overview(swarm)
+
+    @app.get("/api/nodes", response_model=r.NodePage, responses=OR_CSV)
+    def nodes(
+        swarm: Swarm, search: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
+    ) -> object:
+        """The leaderboard, best first."""
+        page = telling.nodes(swarm, search, offset, limit)
+        return page if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
+
+    @app.get("/api/nodes/{node}", responses=OR_NOT)
+    def node(swarm: Swarm, node: str) -> r.NodeDetail:
+        """One node, by its name in files, its peer id or its animal name."""
+        found = telling.node(swarm, node)
+        if found is None:
+            raise HTTPException(404, "There is no such node.")
+        return found
+
+    @app.get("/api/nodes/{node}/curves", response_model=r.NodeCurves, responses=OR_CSV | OR_NOT)
+    def curves(
+        swarm: Swarm,
+        node: str,
+        metric: Annotated[list[Annotated[str, Query(max_length=64)]], Query(max_length=64)] = [],  # noqa: B006
+        points: Points = 500,
+        format: Format = "json",
+    ) -> object:
+        """The curves of one node; all it has where no metric is named."""
+        found = telling.curves(swarm, node, metric, points)
+        if found is None:
+            raise HTTPException(404, "There is no such node.")
+        return found if format == "json" else as_csv(found.node, tables.curves_csv(found))
+
+    @app.get("/api/curves", response_model=r.Lines, responses=OR_CSV)
+    def all_curves(
+        swarm: Swarm,
+        metric: Metric = "reward_local",
+        points: Points = 500,
+        limit: Annotated[int, Query(ge=0, le=200, description="Most nodes; the mean is of all.")] = 50,
+        format: Format = "json",
+    ) -> object:
+        """One metric of the best nodes, and the mean of all."""
+        lines = telling.lines(swarm, metric, points, limit)
+        return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
+
+    @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
+    def rollouts(
+        swarm: Swarm,
+        round: Annotated[int | None, Query(ge=0, lt=1 << 53)] = None,
+        node: Name = "",
+        task: Name = "",
+        least: Reward = None,
+        most: Reward = None,
+        after: Annotated[str | None, Query(max_length=100, description="`next` of the page before.")] = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 10,
+        format: Format = "json",
+    ) -> object:
+        """Questions and what the models answered, the newest round first."""
+        page = texts.page(Wanted(round, node, task, least, most), after, limit)
+        return page if format == "json" else as_csv("rollouts", tables.rollouts_csv(page.rollouts))
+
+    @app.get("/api/events", response_model=r.EventPage, responses=OR_CSV)
+    def events(
+        swarm: Swarm,
+        node: Name = "",
+        kind: Name = "",
+        offset: Offset = 0,
+        limit: Limit = 100,
+        format: Format = "json",
+    ) -> object:
+        """What happened, newest first."""
+        page = telling.events(swarm, node, kind, offset, limit)
+        return page if format == "json" else as_csv("events", tables.records_csv(r.Event, page.events))
+
+    @app.get("/api/runs", response_model=r.RunPage, responses=OR_CSV)
+    def all_runs(
+        swarm: Swarm,
+        offset: Offset = 0,
+        limit: Annotated[int, Query(ge=1, le=20)] = 20,
+        format: Format = "json",
+    ) -> object:
+        """The runs in the same folder, the newest first."""
+        page = runs.page(offset, limit)
+        return page if format == "json" else as_csv("runs", tables.records_csv(r.RunRow, page.runs))
+
+    @app.get("/api/runs/curves", response_model=r.Lines, responses=OR_CSV)
+    def run_curves(
+        swarm: Swarm,
+        run: Annotated[list[Annotated[str, Query(max_length=64)]], Query(max_length=12)] = [],  # noqa: B006
+        metric: Metric = "reward_local",
+        points: Points = 500,
+        format: Format = "json",
+    ) -> object:
+        """One metric of several runs, each the mean of its nodes."""
+        lines = runs.lines(run, metric, points)
+        return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
+
+    @app.get(
+        "/api/stream",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
+    )
+    def changes() -> StreamingResponse:
+        """An event `changed` whenever there is something new to read, with the number of the version."""
+        if stream.full:
+            raise HTTPException(429, "Too many listen already.")
+        return StreamingResponse(stream.listen(), media_type="text/event-stream")
+
+    @app.get("/health")
+    def health(swarm: Swarm) -> r.Health:
+        return telling.health(swarm)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics(swarm: Swarm) -> Response:
+        """For Prometheus."""
+        return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
+
+    app.include_router(original.router(looked, texts))
+
+    @app.get("/", include_in_schema=False)
+    def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html")
+
+    app.mount("/static", StaticFiles(directory=STATIC))
+    return app
+
+
+def as_csv(name: str, text: str) -> Response:
+    return Response(
+        text,
+        media_type="text/csv; charset=utf-8",
+        headers={"Content-Disposition": f'attachment; filename="{name}.csv"'},
+    )

@@ -1,0 +1,85 @@
+"""Curves that stay small: neighbouring rounds are merged into their mean once there are too many points."""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+MOST_POINTS = 1024  # of one curve in memory
+Number = TypeVar("Number", int, float)
+LARGEST = 1e15  # a number beyond this is no measurement
+
+
+def number(value: object) -> float | None:
+    """The value as a number that can be added up and sent, or None: anybody may have written it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) and abs(value) <= LARGEST else None
+
+
+class Curves:
+    """Several metrics of one node. A point is the mean of `stride` rounds, so a round played twice counts twice."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self.most, self.stride = most, 1
+        self.sums: dict[str, array[float]] = {}
+        self.counts: dict[str, array[int]] = {}
+
+    def add(self, round: int, values: Mapping[str, float]) -> None:
+        while round // self.stride >= self.most:
+            self._merge()
+        place = round // self.stride
+        for name, value in values.items():
+            sums = self.sums.setdefault(name, array("d"))
+            counts = self.counts.setdefault(name, array("L"))
+            if (missing := place + 1 - len(sums)) > 0:
+                sums.extend([0.0] * missing)
+                counts.extend([0] * missing)
+            sums[place] += value
+            counts[place] += 1
+
+    def _merge(self) -> None:
+        self.stride *= 2
+        self.sums = {name: array("d", _pairs(values)) for name, values in self.sums.items()}
+        self.counts = {name: array("L", _pairs(values)) for name, values in self.counts.items()}
+
+    @property
+    def end(self) -> int:
+        """One past the last round there may be a point for."""
+        return self.stride * max(map(len, self.sums.values()), default=0)
+
+    def points(self, name: str, stride: int) -> list[float | None]:
+        """The curve in steps of `stride` rounds, a multiple of its own; None where there is nothing."""
+        step = stride // self.stride
+        sums, counts = self.sums.get(name, array("d")), self.counts.get(name, array("L"))
+        made: list[float | None] = []
+        for k in range(0, len(sums), step):
+            count = sum(counts[k : k + step])
+            made.append(sum(sums[k : k + step]) / count if count else None)
+        return made
+
+
+def stride_for(curves: Sequence[Curves], points: int) -> int:
+    """The smallest step in which all these curves can be told in at most so many points."""
+    stride = max((curve.stride for curve in curves), default=1)
+    end = max((curve.end for curve in curves), default=0)
+    while end > stride * points:
+        stride *= 2
+    return stride
+
+
+def filled(values: list[float | None], length: int) -> list[float | None]:
+    return values + [None] * (length - len(values))
+
+
+def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The mean of several curves, at every place of those that have a point there."""
+    means: list[float | None] = []
+    for column in zip(*rows, strict=True):
+        found = [value for value in column if value is not None]
+        means.append(sum(found) / len(found) if found else None)
+    return means
+
+
+def _pairs(values: Sequence[Number]) -> list[Number]:
+    return [sum(values[k : k + 2]) for k in range(0, len(values), 2)]

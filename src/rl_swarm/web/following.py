@@ -1,0 +1,93 @@
+"""Keeping up with a swarm: every look reads what is new since the last one, and no more often than it is worth."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rl_swarm.report import RunView
+from rl_swarm.rounds import Report
+from rl_swarm.web.records import Event
+from rl_swarm.web.reports import Reports, add
+from rl_swarm.web.tracks import AHEAD, Track
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 1.0  # between looks
+LONGEST_PAUSE = 5.0
+IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
+MOST_EVENTS = 2000  # remembered of all nodes together
+
+
+class Follower:
+    """A swarm that is looked at by many and read by one. Whoever reads from it holds `lock`."""
+
+    def __init__(
+        self, view: RunView, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
+    ) -> None:
+        self.view, self.clock, self.now = view, clock, now
+        self.lock = threading.Lock()
+        self.tracks: dict[str, Track] = {}
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.version = 0
+        self._looking = threading.Lock()
+        self._next = -1.0
+        self._reports = Reports()
+        self._trouble = ""  # why it could not be read, said once
+        self._place: tuple[str, int, int, int] | None = None  # in the run, when it was looked at last
+
+    def look(self) -> int:
+        """Reads what is new, if it is time to and nobody else does; the version after that."""
+        first = not self.version  # everybody waits for the first look, and nobody for another
+        if (not first and self.clock() < self._next) or not self._looking.acquire(blocking=first):
+            return self.version
+        try:
+            if not self.version or self.clock() >= self._next:
+                started, cost = self.clock(), time.thread_time()
+                reports = self._read()  # may take long over a network: others go on with what is known
+                with self.lock:
+                    changed = self._take()
+                    for report in reports:
+                        add(report, self.tracks[report.node])
+                    self.version += changed or bool(reports) or not self.version
+                ended, cost = self.clock(), time.thread_time() - cost
+                pause = max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
+                self._next = ended + min(pause, LONGEST_PAUSE)
+        finally:
+            self._looking.release()
+        return self.version
+
+    def _read(self) -> list[Report]:
+        """Brings the view up to date; what nodes reported whose logs are not here."""
+        try:
+            self.view.refresh()
+            self._trouble = ""
+            return self._reports.read(self.view) if self.view.address.is_url else []
+        except OSError as error:  # a store or peers that do not answer now: what was read before stands
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                log.warning("the swarm cannot be read now: %s", error)
+            return []
+
+    def _take(self) -> bool:
+        """Hands what the view has read to the tracks; whether there was anything."""
+        view, state = self.view, self.view.state
+        place = (state.phase, state.round, state.stage, len(state.reports)) if state else None
+        changed = place != self._place
+        self._place = place
+        known = view.manifest.rounds if view.manifest else 0
+        most = min(known, state.round + AHEAD) if state else 0
+        for node in list(view.nodes.values()):
+            track = self.tracks.setdefault(node.node, Track())
+            events = track.new_events(node, view.root)
+            if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+                said = f"with {node.peer.model}"
+                events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
+            if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
+                word = "came back" if node.alive else "gone"
+                events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
+            changed |= bool(track.take(node, most)) or bool(events) or track.alive != node.alive
+            track.alive = node.alive
+            self.events.extend(events)
+        return changed

@@ -1,0 +1,67 @@
+"""Answers that many want at the same time are made once: all viewers ask for the same when something changed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+KEPT_SECONDS = 1.0
+MOST_KEPT = 200  # answers
+LARGEST_KEPT = 1 << 18  # bytes; larger ones are for a single reader
+
+Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
+
+
+@dataclass(frozen=True)
+class Answer:
+    start: Message
+    body: bytes
+    until: float
+
+
+class Kept:
+    def __init__(self, app: ASGIApp, version: Callable[[], int]) -> None:
+        self.app, self.version = app, version
+        self.made: dict[Key, asyncio.Task[Answer]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        asks = scope["type"] == "http" and scope["method"] == "GET" and path.startswith("/api/")
+        if not asks or path == "/api/stream":  # which has no end
+            await self.app(scope, receive, send)
+            return
+        answer = await asyncio.shield(self._wanted((self.version(), path, scope["query_string"]), scope))
+        await send({**answer.start, "headers": list(answer.start["headers"])})  # others add theirs
+        await send({"type": "http.response.body", "body": answer.body})
+
+    def _wanted(self, key: Key, scope: Scope) -> "asyncio.Task[Answer]":
+        """The answer that is kept or under way, or a new one."""
+        if key not in self.made or _is_old(self.made[key]):
+            self.made = {k: task for k, task in self.made.items() if not _is_old(task)}
+            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MOST_KEPT)]:
+                del self.made[oldest]
+            self.made[key] = asyncio.create_task(self._make(scope))
+        return self.made[key]
+
+    async def _make(self, scope: Scope) -> Answer:
+        """Asks the application. Whoever asked first may hang up: others wait for this too."""
+        messages: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def collect(message: Message) -> None:
+            messages.append(message)
+
+        await self.app(scope, receive, collect)
+        body = b"".join(message.get("body", b"") for message in messages[1:])
+        keep = KEPT_SECONDS if len(body) <= LARGEST_KEPT else 0.0
+        return Answer(messages[0], body, time.monotonic() + keep)
+
+
+def _is_old(task: "asyncio.Task[Answer]") -> bool:
+    if not task.done():
+        return False
+    return task.cancelled() or task.exception() is not None or time.monotonic() >= task.result().until

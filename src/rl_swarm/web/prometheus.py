@@ -1,0 +1,56 @@
+"""The swarm's numbers in the format of Prometheus."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rl_swarm.web import telling
+from rl_swarm.web.following import Follower
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MOST_NODES = 1000
+
+
+def text(follower: Follower) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(Numbers(follower))
+    return generate_latest(registry)
+
+
+class Numbers(Collector):
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+
+    def collect(self) -> Iterator[Metric]:
+        told, rows = telling.overview(self.follower), telling.nodes(self.follower, limit=MOST_NODES).nodes
+        gauges = {
+            "round": ("the round that is played", told.round),
+            "rounds": ("rounds of the run", told.rounds),
+            "nodes": ("nodes that have joined", told.nodes),
+            "nodes_alive": ("nodes that are there", told.alive),
+            "reward": ("mean reward of the last rounds", told.reward),
+            "held_out_score": ("mean score on questions that training never sees", told.held_out_now),
+            "from_others_share": ("share of the groups learned from that others wrote", told.from_others),
+        }
+        for name, (what, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"rl_swarm_{name}", what, value=value)
+        yield CounterMetricFamily("rl_swarm_tokens", "tokens that models wrote", value=told.tokens)
+        yield CounterMetricFamily("rl_swarm_rollouts", "questions that models answered", value=told.rollouts)
+        labels = ["node", "name", "model"]
+        of_node: dict[str, tuple[str, list[float | None]]] = {
+            "alive": ("whether the node is there", [float(row.alive) for row in rows]),
+            "reward": ("mean reward of its last rounds", [row.reward for row in rows]),
+            "held_out_score": ("its score on questions that training never sees", [row.held_out_now for row in rows]),
+            "tokens_per_second": ("tokens it writes per second", [row.tokens_per_second for row in rows]),
+            "participation": ("rounds it reported", [float(row.participation) for row in rows]),
+            "wins": ("votes it received", [float(row.wins) for row in rows]),
+        }  # fmt: skip
+        for name, (what, values) in of_node.items():
+            family = GaugeMetricFamily(f"rl_swarm_node_{name}", what, labels=labels)
+            for row, value in zip(rows, values, strict=True):
+                if value is not None:
+                    family.add_metric([row.node, row.name, row.model], value)
+            yield family

@@ -1,0 +1,88 @@
+"""The runs beside the one that is watched, to be laid over each other."""
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from rl_swarm.network.folder import SAFE_NAME
+from rl_swarm.report import RunView
+from rl_swarm.web import telling
+from rl_swarm.web.curves import Curves, filled, mean_of
+from rl_swarm.web.following import Follower
+from rl_swarm.web.records import Line, Lines, RunPage, RunRow
+
+MOST_OPEN = 32  # runs that are kept in memory
+MOST_LISTED = 1000
+
+
+class Runs:
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self._opening = threading.Lock()
+        self._open: OrderedDict[str, Follower] = OrderedDict()
+
+    def names(self) -> list[str]:
+        """The runs in the same folder, the newest first; of a swarm elsewhere only itself."""
+        here = self.follower.view
+        if here.address.is_url:
+            return [here.address.name]
+        root = here.root.absolute().parent
+        found = [path for path in root.glob("*/manifest.json") if SAFE_NAME.fullmatch(path.parent.name)]
+        found.sort(key=_changed, reverse=True)
+        return [path.parent.name for path in found[:MOST_LISTED]]
+
+    def get(self, name: str) -> Follower | None:
+        """A run of the list, looked at now."""
+        here = self.follower.view
+        if name == here.address.name:
+            return self.follower
+        folder = here.root.absolute().parent / name
+        if here.address.is_url or not SAFE_NAME.fullmatch(name) or not (folder / "manifest.json").is_file():
+            return None
+        with self._opening:
+            found = self._open.setdefault(name, Follower(RunView(folder)))
+            self._open.move_to_end(name)
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        found.look()
+        return found
+
+    def page(self, offset: int, limit: int) -> RunPage:
+        names = self.names()
+        found = [(name, self.get(name)) for name in names[offset : offset + limit]]
+        return RunPage(len(names), offset, [self._row(name, run) for name, run in found if run is not None])
+
+    def _row(self, name: str, run: Follower) -> RunRow:
+        told = telling.overview(run)
+        return RunRow(
+            name, told.phase, told.round, told.rounds, told.nodes, told.reward, told.held_out_start, told.held_out_now,
+            run is self.follower,
+        )  # fmt: skip
+
+    def lines(self, names: list[str], metric: str, points: int) -> Lines:
+        """The mean over the nodes of every run, over the same rounds."""
+        found = [(name, run) for name in names if (run := self.get(name)) is not None]
+        means = [(name, telling.lines(run, metric, points, most=0)) for name, run in found]
+        curves = [_as_curves(lines) for _, lines in means]
+        step = max((lines.rounds[1] for _, lines in means if len(lines.rounds) > 1), default=1)
+        values = [curve.points(metric, step) for curve in curves]
+        length = max(map(len, values), default=0)
+        whole = [filled(line, length) for line in values]
+        shown = [Line(name, name, line) for (name, _), line in zip(means, whole, strict=True)]
+        return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown)
+
+
+def _as_curves(lines: Lines) -> Curves:
+    """A mean as a curve of its own, so that runs of different lengths can be told in the same steps."""
+    curves = Curves()
+    for played, value in zip(lines.rounds, lines.mean, strict=True):
+        if value is not None:
+            curves.add(played, {lines.metric: value})
+    return curves
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,131 @@
+"""The dashboard as a process: a socket that is free, and a server that ends with whoever started it."""
+
+import contextlib
+import errno
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_swarm.errors import UserError
+from rl_swarm.report import RunView
+
+MOST_PORTS = 100  # that are tried, from the one that was asked for
+NICENESS = 10  # of the dashboard of `up`: the nodes come first
+ANY_HOST = ("0.0.0.0", "::")
+MISSING = "The dashboard needs a few packages more: pip install 'rl-swarm[web]'"
+
+
+def is_installed() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn", "prometheus_client"))
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at the first free port from this one on."""
+    for candidate in range(port, min(port + MOST_PORTS, 65536)):
+        try:
+            family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
+            found = socket.socket(family, socket.SOCK_STREAM)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                found.bind((host, candidate))
+                found.listen(128)
+            except OSError:
+                found.close()
+                raise
+            return found
+        except socket.gaierror as error:
+            raise UserError(f"--host {host}: {error.strerror}. Use an address of this machine.") from error
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise UserError(
+                    f"--host {host}: {error.strerror}. Use an address of this machine."
+                ) from error
+    raise UserError(f"--port {port}: none of the {MOST_PORTS} ports from there on is free. Choose another.")
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    shown = "localhost" if host in ("127.0.0.1", "::1", *ANY_HOST) else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
+
+
+def hosts_of(listening: socket.socket) -> list[str]:
+    """The names that the server answers to: any, once it is told to listen to more than this machine."""
+    host = listening.getsockname()[0]
+    return ["127.0.0.1", "localhost", "[::1]"] if host in ("127.0.0.1", "::1") else ["*"]
+
+
+def serve(view: RunView, listening: socket.socket, stop: threading.Event) -> None:
+    """Serves a swarm until told to stop."""
+    import uvicorn
+
+    from rl_swarm.web.api import create_app
+    from rl_swarm.web.following import Follower
+
+    app = create_app(Follower(view), hosts_of(listening))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        lifespan="on",
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],), name="dashboard", daemon=True)
+    thread.start()
+    while thread.is_alive() and not stop.wait(0.2):
+        pass
+    app.state.stream.closed = True
+    server.should_exit = True
+    thread.join()
+
+
+@contextmanager
+def beside(root: Path, host: str, port: int) -> Iterator[str]:
+    """The dashboard of a run in a process of its own, for as long as this lasts; its address."""
+    with bound(host, port) as listening, (root / "logs" / "swarm.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rl_swarm.web.server", str(root), str(listening.fileno())],
+            pass_fds=[listening.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=log,  # the terminal is for what `up` shows
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the one who started it
+        )
+        url = url_of(listening)
+    try:
+        yield url
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _main(root: str, descriptor: int) -> None:
+    """Serves until the pipe from its parent closes, however the parent ends."""
+    stop = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        stop.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    with socket.socket(fileno=descriptor) as listening:
+        serve(RunView(Path(root)), listening, stop)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,49 @@
+// Asking this server, and no other.
+
+export function address(path, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== "" && one !== null && one !== undefined) query.append(name, one);
+    }
+  }
+  const text = query.toString();
+  return text ? `${path}?${text}` : path;
+}
+
+const asked = new Map(); // what is under way: nobody asks the same twice at a time
+
+export function get(path, parameters) {
+  const where = address(path, parameters);
+  if (!asked.has(where)) asked.set(where, fetched(where).finally(() => asked.delete(where)));
+  return asked.get(where);
+}
+
+async function fetched(where) {
+  const response = await fetch(where, { headers: { Accept: "application/json" } });
+  if (!response.ok) {
+    const detail = await response.json().then((body) => body.detail, () => null);
+    throw new Error(typeof detail === "string" ? detail : `The server answered ${response.status}.`);
+  }
+  return response.json();
+}
+
+export const csv = (path, parameters) => address(path, { ...parameters, format: "csv" });
+
+// Calls back with the version whenever the swarm has changed; not while nobody looks at the page.
+export function follow(changed, status) {
+  let source = null;
+  const open = () => {
+    source = new EventSource("api/stream");
+    source.addEventListener("changed", (event) => changed(Number(event.data)));
+    source.onopen = () => status(true);
+    source.onerror = () => status(false);
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      source?.close();
+      source = null;
+    } else if (!source) open();
+  });
+  open();
+}

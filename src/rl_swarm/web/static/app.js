@@ -1,0 +1,85 @@
+// The page: which view is shown, and when it is brought up to date.
+
+import { follow, get } from "./api.js";
+import { forget } from "./charts.js";
+import { h } from "./dom.js";
+import { overview } from "./overview.js";
+import { node } from "./node.js";
+import { rollouts } from "./rollouts.js";
+import { events } from "./events.js";
+import { runs } from "./runs.js";
+
+const ROUTES = [[/^\/?$/, overview], [/^\/node\/(.+)$/, node], [/^\/rollouts$/, rollouts], [/^\/events$/, events], [/^\/runs$/, runs]];
+const main = document.getElementById("main");
+let view = null; // {title, element, refresh}
+let busy = false;
+let again = false;
+let version = null; // of what was read last
+
+function failure(error) {
+  const old = main.querySelector(".failure");
+  old?.remove();
+  if (error) main.prepend(h("p", { class: "failure", role: "alert" }, error.message));
+}
+
+async function refresh() {
+  if (busy) {
+    again = true;
+    return;
+  }
+  busy = true;
+  const asked = view;
+  try {
+    const [about] = await Promise.all([get("api/overview"), asked.refresh()]);
+    version = about.version;
+    document.getElementById("swarm").textContent = about.name || "RL Swarm";
+    const phase = document.getElementById("phase");
+    phase.textContent = about.phase;
+    phase.className = `pill ${about.phase}`;
+    document.title = `${view.title} · ${about.name || "RL Swarm"}`;
+    failure(null);
+  } catch (error) {
+    if (asked === view) failure(error);
+  }
+  busy = false;
+  if (again) {
+    again = false;
+    refresh();
+  }
+}
+
+function plain(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // typed by hand
+  }
+}
+
+function show() {
+  const [path, query = ""] = location.hash.slice(1).split("?");
+  for (const link of document.querySelectorAll("nav a")) {
+    const here = link.getAttribute("href").slice(1) === (path || "/");
+    here ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  }
+  const [found, make] = ROUTES.map(([pattern, make]) => [path.match(pattern), make]).find(([match]) => match) ?? [[""], overview];
+  view = make(plain(found[1] ?? ""), new URLSearchParams(query));
+  main.replaceChildren(h("h1", {}, view.title), view.element);
+  forget();
+  refresh();
+}
+
+addEventListener("hashchange", () => {
+  if (location.hash === "#main") return;
+  show();
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+});
+if (!location.hash || location.hash === "#main") history.replaceState(null, "", "#/");
+show();
+follow((newest) => newest !== version && refresh(), (connected) => {
+  const live = document.getElementById("live");
+  if (!connected) version = null; // it may be another server that comes back
+  live.textContent = connected ? "live" : "not connected";
+  live.classList.toggle("on", connected);
+});

@@ -1,0 +1,70 @@
+// Building the page. What a model or a stranger wrote only ever becomes text: nothing here parses HTML.
+
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const known = (value) => value !== null && value !== undefined;
+
+export const score = (value) => (known(value) ? value.toFixed(3) : "–");
+export const count = (value) => (known(value) ? compact.format(value) : "–");
+export const percent = (value) => (known(value) ? `${Math.round(value * 100)} %` : "–");
+export const signed = (value, digits = 2) => (known(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : "–");
+export const bytes = (value) => (known(value) ? `${compact.format(value / 2 ** 20)} MiB` : "–");
+
+export function duration(seconds) {
+  if (!known(seconds)) return "–";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 100) return `${Math.round(seconds)} s`;
+  return seconds < 6000 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
+}
+
+export function moment(timestamp) {
+  if (!known(timestamp)) return "–";
+  const date = new Date(timestamp * 1000);
+  if (Number.isNaN(date.getTime())) return "–";
+  return h("time", { datetime: date.toISOString(), title: date.toString() }, date.toLocaleString());
+}
+
+export const nodeLink = (node, name) => (node ? h("a", { href: `#/node/${encodeURIComponent(node)}` }, name) : name);
+
+export const life = (alive) => h("span", { class: alive ? "dot here" : "dot", title: alive ? "here" : "gone" },
+  h("span", { class: "hidden" }, alive ? "here" : "gone"));
+
+export function card(title, ...content) {
+  return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...content);
+}
+
+export const fact = (label, value, note) => h("div", { class: "fact" }, h("dt", {}, label), h("dd", {}, value),
+  note ? h("dd", { class: "note" }, note) : null);
+
+// A table of columns {title, cell(row), number, wide}; `wide` ones are left out on a phone.
+export function table(caption, columns, rows, empty = "Nothing yet.") {
+  if (!rows.length) return h("p", { class: "empty" }, empty);
+  const kind = (column) => [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ") || null;
+  return h("div", { class: "scroll" }, h("table", {},
+    h("caption", { class: "hidden" }, caption),
+    h("thead", {}, h("tr", {}, columns.map((c) => h("th", { scope: "col", class: kind(c) }, c.title)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, columns.map((c) => h("td", { class: kind(c) }, c.cell(row) ?? "–")))))));
+}
+
+// A text that folds when it is long.
+export function folding(text, label) {
+  const body = h("pre", {}, text);
+  if (text.length < 700 && text.split("\n").length < 12) return body;
+  body.classList.add("folded");
+  const button = h("button", { type: "button", "aria-expanded": "false", "aria-label": `Show all of ${label}`, onclick: () => {
+    const folded = body.classList.toggle("folded");
+    button.textContent = folded ? "Show all" : "Show less";
+    button.setAttribute("aria-expanded", String(!folded));
+  } }, "Show all");
+  return h("div", {}, body, button);
+}

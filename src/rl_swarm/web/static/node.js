@@ -1,0 +1,86 @@
+// One node: its curves, whom it learned from, and what went wrong.
+
+import { csv, get } from "./api.js";
+import { Chart } from "./charts.js";
+import { bytes, card, count, fact, h, life, moment, nodeLink, percent, score, signed, table } from "./dom.js";
+
+const CHARTS = [
+  ["Reward", ["reward_local", "reward_training"]],
+  ["Completion length, tokens", ["completion_length"]],
+  ["Entropy", ["entropy"]],
+  ["Gradient norm", ["grad_norm"]],
+  ["Tokens per second", ["tokens_per_second"]],
+  ["Peak memory, MiB", ["peak_memory"], 2 ** 20],
+  ["Seconds per phase", ["seconds.generate", "seconds.train", "seconds.collect", "seconds.score", "seconds.publish", "seconds.questions", "seconds.report"]],
+  ["Groups from others", ["external_taken"]],
+];
+const plain = (metric) => metric.replace("seconds.", "").replace("reward_local", "fresh local").replace("reward_training", "training set").replaceAll("_", " ");
+
+const links = (caption, rows, empty) => table(caption, [
+  { title: "Node", cell: (link) => nodeLink(link.node, link.name) },
+  { title: "Groups", number: true, cell: (link) => String(link.groups) },
+], rows, empty);
+
+export function node(id) {
+  const path = `api/nodes/${encodeURIComponent(id)}`;
+  const head = h("div", { class: "card" });
+  const rest = h("div", { class: "stack" });
+  const grid = h("div", { class: "charts" });
+  const charts = CHARTS.map(([label, metrics, unit = 1]) => [new Chart(label, { height: 190, csv: csv(`${path}/curves`, { metric: metrics, points: 1000 }) }), metrics, unit]);
+  const view = { title: "Node", refresh, element: h("div", { class: "stack" }, head, h("section", { "aria-label": "Curves" }, grid), rest) };
+
+  async function refresh() {
+    const [about, curves, happened] = await Promise.all([get(path), get(`${path}/curves`), get("api/events", { node: id, limit: 20 })]);
+    if (!head.isConnected) return; // somebody went on to another page
+    const { row } = about;
+    view.title = row.name;
+    document.querySelector("#main h1").replaceChildren(life(row.alive), ` ${row.name}`);
+    head.replaceChildren(
+      h("p", { class: "id" }, row.peer_id || row.node),
+      h("dl", { class: "facts" },
+        fact("Rank", String(row.rank), `${row.wins} wins`),
+        fact("Reward", score(row.reward), row.trend === null ? "last 20 rounds" : `trend ${signed(row.trend)}`),
+        fact("Held-out score", score(row.held_out_now), row.held_out_start === null ? null : `from ${score(row.held_out_start)}`),
+        fact("Rounds", String(row.participation), row.round === null ? null : `last: ${row.round}`),
+        fact("From others", percent(row.from_others), "of what it learned"),
+        fact("Tokens", count(about.tokens), `${count(about.rollouts)} rollouts`),
+        fact("Model", row.model || "–", about.device),
+        fact("Peak memory", bytes(about.peak_memory), about.host),
+        fact("Restarts", String(about.restarts), `skipped rounds ${about.skipped} times`)),
+      h("p", { class: "note" }, "Joined ", moment(about.joined), ", last sign of life ", moment(about.seen), ". ",
+        h("a", { href: `#/rollouts?node=${encodeURIComponent(row.node)}` }, "Read its rollouts")));
+    const drawn = charts.filter(([, metrics]) => metrics.some((metric) => curves.metrics[metric]));
+    if (grid.childElementCount !== drawn.length) grid.replaceChildren(...drawn.map(([chart]) => h("div", { class: "card" }, chart.element)));
+    for (const [chart, metrics, unit] of drawn) {
+      const lines = metrics.filter((metric) => curves.metrics[metric]).map((metric) => ({ name: plain(metric), values: curves.metrics[metric].map((value) => (value === null ? null : value / unit)) }));
+      chart.show({ rounds: curves.rounds, lines });
+    }
+    const open = new Set([...rest.querySelectorAll("details[open]")].map((each) => each.id));
+    rest.replaceChildren(
+      h("div", { class: "columns" },
+        card("It learned from", links("Whose rollouts it learned from", about.learned_from, "From nobody yet.")),
+        card("Who learned from it", links("Who learned from its rollouts", about.taught, "Nobody yet, as far as the logs here tell."))),
+      h("div", { class: "columns" },
+        card("Held-out score by task", table("Held-out score by task", [
+          { title: "Task", cell: (each) => each.task },
+          { title: "Before", number: true, cell: (each) => score(each.start) },
+          { title: "Now", number: true, cell: (each) => score(each.now) },
+        ], about.held_out)),
+        card("Rejected rollouts of others", table("Rejected, by reason", [
+          { title: "Reason", cell: ([reason]) => reason },
+          { title: "Times", number: true, cell: ([, times]) => String(times) },
+        ], Object.entries(about.rejected), "None.")),
+        card("Checkpoints", about.checkpoints.length ? h("p", {}, about.checkpoints.map((round) => `round ${round}`).join(", ")) : h("p", { class: "empty" }, "None on this machine."))),
+      card("What happened to it", table("Events", [
+        { title: "When", cell: (event) => moment(event.timestamp) },
+        { title: "What", cell: (event) => event.event.replaceAll("_", " ") },
+        { title: "Round", number: true, cell: (event) => (event.round === null ? "–" : String(event.round)) },
+        { title: "Detail", wide: true, cell: (event) => event.detail },
+      ], happened.events)),
+      Object.keys(about.settings).length ? h("details", { class: "card", id: "settings", open: open.has("settings") }, h("summary", {}, "Settings of the run"), table("Settings", [
+        { title: "Setting", cell: ([name]) => name },
+        { title: "Value", cell: ([, value]) => value },
+      ], Object.entries(about.settings))) : "");
+  }
+  return view;
+}

@@ -1,0 +1,72 @@
+// The swarm at a glance, and its leaderboard.
+
+import { csv, get } from "./api.js";
+import { Chart } from "./charts.js";
+import { card, count, duration, fact, h, life, nodeLink, percent, score, signed, table } from "./dom.js";
+
+const PAGE = 50;
+const arrow = (change) => (change > 0.005 ? "▲" : change < -0.005 ? "▼" : "•");
+
+const COLUMNS = [
+  { title: "Rank", number: true, cell: (row) => String(row.rank) },
+  { title: "Node", cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name)) },
+  { title: "Model", wide: true, cell: (row) => row.model },
+  { title: "Rounds", number: true, wide: true, cell: (row) => String(row.participation) },
+  { title: "Reward", number: true, cell: (row) => score(row.reward) },
+  { title: "Trend", number: true, cell: (row) => (row.trend === null ? "–" : h("span", { class: row.trend > 0.005 ? "up" : row.trend < -0.005 ? "down" : "" }, `${arrow(row.trend)} ${signed(row.trend)}`)) },
+  { title: "Wins", number: true, cell: (row) => String(row.wins) },
+  { title: "Held out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
+  { title: "From others", number: true, wide: true, cell: (row) => percent(row.from_others) },
+];
+
+export function overview() {
+  const facts = h("dl", { class: "facts" });
+  const progress = h("progress", { max: 1, value: 0, "aria-label": "Rounds played" });
+  const reward = new Chart("Reward of every node, and their mean", { csv: csv("api/curves", { metric: "reward_local", points: 1000, limit: 200 }) });
+  const heldOut = new Chart("Held-out score", { csv: csv("api/curves", { metric: "held_out", limit: 200 }) });
+  const leaders = h("div");
+  const more = h("div", { class: "pages" });
+  const search = h("input", { type: "search", placeholder: "Name, peer id or model", "aria-label": "Search the leaderboard", maxlength: 100, oninput: () => { offset = 0; rank(); } });
+  let offset = 0;
+
+  async function rank() {
+    const wanted = search.value;
+    const page = await get("api/nodes", { search: wanted, offset, limit: PAGE });
+    if (wanted !== search.value) return;
+    leaders.replaceChildren(table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node has that name." : "Nobody is here yet."));
+    const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; rank(); } }, label);
+    more.replaceChildren(...[offset > 0 && move(-PAGE, "Better"), offset + PAGE < page.total && move(PAGE, "More")].filter(Boolean));
+  }
+
+  async function refresh() {
+    const [about, rewards, scores] = await Promise.all([get("api/overview"), get("api/curves", { metric: "reward_local" }), get("api/curves", { metric: "held_out" }), rank()]);
+    const played = about.phase === "finished" ? about.rounds : about.round;
+    progress.max = about.rounds || 1;
+    progress.value = played;
+    facts.replaceChildren(
+      fact("Round", `${played} of ${count(about.rounds)}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : about.round_end),
+      fact("Next round in", duration(about.seconds_to_next), about.phase === "running" ? "about" : about.phase),
+      fact("Nodes", `${about.alive} of ${about.nodes}`, "are here"),
+      fact("Models", about.models.length === 1 ? about.models[0] : String(about.models.length), about.models.length > 1 ? about.models.join(", ") : "trained by every node"),
+      fact("Reward", score(about.reward), "last 20 rounds"),
+      fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}`),
+      fact("From others", percent(about.from_others), "of what was learned"),
+      fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
+      fact("Rollouts", count(about.rollouts), "questions answered"),
+    );
+    reward.show(rewards);
+    heldOut.show(scores);
+    note.hidden = about.logs || !about.nodes;
+  }
+
+  const note = h("p", { class: "note", hidden: true }, "The nodes keep their logs to themselves: what is shown is what they report.");
+  return {
+    title: "Overview",
+    refresh,
+    element: h("div", { class: "stack" },
+      h("section", { class: "card", "aria-label": "Where it stands" }, progress, facts, note),
+      h("section", { class: "card", "aria-label": "Reward" }, reward.element),
+      h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element),
+      card("Leaderboard", h("div", { class: "tools" }, search, h("a", { class: "save", href: csv("api/nodes", { limit: 1000 }), download: true, "aria-label": "Save the leaderboard as CSV" }, "CSV")), leaders, more)),
+  };
+}

@@ -1,0 +1,57 @@
+"""Telling browsers that something changed: one look at the swarm for all who listen (server-sent events)."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.concurrency import run_in_threadpool
+
+from rl_swarm.web.following import PAUSE_SECONDS, Follower
+
+MOST_LISTENERS = 1000
+ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing
+
+
+class Stream:
+    """Looks at the swarm while somebody listens, and at nothing while nobody does."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self.listeners: set[asyncio.Event] = set()
+        self.closed = False  # set from any thread: listeners are let go within a second
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self.listeners) >= MOST_LISTENERS
+
+    async def listen(self) -> AsyncIterator[str]:
+        changed = asyncio.Event()
+        changed.set()
+        self.listeners.add(changed)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            while not self.closed:
+                try:
+                    await asyncio.wait_for(changed.wait(), ALIVE_SECONDS)
+                except asyncio.TimeoutError:
+                    yield ": still here\n\n"
+                    continue
+                changed.clear()
+                yield f"event: changed\ndata: {self.follower.version}\n\n"
+        finally:
+            self.listeners.discard(changed)
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener.set()
+
+    async def _look(self) -> None:
+        told = self.follower.version
+        while self.listeners and not self.closed:
+            version = await run_in_threadpool(self.follower.look)
+            if version != told:  # by this look, or by somebody's who asked for a page
+                told = version
+                self._tell()
+            await asyncio.sleep(PAUSE_SECONDS)
+        self._tell()

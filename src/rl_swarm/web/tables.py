@@ -1,0 +1,55 @@
+"""Tables and curves as CSV, so that they can be opened in a spreadsheet."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from rl_swarm.web.records import Lines, NodeCurves, RolloutRow
+
+Cell = object
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\r\n")
+    writer.writerow([_safe(title) for title in header])
+    writer.writerows([_safe(cell) for cell in row] for row in rows)
+    return out.getvalue()
+
+
+def records_csv(kind: type, rows: Iterable[object]) -> str:
+    """Records of one kind, a column per field."""
+    names = [field.name for field in fields(kind)]
+    return csv_text(names, ([getattr(row, name) for name in names] for row in rows))
+
+
+def lines_csv(lines: Lines) -> str:
+    header = ["round", "mean", *(line.name for line in lines.lines)]
+    columns = [lines.rounds, lines.mean, *(line.values for line in lines.lines)]
+    return csv_text(header, zip(*columns, strict=True))
+
+
+def curves_csv(curves: NodeCurves) -> str:
+    columns = [curves.rounds, *curves.metrics.values()]
+    return csv_text(["round", *curves.metrics], zip(*columns, strict=True))
+
+
+def rollouts_csv(rows: Iterable[RolloutRow]) -> str:
+    """A line per completion."""
+    header = (
+        "round", "stage", "number", "node", "name", "model", "task", "question", "answer", "completion", "reward", "advantage",
+    )  # fmt: skip
+    return csv_text(
+        header,
+        (
+            (r.round, r.stage, r.number, r.node, r.name, r.model, r.task, r.question, r.answer, t.text, t.reward, t.advantage)
+            for r in rows
+            for t in r.completions
+        ),
+    )  # fmt: skip
+
+
+def _safe(cell: Cell) -> Cell:
+    """A text that a spreadsheet would take for a formula begins with an apostrophe: models and strangers wrote it."""
+    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell

@@ -1,0 +1,304 @@
+"""What a follower knows, told as records. Every function holds its lock for as long as it reads."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from rl_swarm.evaluation import mean
+from rl_swarm.network.address import is_url
+from rl_swarm.report import TREND_ROUNDS, NodeView
+from rl_swarm.web.curves import Curves, filled, mean_of, number, stride_for
+from rl_swarm.web.following import Follower
+from rl_swarm.web.records import (
+    EventPage,
+    Health,
+    Line,
+    Lines,
+    Link,
+    NodeCurves,
+    NodeDetail,
+    NodePage,
+    NodeRow,
+    Overview,
+    Phase,
+    TaskScore,
+)
+from rl_swarm.web.tracks import Track
+from rl_swarm.wire import Rejected, decode
+
+HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
+MOST_TASKS = 256
+SETTINGS_BYTES = 64 << 10
+PRIVATE = (
+    "identity_path",
+    "gdrive_path",
+    "hf_token",
+    "invitation",
+    "p2p_announce",
+    "p2p_listen",
+)  # machine and keys
+
+
+def overview(follower: Follower) -> Overview:
+    with follower.lock:
+        view, state, manifest = follower.view, follower.view.state, follower.view.manifest
+        nodes, tracks = list(view.nodes.values()), list(follower.tracks.values())
+        own, taken = sum(t.own for t in tracks), sum(t.taken for t in tracks)
+        rewards = [node.reward() for node in nodes if node.has_reward]
+        return Overview(
+            name=manifest.name if manifest else "",
+            address=view.address.text,
+            swarm=manifest.swarm() if manifest else "",
+            phase=phase(follower),
+            round=state.round if state else 0,
+            stage=state.stage if state else 0,
+            rounds=manifest.rounds if manifest else 0,
+            stages=manifest.stages if manifest else 1,
+            round_end=manifest.round_end if manifest else "",
+            seconds_to_next=_seconds_to_next(follower),
+            nodes=len(nodes),
+            alive=sum(node.alive for node in nodes),
+            models=sorted({node.peer.model for node in nodes if node.peer}),
+            tasks=sorted({task.name for task in manifest.tasks}) if manifest else [],
+            tokens=round(sum(t.tokens for t in tracks)),
+            rollouts=sum(t.rollouts for t in tracks),
+            tokens_per_second=sum(_speed(node) or 0.0 for node in nodes if node.alive),
+            reward=mean(rewards) if rewards else None,
+            held_out_start=view.mean_held_out("start"),
+            held_out_now=view.mean_held_out("now"),
+            from_others=taken / (own + taken) if own + taken else None,
+            logs=any(node.rounds or node.held_out for node in nodes),
+            version=follower.version,
+        )
+
+
+def phase(follower: Follower) -> Phase:
+    state, nodes = follower.view.state, list(follower.view.nodes.values())
+    if state is None or state.phase == "waiting":
+        return "waiting"
+    if state.phase == "running" and nodes and not any(node.alive for node in nodes):
+        return "stopped"
+    return state.phase
+
+
+def health(follower: Follower) -> Health:
+    """`stale` is a swarm that should go on and of which nothing was heard for as long as it waits for a peer."""
+    with follower.lock:
+        state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
+        nodes = list(follower.view.nodes.values())
+        signs = [node.peer.timestamp for node in nodes if node.peer]
+        signs += [when for node in nodes if (when := number(node.last.get("timestamp"))) is not None]
+        signs += [state.timestamp] if state else []
+        since = max(0.0, now - max(signs)) if signs else None
+        alive = sum(node.alive for node in nodes)
+        stands = phase(follower)
+        late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
+        status: Literal["alive", "stale", "waiting", "finished"]
+        if stands == "stopped" or (stands == "running" and late):
+            status = "stale"
+        else:
+            status = "alive" if stands == "running" else stands
+        return Health(status, state.round if state else 0, alive, since)
+
+
+def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:
+    """The leaderboard, best first, or those of it whose name, id or model contains some text."""
+    with follower.lock:
+        rows = _rows(follower)
+    sought = search.strip().lower()
+    found = [r for r in rows if sought in f"{r.name}\n{r.node}\n{r.peer_id}\n{r.model}".lower()]
+    return NodePage(len(found), offset, found[offset : offset + limit])
+
+
+def node(follower: Follower, name: str) -> NodeDetail | None:
+    """All about one node, by its name in files or its peer id; None where there is no such node."""
+    with follower.lock:
+        view = find(follower, name)
+        rows = [row for row in _rows(follower) if view is not None and row.node == view.node]
+        if view is None or not rows:
+            return None
+        row = rows[0]
+        track, peer = follower.tracks[view.node], view.peer
+        scores = [_by_task(line) for line in (view.start, view.now)]
+        memory = [value for value in track.curves.points("peak_memory", track.curves.stride) if value]
+        taught = {
+            other.node: follower.tracks[other.node].learned_from[row.peer_id]
+            for other in follower.view.nodes.values()
+            if other.node in follower.tracks
+        }
+        return NodeDetail(
+            row=row,
+            device=peer.device if peer else "",
+            host=peer.host if peer else "",
+            joined=peer.joined if peer else None,
+            seen=peer.timestamp if peer else None,
+            tokens=round(track.tokens),
+            rollouts=track.rollouts,
+            peak_memory=max(memory, default=None),
+            restarts=track.restarts,
+            skipped=track.skipped,
+            rejected=dict(track.rejected.most_common(100)),
+            learned_from=_links(follower, track.learned_from),
+            taught=_links(follower, taught),
+            held_out=[
+                TaskScore(task, scores[0].get(task), scores[1].get(task))
+                for task in sorted(scores[0] | scores[1])[:MOST_TASKS]
+            ],
+            checkpoints=_checkpoints(follower, view.node),
+            settings=_settings(follower),
+            metrics=sorted(track.curves.sums),
+        )
+
+
+def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) -> Lines:
+    """A metric of the best nodes over the rounds, and the mean of all."""
+    with follower.lock:
+        rows = _rows(follower)
+        ordered = [(row, _curves(follower.tracks[row.node], metric)) for row in rows]
+        step = stride_for([curves for _, (curves, _) in ordered], points)
+        values = [curves.points(name, step) for _, (curves, name) in ordered]
+    length = max(map(len, values), default=0)
+    whole = [filled(line, length) for line in values]
+    shown = [Line(row.node, row.name, line) for (row, _), line in zip(ordered, whole, strict=True)]
+    return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown[:most])
+
+
+def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 500) -> NodeCurves | None:
+    """Some metrics of one node over the rounds; all it has where none are named."""
+    with follower.lock:
+        view = find(follower, name)
+        if view is None or view.node not in follower.tracks:
+            return None
+        track = follower.tracks[view.node]
+        wanted = [metric for metric in (metrics or sorted(track.curves.sums)) if metric in track.curves.sums]
+        step = stride_for([track.curves], points)
+        values = {metric: track.curves.points(metric, step) for metric in wanted}
+    length = max(map(len, values.values()), default=0)
+    return NodeCurves(
+        view.node,
+        view.name,
+        [k * step for k in range(length)],
+        {metric: filled(line, length) for metric, line in values.items()},
+    )
+
+
+def events(
+    follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100
+) -> EventPage:
+    """What happened, newest first."""
+    with follower.lock:
+        view = find(follower, node) if node else None
+        found = [
+            event
+            for event in follower.events
+            if (not node or (view is not None and event.node == view.node)) and kind in ("", event.event)
+        ]
+    found.sort(key=lambda event: -event.timestamp)
+    return EventPage(len(found), offset, found[offset : offset + limit])
+
+
+def find(follower: Follower, name: str) -> NodeView | None:
+    """A node by its name in files, its peer id or its animal name."""
+    nodes = list(follower.view.nodes.values())
+    for view in nodes:
+        if name and name in (view.node, view.peer.peer_id if view.peer else ""):
+            return view
+    return next((view for view in nodes if view.name == name), None)
+
+
+def _rows(follower: Follower) -> list[NodeRow]:
+    state = follower.view.state
+    order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
+    views = [view for view in list(follower.view.nodes.values()) if view.node in follower.tracks]
+    views.sort(key=lambda v: (order.get(v.peer.peer_id, len(order)) if v.peer else len(order), v.node))
+    return [_row(rank, view, follower.tracks[view.node]) for rank, view in enumerate(views, 1)]
+
+
+def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
+    trend = len(view.rounds) > TREND_ROUNDS
+    played = view.last.get("round")
+    return NodeRow(
+        rank=rank,
+        node=view.node,
+        name=view.name,
+        peer_id=view.peer.peer_id if view.peer else "",
+        model=view.peer.model if view.peer else "",
+        alive=view.alive,
+        round=played if isinstance(played, int) and abs(played) < 1 << 53 else None,
+        participation=view.member.participation if view.member else 0,
+        reward=number(view.reward()) if view.has_reward else None,
+        total_reward=(number(view.member.reward) or 0.0) if view.member else 0.0,
+        trend=number(view.reward() - view.reward(before=TREND_ROUNDS)) if trend else None,
+        wins=view.member.wins if view.member else 0,
+        held_out_start=number(view.start["sampled"]) if view.start else None,
+        held_out_now=number(view.now["sampled"]) if view.now else None,
+        tokens_per_second=_speed(view),
+        from_others=track.from_others,
+    )
+
+
+def _speed(view: NodeView) -> float | None:
+    return number(view.last.get("tokens_per_second"))
+
+
+def _curves(track: Track, metric: str) -> tuple[Curves, str]:
+    return (track.held_out, "sampled") if metric == HELD_OUT else (track.curves, metric)
+
+
+def _links(follower: Follower, groups: Mapping[str, int]) -> list[Link]:
+    """Whom the counts are of, most first; peers that nobody knows any more go by their ids."""
+    views = list(follower.view.nodes.values())
+    known = {view.node: view for view in views} | {view.peer.peer_id: view for view in views if view.peer}
+    found = [
+        Link(known[name].node, known[name].name, count) if name in known else Link("", name, count)
+        for name, count in groups.items()
+        if count
+    ]
+    return sorted(found, key=lambda link: (-link.groups, link.name))[:100]
+
+
+def _by_task(line: dict[str, object] | None) -> dict[str, float]:
+    scores = line.get("by_task") if line else None
+    if not isinstance(scores, dict):
+        return {}
+    return {task: value for task, score in scores.items() if (value := number(score)) is not None}
+
+
+def _seconds_to_next(follower: Follower) -> float | None:
+    state, manifest = follower.view.state, follower.view.manifest
+    if state is None or manifest is None or phase(follower) != "running":
+        return None
+    usual = (
+        manifest.round_interval if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
+    )
+    return None if usual is None else max(0.0, usual - (follower.now() - state.started))
+
+
+def _pace(views: Iterable[NodeView]) -> float | None:
+    """Seconds per round, as the last lines of the logs tell."""
+    paces = []
+    for view in list(views):
+        known = [(line["round"], when) for line in view.rounds if (when := number(line.get("timestamp")))]
+        if len(known) > 1 and (played := known[-1][0] - known[0][0]) > 0:
+            paces.append((known[-1][1] - known[0][1]) / played)
+    return sorted(paces)[len(paces) // 2] if paces else None
+
+
+def _checkpoints(follower: Follower, node: str) -> list[int]:
+    """The rounds of the checkpoints that lie on this machine."""
+    folders = (follower.view.root / "checkpoints").glob(f"round_*/{node}")
+    names = [folder.parent.name[6:] for folder in folders]
+    return sorted(int(name) for name in names if re.fullmatch("[0-9]{1,15}", name))
+
+
+def _settings(follower: Follower) -> dict[str, str]:
+    """What a run of `up` was started with, without what is about this machine."""
+    if is_url(follower.view.address.text):
+        return {}
+    try:
+        values = decode(follower.view.files.read("settings.json", SETTINGS_BYTES), SETTINGS_BYTES)
+    except (OSError, Rejected):
+        return {}
+    return {
+        name: str(value)[:200] for name, value in values.items() if name not in PRIVATE and value is not None
+    }

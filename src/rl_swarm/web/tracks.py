@@ -1,0 +1,117 @@
+"""What is remembered of one node: its curves and sums, and not the lines of its log that they were made from."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_swarm.report import TREND_ROUNDS, NodeView
+from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.web.curves import Curves, number
+from rl_swarm.web.records import Event
+
+METRICS = (
+    "reward_local", "reward_training", "completion_length", "truncated_share", "no_signal_share", "entropy", "grad_norm",
+    "loss", "kl", "clip_share", "mismatch", "tokens_per_second", "trained_tokens", "peak_memory", "external_taken",
+    "external_surprise",
+)  # fmt: skip
+PHASES = ("questions", "generate", "score", "publish", "collect", "train", "report")
+KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
+MOST_NAMES = 1024  # of peers or reasons that are counted for one node
+LONGEST = 300  # characters of what is said about an event
+AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
+
+
+@dataclass
+class Track:
+    curves: Curves = field(default_factory=Curves)
+    held_out: Curves = field(default_factory=Curves)
+    tokens: float = 0.0
+    rollouts: int = 0
+    own: int = 0  # groups of its own with something to teach
+    taken: int = 0  # groups of others that it learned from
+    learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
+    rejected: Counter[str] = field(default_factory=Counter)  # by reason
+    restarts: int = 0
+    skipped: int = 0
+    alive: bool | None = None  # when it was looked at last
+    _rounds: int = 0  # lines of the view that were taken
+    _scores: int = 0
+    _events: int = 0  # bytes of its events that were read
+
+    @property
+    def from_others(self) -> float | None:
+        return self.taken / (self.taken + self.own) if self.taken + self.own else None
+
+    def take(self, view: NodeView, most_rounds: int) -> int:
+        """Adds what the view has read since the last time, and lets go of it; how much that was."""
+        lines = view.rounds[self._rounds :]
+        for line in lines:
+            if 0 <= line["round"] < most_rounds:
+                self._add(line)
+        del view.rounds[:-KEPT_LINES]
+        self._rounds = len(view.rounds)
+        scores = view.held_out[self._scores :]
+        for line in scores:
+            values = {key: value for key in ("sampled", "greedy") if (value := number(line[key])) is not None}
+            played = number(line.get("round"))
+            if played is not None and -1 <= played < most_rounds:
+                self.held_out.add(int(played) + 1, values)  # of so many rounds: 0 is before the first
+        del view.held_out[1:-1]
+        self._scores = len(view.held_out)
+        return len(lines) + len(scores)
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        values = {name: value for name in METRICS if (value := number(line.get(name))) is not None}
+        seconds = line.get("seconds")
+        if isinstance(seconds, dict):
+            values |= {f"seconds.{p}": value for p in PHASES if (value := number(seconds.get(p))) is not None}
+        self.curves.add(line["round"], values)
+        self.tokens += values.get("tokens_per_second", 0.0) * values.get("seconds.generate", 0.0)
+        self.rollouts += int(number(line.get("local_groups")) or 0)
+        self.own += int(number(line["local_with_signal"]) or 0)
+        self.taken += int(number(line["external_taken"]) or 0)
+        count(self.learned_from, line.get("external_from"))
+        count(self.rejected, line.get("external_rejected"))
+
+    def new_events(self, view: NodeView, root: Path) -> list[Event]:
+        lines, self._events = read_lines(root / "logs" / view.node / "training_events.jsonl", self._events)
+        events = [event for line in lines if (event := event_of(line, view)) is not None]
+        self.restarts += sum(event.event == "resumed" for event in events)
+        self.skipped += sum(event.event == "skipped" for event in events)
+        return events
+
+
+def count(counter: Counter[str], found: object) -> None:
+    """Adds what a log counted. Its names are a stranger's, hence not any number of them."""
+    if not isinstance(found, dict):
+        return
+    for name, times in found.items():
+        amount = number(times)
+        if amount and len(name) <= 64 and (name in counter or len(counter) < MOST_NAMES):
+            counter[name] += int(amount)
+
+
+def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
+    kind, when = line.get("event"), number(line.get("timestamp"))
+    if not isinstance(kind, str) or not 0 < len(kind) <= 32 or when is None:
+        return None
+    played = number(line.get("round"))
+    shown = {
+        "skipped": f"rounds {line.get('first')} to {line.get('last')}",
+        "rejected": f"{line.get('node')}: {line.get('reason')}. {line.get('detail')}",
+        "not_asked": f"{line.get('peer')} for {line.get('rounds')} rounds",
+        "joined": f"with {line.get('model')}",
+        "resumed": f"with {line.get('model')}",
+    }
+    others = {key: value for key, value in line.items() if key not in ("event", "timestamp", "round")}
+    detail = shown.get(kind) or ", ".join(f"{key}: {value}" for key, value in others.items())
+    return Event(
+        when,
+        view.node,
+        view.name,
+        kind,
+        None if played is None or played < 0 else int(played),
+        detail[:LONGEST],
+    )

@@ -1,0 +1,118 @@
+"""Run directories for the tests of the dashboard: written by the code that nodes write theirs with, without a model."""
+
+import os
+import platform
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from rl_swarm import config, rounds
+from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.identity import Identity
+from rl_swarm.manifest import Manifest, question_seed
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
+from rl_swarm.rollouts import Answer, Publication, Sampling
+from rl_swarm.rounds import PeerInfo, Report, Rules, State
+from rl_swarm.telemetry.journal import Journal
+from rl_swarm.wire import seal
+from rl_swarm.worker import found
+
+HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\n=1+1"
+
+
+@cache
+def questions_of(manifest_tasks: str) -> Reasoning:
+    return Reasoning(config.load(environ={}, flags={"tasks": manifest_tasks}).settings.task_list())
+
+
+class SmallRun:
+    """A run of a few nodes whose rounds are played by the calls of a test."""
+
+    def __init__(self, root: Path, nodes: int = 2, total: int = 3, pid: int | None = None) -> None:
+        root.mkdir(parents=True)
+        self.root, self.files, self.stop = root, LocalFiles(root), threading.Event()
+        settings = config.load(
+            config.UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}
+        ).settings
+        self.owner = Identity.new()
+        self.manifest: Manifest = found(self.files, settings, root.name, self.owner)
+        self.identities = [Identity.new() for _ in range(nodes)]
+        self.journals = {i.node: Journal(root / "logs" / i.node) for i in self.identities}
+        self.state = State(swarm=self.manifest.swarm())
+        for identity in self.identities:
+            self.join(identity, os.getpid() if pid is None else pid)
+        self.tick()
+
+    @property
+    def names(self) -> list[str]:
+        return [identity.node for identity in self.identities]
+
+    def join(self, identity: Identity, pid: int) -> None:
+        now = time.time()
+        peer = PeerInfo(
+            peer_id=identity.peer_id, swarm=self.manifest.swarm(), node=identity.node, model="tiny", device="cpu",
+            host=platform.node(), pid=pid, joined=now, timestamp=now,
+        )  # fmt: skip
+        FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).register(peer)
+        self.journals[identity.node].event("joined", round=-1, model="tiny", pid=pid)
+        self.score(identity, "start", 0.2)
+        self.state = rounds.seen(self.state, identity.peer_id, identity.node, now)
+
+    def tick(self) -> None:
+        rules = Rules.of(self.manifest, len(self.identities))
+        self.state, _ = rounds.advance(self.state, rules, time.time())
+        self.files.write(STATE, seal(replace(self.state, peer_id=self.owner.peer_id), self.owner))
+
+    def play(self, text: str = "<answer>7</answer>") -> None:
+        """One round of every node: the first question answered right once, the second never."""
+        played = self.state.round
+        first = self.identities[0].peer_id
+        for number, identity in enumerate(self.identities):
+            self.publish(identity, played, text)
+            others = [other.peer_id for other in self.identities if other is not identity]
+            self.write_round(identity.node, played, 0.25 + number / 100, others)
+            report = Report(
+                peer_id=identity.peer_id, swarm=self.manifest.swarm(), node=identity.node, round=played, stage=0,
+                timestamp=time.time(), reward=0.25, training_reward=0.3, rollouts=2, vote=first,
+            )  # fmt: skip
+            FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).submit(report)
+            self.state = rounds.submitted(self.state, report, time.time())
+        self.tick()
+
+    def publish(self, identity: Identity, played: int, text: str) -> None:
+        seeds = [question_seed(self.manifest, played, identity.peer_id, k) for k in range(2)]
+        asked = questions_of("chain_sum,gcd").questions(seeds)
+        publication = Publication(
+            peer_id=identity.peer_id, kind="rollouts", swarm=self.manifest.swarm(), node=identity.node, round=played,
+            stage=0, timestamp=time.time(), model="tiny", policy_version=played, sampling=Sampling(1.0, 1.0, 0, 24),
+            rollouts={
+                str(k): [
+                    Answer(prompt=q.prompt, response=f"<answer>{q.answer}</answer>", reward=1.0 - k),
+                    Answer(prompt=q.prompt, response=text, reward=0.0),
+                ]
+                for k, q in enumerate(asked)
+            },
+        )  # fmt: skip
+        node = identity.node
+        FolderExchange(self.files, self.manifest, identity, node, self.stop, print).publish(publication)
+
+    def write_round(self, node: str, played: int, reward: float, learned_from: list[str]) -> None:
+        self.journals[node].metrics(
+            "round", round=played, stage=0, reward_local=reward, reward_training=reward, local_groups=4,
+            local_with_signal=3, external_taken=len(learned_from), external_from=dict.fromkeys(learned_from, 1),
+            external_rejected={"digest": 1}, tokens_per_second=100.0, seconds={"generate": 0.5, "train": 0.25},
+            entropy=0.5, grad_norm=1.0, completion_length=6.0, peak_memory=1 << 28,
+        )  # fmt: skip
+
+    def score(self, identity: Identity, when: str, sampled: float) -> None:
+        played = self.state.round - 1 if when == "start" else self.state.round
+        tasks = {"chain_sum": sampled, "gcd": sampled}
+        self.journals[identity.node].metrics(
+            "held_out", when=when, round=played, questions=16, sampled=sampled, greedy=None, well_formed=0.5,
+            accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
+            accuracy_well_formed_by_task=tasks, examples=[],
+        )  # fmt: skip

@@ -1,0 +1,305 @@
+"""The API: everything by HTTP, nothing by accident. Hosts, limits and shapes are checked; no input breaks it."""
+
+import asyncio
+import csv
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from processes import QUICK, end, run, start, until
+from rich.console import Console
+from small_runs import HOSTILE, SmallRun
+from starlette.testclient import TestClient
+
+from rl_swarm.cli import dashboard
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.identity import animal_name
+from rl_swarm.report import RunView
+from rl_swarm.web import server
+from rl_swarm.web.api import create_app
+from rl_swarm.web.following import Follower
+from rl_swarm.web.kept import Kept
+
+LOCAL = "http://localhost"
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    played = SmallRun(tmp_path_factory.mktemp("runs") / "run", nodes=2, total=4)
+    for _ in range(2):
+        played.play(HOSTILE)
+    return played
+
+
+@pytest.fixture(scope="module")
+def client(swarm: SmallRun) -> Iterator[TestClient]:
+    with TestClient(create_app(Follower(RunView(swarm.root))), LOCAL) as found:
+        yield found
+
+
+def get(client: TestClient, path: str) -> Any:
+    response = client.get(path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_every_response_is_as_the_description_says(client: TestClient, swarm: SmallRun) -> None:
+    described = get(client, "/api/openapi.json")
+    assert get(client, "/api/overview")["round"] == 2
+    assert get(client, "/api/nodes")["total"] == 2
+    told = get(client, f"/api/nodes/{swarm.names[0]}")
+    schema = described["components"]["schemas"]["NodeDetail"]
+    assert set(told) == set(schema["properties"]) == set(schema["required"])
+    assert get(client, f"/api/nodes/{swarm.names[0]}/curves?metric=entropy")["metrics"] == {
+        "entropy": [0.5, 0.5]
+    }
+    assert len(get(client, "/api/curves?metric=reward_local")["lines"]) == 2
+    assert get(client, "/api/curves?metric=held_out")["mean"][0] == pytest.approx(0.2)
+    assert get(client, "/api/events?kind=joined&limit=1")["total"] == 2
+    assert get(client, "/api/runs")["runs"][0]["run"] == "run"
+    assert get(client, "/health")["status"] == "alive"
+    assert "/api/rollouts" in described["paths"] and "get" in described["paths"]["/api/rollouts"]
+
+
+def test_the_names_of_the_original_dashboard_answer(client: TestClient, swarm: SmallRun) -> None:
+    peers = [identity.peer_id for identity in swarm.identities]
+    assert get(client, "/api/healthz")["message"] == "OK"
+    assert get(client, "/api/round_and_stage") == {"round": 2, "stage": 0}
+    for path in ("/api/leaderboard", "/api/leaderboard-cumulative"):
+        board = get(client, path)
+        assert board["total"] == 2 and {leader["id"] for leader in board["leaders"]} == set(peers)
+    assert {line["id"] for line in get(client, "/api/rewards-history")["leaders"]} == set(peers)
+    name = animal_name(peers[0])
+    assert get(client, f"/api/name-to-id?name={name}") == {"id": peers[0]}
+    assert get(client, "/api/name-to-id?name=nobody") == {"id": None}
+    assert client.post("/api/id-to-name", json=peers[:1]).json() == {peers[0]: name}
+    assert client.post("/api/id-to-name", json=["x"] * 1001).status_code == 422
+    assert client.post("/api/id-to-name", content=b"[" + b" " * 200_000 + b"]").status_code == 413
+    messages = get(client, "/api/gossip?limit=3")["messages"]
+    assert len(messages) == 3 and set(messages[0]) >= {"id", "message", "node"}
+
+
+def test_tables_and_curves_are_saved_as_csv_that_no_spreadsheet_runs(
+    client: TestClient, swarm: SmallRun
+) -> None:
+    paths = [
+        "/api/nodes",
+        "/api/curves",
+        "/api/events",
+        "/api/rollouts",
+        "/api/runs",
+        "/api/runs/curves?run=run",
+    ]
+    for path in [*paths, f"/api/nodes/{swarm.names[0]}/curves"]:
+        response = client.get(path, params={"format": "csv", **({"run": "run"} if "run=" in path else {})})
+        assert response.headers["content-type"].startswith("text/csv"), path
+        rows = list(csv.reader(io.StringIO(response.text)))
+        assert len(rows) > 1 and len({len(row) for row in rows}) == 1, path
+    table = client.get("/api/rollouts?format=csv&limit=100").text
+    assert next(csv.reader(io.StringIO(table[table.index('"<script>') :])))[0] == HOSTILE
+    formula = SmallRun(swarm.root.parent / "formula", nodes=1, total=3)
+    formula.play("=cmd()")
+    with TestClient(create_app(Follower(RunView(formula.root))), LOCAL) as other:
+        assert "'=cmd()" in other.get("/api/rollouts?format=csv").text
+
+
+def test_prometheus_reads_the_numbers(client: TestClient, swarm: SmallRun) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = {family.name: family.samples for family in text_string_to_metric_families(response.text)}
+    assert found["rl_swarm_round"][0].value == 2 and found["rl_swarm_nodes_alive"][0].value == 2
+    assert {s.labels["node"] for s in found["rl_swarm_node_reward"]} == set(swarm.names)
+    assert found["rl_swarm_tokens"][0].value == 200
+
+
+def test_only_this_host_is_answered_and_the_page_can_run_nothing_else(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert (
+        client.get("/static/app.js")
+        .headers["content-type"]
+        .startswith(("text/javascript", "application/javascript"))
+    )
+    assert client.get("/api/overview", headers={"host": "evil.example"}).status_code == 400
+    asked = client.get("/api/overview", headers={"origin": "http://evil.example"})
+    assert "access-control-allow-origin" not in asked.headers
+    assert client.get("/static/../api.py").status_code == 404
+    for method in ("post", "put", "delete", "patch"):
+        assert getattr(client, method)("/api/overview").status_code == 405
+
+
+NASTY = [
+    "",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "99999999999999999999",
+    "\x00",
+    "ü" * 50,
+    "../../etc",
+    "a" * 5000,
+    "[1]",
+    "%00",
+    "csv",
+]
+
+
+def test_nothing_that_is_asked_breaks_it(client: TestClient) -> None:
+    described = get(client, "/api/openapi.json")
+    for path, methods in described["paths"].items():
+        if path == "/api/stream" or "get" not in methods:
+            continue
+        names = [parameter["name"] for parameter in methods["get"].get("parameters", [])] or ["x"]
+        for name, value in itertools.product(names, NASTY):
+            where = path.replace("{node}", "x" if name != "node" else "x" + value.replace("\x00", "%00"))
+            response = client.get(where, params={name: value})
+            assert response.status_code < 500, (where, name, value)
+    for body in (b"", b"{", b"null", b"[1, {}]", b'"\xff"', json.dumps(["x" * 101]).encode()):
+        assert client.post("/api/id-to-name", content=body).status_code == 422
+
+
+def test_what_many_ask_for_at_once_is_made_once() -> None:
+    asked: list[str] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await asyncio.sleep(0.05)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": scope["query_string"]})
+
+    async def ask(kept: Kept, query: bytes) -> list[Any]:
+        scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query}
+        told: list[Any] = []
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        await kept(scope, None, send)  # type: ignore[arg-type]
+        return told
+
+    async def many() -> None:
+        version = 1
+        kept = Kept(application, lambda: version)
+        impatient = asyncio.create_task(ask(kept, b"a"))
+        await asyncio.sleep(0.01)
+        impatient.cancel()
+        answers = await asyncio.gather(*(ask(kept, query) for query in [b"a", b"a", b"b", b"a"]))
+        assert [answer[1]["body"] for answer in answers] == [b"a", b"a", b"b", b"a"]
+        assert len(asked) == 2
+        version = 2
+        await ask(kept, b"a")
+        assert len(asked) == 3, "what was made before something changed is not told any more"
+
+    asyncio.run(many())
+
+
+def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
+    swarm = SmallRun(tmp_path / "run", total=5)
+    process = start(tmp_path, "watch", "run", "--port", "18080")
+    try:
+        url = address_of(process)
+        with httpx.stream("GET", f"{url}/api/stream", timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: "))
+            first = next(lines)
+            swarm.play()
+            assert next(lines) != first
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def address_of(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "http://" in line:
+            return "http://" + line.split("http://")[1].split()[0]
+    raise AssertionError("it did not tell its address")
+
+
+def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
+    with (
+        server.bound("127.0.0.1", 18500) as first,
+        server.bound("127.0.0.1", first.getsockname()[1]) as second,
+    ):
+        assert second.getsockname()[1] > first.getsockname()[1]
+        assert server.url_of(second) == f"http://localhost:{second.getsockname()[1]}"
+        assert "*" not in server.hosts_of(second)
+    with server.bound("0.0.0.0", 18500) as everywhere:
+        assert server.hosts_of(everywhere) == ["*"]
+    with pytest.raises(UserError, match="no-such-host"):
+        server.bound("no-such-host.invalid", 18500)
+
+
+def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        "up",
+        "--run",
+        "r",
+        "--nodes",
+        "1",
+        "--rounds",
+        "400",
+        "--port",
+        "18600",
+        *QUICK,
+        SWARM_WEB="true",
+    )
+    try:
+        url = address_of(process)
+        until(lambda: httpx.get(f"{url}/api/overview", timeout=60).json()["round"] >= 1, 200)
+        assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "alive"
+    finally:
+        end(process)  # kills it: whatever it had started ends with it
+
+    def gone() -> bool:
+        try:
+            httpx.get(f"{url}/health", timeout=60)
+        except httpx.ConnectError:
+            return True
+        return False
+
+    until(gone)
+
+
+def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
+    SmallRun(tmp_path / "run")
+    code = (
+        "import importlib.util as u; found = u.find_spec; "
+        "u.find_spec = lambda name, *rest: None if name == 'uvicorn' else found(name, *rest); "
+        "import sys; sys.argv = ['rl-swarm', 'watch', 'run']; from rl_swarm.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ
+    )
+    assert (
+        done.returncode == 1
+        and "pip install 'rl-swarm[web]'" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "is_installed", lambda: False)
+    console = Console(file=io.StringIO(), width=200)
+    with dashboard.beside(tmp_path, Settings(), console):
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("\n") == 1 and "pip install 'rl-swarm[web]'" in said and "--no-web" in said
+
+
+def test_watching_what_is_no_swarm_says_so(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "watch", "nothing")
+    assert code == 1 and "nothing is no swarm" in output

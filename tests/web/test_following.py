@@ -1,0 +1,261 @@
+"""What is known of a swarm: read once, kept small, and nothing in a log can spoil it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace as changed
+from small_runs import HOSTILE, SmallRun
+
+from rl_swarm.identity import Identity
+from rl_swarm.network.address import locate
+from rl_swarm.report import RunView
+from rl_swarm.web import telling
+from rl_swarm.web.curves import Curves, stride_for
+from rl_swarm.web.following import Follower
+from rl_swarm.web.runs import Runs
+from rl_swarm.web.texts import Texts, Wanted
+from rl_swarm.web.tracks import KEPT_LINES
+
+NOBODY = 2**31 - 1  # a process id that no system hands out
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def followed(run: SmallRun) -> tuple[Follower, Clock]:
+    clock = Clock()
+    follower = Follower(RunView(run.root), clock)
+    follower.look()
+    return follower, clock
+
+
+def test_curves_stay_small_and_keep_their_means() -> None:
+    curves = Curves(most=8)
+    for played in range(100):
+        curves.add(played, {"reward": float(played)})
+    assert curves.stride == 16 and len(curves.sums["reward"]) == 7
+    assert curves.points("reward", 16)[:2] == [7.5, 23.5]
+    assert curves.points("reward", 32)[0] == 15.5
+    assert curves.points("nothing", 16) == []
+    assert stride_for([curves, Curves()], 2) == 64
+
+
+def test_a_round_without_a_point_is_a_gap_and_one_played_twice_is_averaged() -> None:
+    curves = Curves()
+    for played, reward in [(0, 1.0), (3, 0.0), (3, 1.0)]:
+        curves.add(played, {"reward": reward})
+    assert curves.points("reward", 1) == [1.0, None, None, 0.5]
+
+
+def test_the_overview_and_the_leaderboard_tell_what_the_rounds_did(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=3, total=5)
+    for _ in range(2):
+        run.play()
+    follower, _ = followed(run)
+    told = telling.overview(follower)
+    assert (told.phase, told.round, told.rounds, told.nodes, told.alive) == ("running", 2, 5, 3, 3)
+    assert told.tasks == ["chain_sum", "gcd"] and told.models == ["tiny"]
+    assert told.tokens == 2 * 3 * 50 and told.rollouts == 2 * 3 * 4
+    assert told.from_others == 0.4 and told.held_out_start == pytest.approx(0.2)
+    assert told.seconds_to_next is not None and told.seconds_to_next >= 0
+    rows = telling.nodes(follower).nodes
+    assert [row.rank for row in rows] == [1, 2, 3]
+    assert rows[0].node == run.names[0] and rows[0].wins == 4 and rows[0].participation == 2
+    assert {row.total_reward for row in rows} == {0.5}
+    assert telling.nodes(follower, search=rows[1].name.upper()).nodes == [rows[1]]
+    assert telling.nodes(follower, search=rows[2].peer_id[-9:]).nodes == [rows[2]]
+    assert telling.nodes(follower, offset=1, limit=1).nodes == [rows[1]]
+    assert telling.health(follower).status == "alive"
+
+
+def test_a_look_reads_only_what_is_new_and_only_when_it_is_time(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=9)
+    run.play()
+    follower, clock = followed(run)
+    before = follower.version
+    run.play()
+    assert follower.look() == before, "a second has not passed"
+    clock.time += 1.0
+    assert follower.look() == before + 1
+    assert telling.lines(follower, "reward_local").rounds == [0, 1]
+    clock.time += 1.0
+    assert follower.look() == before + 1, "nothing has changed"
+    assert telling.overview(follower).tokens == 2 * 2 * 50, "nothing was counted twice"
+
+
+def test_a_long_run_is_told_in_few_points_and_its_lines_are_let_go(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=8, total=2000)
+    lines = run.root / "logs" / run.names[0] / "metrics.jsonl"
+    run.state = changed(run.state, round=1999)
+    run.tick()
+    for node in run.names:
+        for played in range(2000):
+            run.write_round(node, played, played / 2000, [])
+    assert lines.stat().st_size > 500_000
+    follower, _ = followed(run)
+    told = telling.lines(follower, "reward_local", points=500)
+    assert len(told.rounds) == 500 and len(told.lines) == 8 and told.rounds[-1] == 1996
+    assert all(abs(value - (4 * k + 1.5) / 2000) < 1e-9 for k, value in enumerate(told.mean))  # type: ignore[operator]
+    assert all(len(view.rounds) == KEPT_LINES for view in follower.view.nodes.values())
+    assert telling.overview(follower).rollouts == 8 * 2000 * 4
+
+
+def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=4)
+    run.play()
+    run.score(run.identities[0], "now", 0.5)
+    run.journals[run.names[0]].event("resumed", round=0, model="tiny")
+    (run.root / "checkpoints" / "round_3" / run.names[0]).mkdir(parents=True)
+    (run.root / "settings.json").write_text('{"seed": 42, "identity_path": "/home/ada/swarm.pem"}')
+    follower, _ = followed(run)
+    told = telling.node(follower, run.identities[0].peer_id)
+    assert told is not None and told.row.node == run.names[0]
+    assert [(link.node, link.groups) for link in told.learned_from] == [(run.names[1], 1)]
+    assert [(link.node, link.groups) for link in told.taught] == [(run.names[1], 1)]
+    assert told.rejected == {"digest": 1} and told.restarts == 1 and told.checkpoints == [3]
+    assert [(s.task, s.start, s.now) for s in told.held_out] == [("chain_sum", 0.2, 0.5), ("gcd", 0.2, 0.5)]
+    assert told.settings == {"seed": "42"}, "what is about this machine is left out"
+    curves = telling.curves(follower, run.names[0], ["entropy", "seconds.train", "nothing"])
+    assert curves is not None and curves.metrics == {"entropy": [0.5], "seconds.train": [0.25]}
+    assert telling.node(follower, "nobody") is None and telling.curves(follower, "nobody", []) is None
+
+
+def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=5)
+    run.play()
+    log = run.root / "logs" / run.names[0]
+    good = '"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
+    with (log / "metrics.jsonl").open("a") as file:
+        file.write('not json\n{"kind":"round"}\n[1]\n')
+        file.write(f'{{"kind":"round","round":4000000000000000,{good}}}\n')
+        file.write(f'{{"kind":"round","round":-3,{good}}}\n')
+        file.write(
+            f'{{"kind":"round","round":0,{good},"entropy":1e308,"seconds":[1],"external_from":{{"x":"y","{"z" * 99}":1}}}}\n'
+        )
+    with (log / "training_events.jsonl").open("a") as file:
+        file.write('{"event":7}\n{"event":"left","timestamp":"now"}\n{"event":"rejected","timestamp":1.0}\n')
+    follower, _ = followed(run)
+    assert telling.lines(follower, "reward_local").rounds == [0]
+    found = telling.node(follower, run.names[0])
+    assert found is not None and [link.node for link in found.learned_from] == [run.names[1]]
+    assert telling.curves(follower, run.names[0], ["entropy"]).metrics["entropy"] == [0.5]  # type: ignore[union-attr]
+    assert [e.event for e in telling.events(follower, node=run.names[0]).events] == ["joined", "rejected"]
+
+
+def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=5, pid=NOBODY)
+    run.join(run.identities[1], os.getpid())
+    follower, clock = followed(run)
+    run.join(run.identities[1], NOBODY)
+    clock.time += 1.0
+    follower.look()
+    times = [event.timestamp for event in telling.events(follower).events]
+    assert len(times) == 5 and times == sorted(times, reverse=True)
+    assert [e.node for e in telling.events(follower, kind="gone").events] == [run.names[1]]
+    assert telling.overview(follower).phase == "stopped" and telling.health(follower).status == "stale"
+    assert telling.events(follower, node="nobody").events == []
+
+
+def test_rollouts_are_read_page_by_page_with_task_and_answer_key(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=4)
+    for _ in range(3):
+        run.play(HOSTILE)
+    follower, _ = followed(run)
+    texts = Texts(follower)
+    try:
+        rows, after = [], None
+        while True:
+            page = texts.page(Wanted(), after, 5)
+            rows += page.rollouts
+            if (after := page.next) is None:
+                break
+        assert len(rows) == len({row.id for row in rows}) == 12
+        assert [row.round for row in rows] == [2] * 4 + [1] * 4 + [0] * 4
+        first = next(row for row in rows if row.number == 0)
+        assert (
+            first.task in ("chain_sum", "gcd")
+            and first.completions[0].text == f"<answer>{first.answer}</answer>"
+        )
+        assert first.completions[1].text == HOSTILE, "as it was written: whoever shows it makes it harmless"
+        assert first.reward == 0.5 and first.completions[0].advantage > 0.7
+        assert {row.round for row in texts.page(Wanted(round=1), None, 99).rollouts} == {1}
+        assert {row.node for row in texts.page(Wanted(node=run.names[1]), None, 99).rollouts} == {
+            run.names[1]
+        }
+        assert {row.task for row in texts.page(Wanted(task="gcd"), None, 99).rollouts} <= {"gcd"}
+        assert {row.reward for row in texts.page(Wanted(least=0.4), None, 99).rollouts} == {0.5}
+        assert {row.reward for row in texts.page(Wanted(most=0.4), None, 99).rollouts} == {0.0}
+        assert texts.page(Wanted(), "nonsense", 1).rollouts[0] == rows[0]
+    finally:
+        texts.close()
+
+
+def test_rollouts_that_others_forged_are_passed_over(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=4)
+    run.play()
+    path = run.root / "rollouts" / "round_0" / "stage_0"
+    (path / f"{run.names[0]}.json").write_bytes((path / f"{run.names[1]}.json").read_bytes())
+    follower, _ = followed(run)
+    texts = Texts(follower)
+    try:
+        page = texts.page(Wanted(), None, 99)
+    finally:
+        texts.close()
+    assert {row.node for row in page.rollouts} == {run.names[1]} and page.unreadable == 1
+
+
+def test_where_logs_are_elsewhere_the_curves_are_what_nodes_reported(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=9)
+    for _ in range(4):
+        run.play()
+    place = replace(locate(run.root), is_url=True, here=tmp_path / "here")
+    clock = Clock()
+    follower = Follower(RunView(place), clock)
+    follower.look()
+    told = telling.lines(follower, "reward_local")
+    assert told.rounds == [0, 1, 2, 3] and told.mean == [0.25] * 4
+    assert telling.overview(follower).rollouts == 2 * 4 * 2 and not telling.overview(follower).logs
+    assert [event.event for event in telling.events(follower).events] == ["joined", "joined"]
+    (run.root / "rewards" / "round_4" / "stage_0").mkdir(parents=True)
+    (run.root / "rewards" / "round_4" / "stage_0" / f"{run.names[0]}.json").write_text('{"reward": 9}')
+    run.tick()
+    clock.time += 100.0
+    follower.look()
+    assert telling.lines(follower, "reward_local").mean == [0.25] * 4
+    assert telling.nodes(follower).nodes[0].reward == 0.25, "as the coordinator counted"
+
+
+def test_runs_of_one_folder_are_laid_over_each_other(tmp_path: Path) -> None:
+    first, second = SmallRun(tmp_path / "first", total=3), SmallRun(tmp_path / "second", total=9)
+    for run, times in ((first, 3), (second, 5)):
+        for _ in range(times):
+            run.play()
+    (tmp_path / "other").mkdir()
+    follower, _ = followed(first)
+    runs = Runs(follower)
+    page = runs.page(0, 20)
+    assert {(row.run, row.phase, row.here) for row in page.runs} == {
+        ("first", "finished", True),
+        ("second", "running", False),
+    }
+    lines = runs.lines(["first", "second", "other", "../first"], "reward_local", 500)
+    assert [line.name for line in lines.lines] == ["first", "second"] and lines.rounds == [0, 1, 2, 3, 4]
+    assert lines.lines[0].values[3:] == [None, None]
+
+
+def test_a_node_that_nobody_introduced_is_no_trouble(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run")
+    (run.root / "peers" / "stranger.json").write_text('{"peer_id": "x"}')
+    run.identities.append(Identity.new())
+    follower, _ = followed(run)
+    row = next(row for row in telling.nodes(follower).nodes if row.node == "stranger")
+    assert row == replace(row, name="stranger", peer_id="", alive=False, reward=None)
