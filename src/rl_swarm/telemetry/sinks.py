@@ -25,7 +25,7 @@ from rl_swarm.config import ConfigError, Settings
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1000  # records
-LAST_SECONDS = 30.0  # for all sinks together, when the node has finished
+LAST_SECONDS = 60.0  # for all sinks together, when the node has finished
 STOPPED_SECONDS = 5.0  # when it is told to stop
 PACKAGES = {  # what each needs, and the extra that installs it
     "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
@@ -86,7 +86,7 @@ class Feed:
             while (record := self.waiting.get()) is not None:
                 sink.write(*record)
             sink.close()
-        except Exception as error:  # noqa: BLE001 whatever a library raises, training goes on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 whatever a library raises, training goes on
             log.warning("%s is switched off: %s: %s", self.name, type(error).__name__, str(error)[:500])
         finally:
             self.off = True

@@ -1,11 +1,12 @@
 """Three programs that draw curves, as sinks. All write to this machine; what sends it on is the user's own setting."""
 
-import contextlib
-import io
+import logging
 import os
 from collections.abc import Mapping
 
 from rl_swarm.telemetry.sinks import Source, numbers
+
+log = logging.getLogger(__name__)
 
 PROJECT = "rl-swarm"
 
@@ -67,28 +68,34 @@ class Trackio:
 
     def __init__(self, source: Source) -> None:
         import trackio
+        import trackio.deploy
         import trackio.run
+        import trackio.utils
 
-        self.trackio = trackio
+        for module in (trackio, trackio.deploy, trackio.run, trackio.utils):
+            module.print = quietly  # else over the live view
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
             # It asks the hub for the name of the token's owner, even when nothing is sent anywhere.
             trackio.run._get_default_namespace = lambda: None
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints, over the live view
-            self.run = trackio.init(
-                project=PROJECT,
-                group=source.swarm,
-                name=f"{source.swarm}-{source.node}",
-                resume="allow",
-                config={"swarm": source.swarm_id, "peer_id": source.peer_id} | source.settings,
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+        self.finish = trackio.finish
+        self.run = trackio.init(
+            project=PROJECT,
+            group=source.swarm,
+            name=f"{source.swarm}-{source.node}",
+            resume="allow",
+            config={"swarm": source.swarm_id, "peer_id": source.peer_id} | source.settings,
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
         curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
         self.run.log(curves, step=step_of(values))
 
     def close(self) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.trackio.finish()
+        self.finish()
+
+
+def quietly(*words: object, **_: object) -> None:
+    log.debug("%s", " ".join(map(str, words)))
