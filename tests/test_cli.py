@@ -13,7 +13,8 @@ from rl_swarm.identity import Identity
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
     heavy = ("torch", "transformers", "huggingface_hub", "fsspec", "s3fs", "fastapi", "uvicorn")
-    code = f"import sys, rl_swarm, rl_swarm.cli.app; print([m for m in {heavy} if m in sys.modules])"
+    heavy += ("opentelemetry", "tensorboardX", "trackio", "wandb")
+    code = f"import sys, rl_swarm, rl_swarm.cli.app, rl_swarm.telemetry.sinks; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

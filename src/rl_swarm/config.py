@@ -35,6 +35,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]{0,48}\w)?", re.ASCII)
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 Admission = Literal["open", "invited"]
+SINKS = ("tensorboard", "trackio", "wandb")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -299,6 +300,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["debug", "info", "warning", "error"], _setting("what is logged", "LOG_LEVEL")
     ] = "info"
     debug: Annotated[bool, _setting("the same as LOG_LEVEL=debug", "DEBUG")] = False
+    metrics_sinks: Annotated[
+        str,
+        _setting(
+            "where metrics go beside `metrics.jsonl`: `tensorboard`, `trackio`, `wandb`, comma-separated; to an "
+            "OpenTelemetry collector when OTEL_EXPORTER_OTLP_ENDPOINT is set",
+            "METRICS_SINKS",
+        ),
+    ] = ""
     connect_to_testnet: Annotated[
         bool, _setting("join a chain swarm; there is no chain network in this version", "CONNECT_TO_TESTNET")
     ] = False
@@ -312,6 +321,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.tasks in PRESETS:
             return PRESETS[self.tasks]
         return tuple(Task(name.strip()) for name in self.tasks.split(",") if name.strip())
+
+    def sinks(self) -> tuple[str, ...]:
+        """The names in `metrics_sinks`."""
+        return tuple(dict.fromkeys(name.strip() for name in self.metrics_sinks.split(",") if name.strip()))
 
     def completion_tokens(self) -> int:
         return self.max_new_tokens or (24 if self.model == "tiny" else 256)
@@ -542,6 +555,12 @@ def _check(settings: Settings) -> None:
             f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for example "
             "HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name at most 50 characters."
         )
+    for name in settings.sinks():
+        if name not in SINKS:
+            raise ConfigError(
+                f"METRICS_SINKS={settings.metrics_sinks!r} (metrics_sinks): there is no {name!r}. "
+                f"What can be used, comma-separated: {', '.join(SINKS)}."
+            )
     if settings.local + settings.external == 0:
         raise ConfigError(
             "local=0 and external=0: a round would have nothing to learn from. Set one above 0."

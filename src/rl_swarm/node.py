@@ -301,6 +301,8 @@ class Node:
             trained_tokens=update.tokens,
             tokens_per_second=round(sum(lengths) / max(watch.seconds["generate"], 1e-9), 1),
             seconds=watch.rounded(),
+            began=watch.began,
+            phases=watch.phases,
             external_taken=len(external.chosen),
             external_scored=len(external.scored),
             external_from=dict(Counter(g.peer_id for g in external.chosen)),

@@ -28,6 +28,7 @@ from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
 from rl_swarm.presence import Watch, only_one_here
 from rl_swarm.rounds import PeerInfo, State
+from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.journal import Journal
 from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal
 
@@ -146,6 +147,7 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
 def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
+    others = sinks.wanted(settings, os.environ)
     with opened(address, settings, identity, stop) as (address, manifest):
         if manifest is None:
             return
@@ -155,8 +157,12 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
                 "rollouts before they learn. Use `stage` or `generation`."
             )
-        with only_one_here(identity, manifest.swarm()):
-            _take_part(address, settings, stop, sharing, identity, name, manifest)
+        logs = address.here / "logs" / name
+        source = sinks.Source(
+            manifest.name, manifest.swarm(), name, identity.peer_id, logs, sinks.public(settings)
+        )
+        with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
+            _take_part(address, settings, stop, sharing, identity, name, manifest, Journal(logs, feeds))
 
 
 @contextmanager
@@ -192,6 +198,7 @@ def _take_part(
     identity: Identity,
     name: str,
     manifest: Manifest,
+    journal: Journal,
 ) -> None:
     files, here = address.files, address.here
     coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
@@ -211,7 +218,6 @@ def _take_part(
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
-    journal = Journal(here / "logs" / name)
     written = checkpoints.written(here / "checkpoints", name, manifest.swarm(), identity.peer_id)
     policy, place = _restored(written, settings, sharing)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)

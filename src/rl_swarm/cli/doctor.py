@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
+from rich.markup import escape
 
 from rl_swarm import config
 from rl_swarm.errors import UserError
@@ -28,12 +29,12 @@ def examine() -> int:
             for good, text in look():
                 failed |= not good
                 console.print(
-                    f"[{'green' if good else 'red'}]{'ok ' if good else 'NO '}[/] {title}: {text}",
+                    f"[{'green' if good else 'red'}]{'ok ' if good else 'NO '}[/] {title}: {escape(text)}",
                     markup=True,
                 )
         except UserError as error:
             failed = True
-            console.print(f"[red]NO [/] {title}: {error}")
+            console.print(f"[red]NO [/] {title}: {escape(str(error))}")
     console.print(
         "Something needs doing: see the lines with NO." if failed else "All is well. Start with: rl-swarm up"
     )
@@ -159,6 +160,31 @@ def identity() -> Iterator[Finding]:
     )
 
 
+def metrics() -> Iterator[Finding]:
+    """Asks the collector, and writes a record with each of the programs, aside and sending nothing."""
+    from rl_swarm.telemetry import otlp, sinks
+
+    wanted = sinks.wanted(config.load().settings, os.environ)
+    if not wanted:
+        yield True, "to metrics.jsonl; METRICS_SINKS and OTEL_EXPORTER_OTLP_ENDPOINT are not set"
+    for signal, variable in otlp.endpoints(os.environ).items():
+        reason = otlp.unanswered(signal)
+        yield not reason, f"{signal} to {variable}={os.environ[variable]}: {reason or 'it answers'}"
+    mode = os.environ.get("WANDB_MODE") or "offline"
+    for name in (name for name in wanted if name != "otlp"):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": folder}
+            for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+                os.environ.pop(variable, None)
+            try:
+                sink = sinks.open_sink(name, sinks.Source("doctor", "doctor", "doctor", "", Path(folder)))
+                sink.write("round", {"round": 0, "reward": 1.0})
+                sink.close()
+                yield True, f"METRICS_SINKS: {name} works" + (f", {mode}" if name == "wandb" else "")
+            except Exception as error:  # noqa: BLE001 whatever the library raises is the finding
+                yield False, f"METRICS_SINKS: {name} does not work: {type(error).__name__}: {error}"
+
+
 def tools() -> Iterator[Finding]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     yield True, f"C compiler {compiler or 'not found (only needed to install)'}"
@@ -174,4 +200,5 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("folder", folder),
     ("peer-to-peer", peer_to_peer),
     ("identity", identity),
+    ("metrics", metrics),
 )

@@ -1,5 +1,6 @@
 """Starting things: a whole swarm on this machine, or one process of a folder swarm."""
 
+import os
 import random
 import shutil
 import signal
@@ -27,6 +28,7 @@ from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import change_roll
 from rl_swarm.report import RunView
 from rl_swarm.swarm import LocalSwarm, worker_settings
+from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.words import ADJECTIVES, ANIMALS
 from rl_swarm.worker import found
@@ -38,6 +40,7 @@ WATCH_SECONDS = 1.0  # between looks at a swarm that is elsewhere
 def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
     console = Console(highlight=False)
+    sinks.wanted(settings, os.environ)  # or an error, before anything is started
     root = resume or run or _new_run_directory()
     if resume is None and (root / "manifest.json").exists():
         raise UserError(f"--run {root}: there is a run already. Go on with `{program()} up --resume {root}`.")

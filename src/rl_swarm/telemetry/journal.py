@@ -2,27 +2,33 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rl_swarm.network.files import open_plain
 from rl_swarm.wire import Rejected, decode
 
+if TYPE_CHECKING:
+    from rl_swarm.telemetry.sinks import Feed
+
 MAX_READ = 64 << 20  # bytes of a log at a time
 
 
 class Journal:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, feeds: "Sequence[Feed]" = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.feeds = feeds  # who else gets the metrics
         self.metrics_path = folder / "metrics.jsonl"
         self.events_path = folder / "training_events.jsonl"
 
     def metrics(self, kind: str, **values: object) -> None:
         self._append(self.metrics_path, {"kind": kind, "timestamp": time.time(), **values})
+        for feed in self.feeds:
+            feed.put(kind, values)
 
     def event(self, event: str, **values: object) -> None:
         self._append(self.events_path, {"event": event, "timestamp": time.time(), **values})
@@ -35,9 +41,11 @@ class Journal:
 
 
 class Stopwatch:
-    """Seconds per phase of a round."""
+    """Seconds per phase of a round, and when each began and ended, in seconds since the round began."""
 
     def __init__(self) -> None:
+        self.began, self.zero = time.time(), time.perf_counter()
+        self.phases: list[tuple[str, float, float]] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -46,7 +54,9 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.seconds[phase] += ended - started
+            self.phases.append((phase, round(started - self.zero, 4), round(ended - self.zero, 4)))
 
     def rounded(self) -> dict[str, float]:
         return {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}

@@ -1,0 +1,101 @@
+"""Three programs that draw curves, as sinks. All write to this machine; what sends it on is the user's own setting."""
+
+import logging
+import os
+from collections.abc import Mapping
+
+from rl_swarm.telemetry.sinks import Source, numbers
+
+log = logging.getLogger(__name__)
+
+PROJECT = "rl-swarm"
+
+
+def step_of(values: Mapping[str, object]) -> int:
+    """The round, for programs that count from 0: what was measured before the first is there too."""
+    number = values.get("round")
+    return max(0, number) if isinstance(number, int) else 0
+
+
+class TensorBoard:
+    """Event files, by tensorboardX: `tensorboard` itself brings a web server, and torch's writer needs it."""
+
+    def __init__(self, source: Source) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.writer = SummaryWriter(str(source.folder / "tensorboard"))
+
+    def write(self, kind: str, values: Mapping[str, object]) -> None:
+        for name, number in numbers(values).items():
+            self.writer.add_scalar(f"{kind}/{name}", number, step_of(values))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` sends it when the user wants to."""
+
+    def __init__(self, source: Source) -> None:
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        if mode != "online":  # its reports of errors are sent all the same
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            group=os.environ.get("WANDB_RUN_GROUP") or source.swarm,
+            name=source.node,
+            dir=str(source.folder),
+            mode=mode,
+            config={"swarm": source.swarm_id, "peer_id": source.peer_id} | source.settings,
+            reinit="create_new",  # nodes that share a process have a run each
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.run.define_metric("*", step_metric="round")
+
+    def write(self, kind: str, values: Mapping[str, object]) -> None:
+        curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
+        self.run.log({"round": step_of(values)} | curves)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio:
+    """Trackio, into its own folder on this machine, where `trackio show` finds it."""
+
+    def __init__(self, source: Source) -> None:
+        import trackio
+        import trackio.deploy
+        import trackio.run
+        import trackio.utils
+
+        for module in (trackio, trackio.deploy, trackio.run, trackio.utils):
+            module.print = quietly  # else over the live view
+        if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
+            # It asks the hub for the name of the token's owner, even when nothing is sent anywhere.
+            trackio.run._get_default_namespace = lambda: None
+        self.finish = trackio.finish
+        self.run = trackio.init(
+            project=PROJECT,
+            group=source.swarm,
+            name=f"{source.swarm}-{source.node}",
+            resume="allow",
+            config={"swarm": source.swarm_id, "peer_id": source.peer_id} | source.settings,
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def write(self, kind: str, values: Mapping[str, object]) -> None:
+        curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
+        self.run.log(curves, step=step_of(values))
+
+    def close(self) -> None:
+        self.finish()
+
+
+def quietly(*words: object, **_: object) -> None:
+    log.debug("%s", " ".join(map(str, words)))
