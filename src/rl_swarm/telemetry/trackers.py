@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from rl_swarm.telemetry.sinks import Source, numbers
 
@@ -38,7 +39,7 @@ class WandB:
     """Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` sends it when the user wants to."""
 
     def __init__(self, source: Source) -> None:
-        mode = os.environ.get("WANDB_MODE") or "offline"
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":  # its reports of errors are sent all the same
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
