@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
+import huggingface_hub.constants
 import msgspec
 import pytest
 import yaml

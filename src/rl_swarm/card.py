@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import msgspec
 import yaml
 
 from rl_swarm import __version__
-from rl_swarm.config import Settings, all_settings
+from rl_swarm.config import Settings, all_settings, tellable
 from rl_swarm.manifest import Manifest
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
@@ -82,12 +82,10 @@ def shown_settings(settings: Settings, manifest: Manifest) -> dict[str, object]:
         "learning_rate": settings.step_size(),
         "max_new_tokens": settings.completion_tokens(),
     }
-    shown = {}
+    told, shown = tellable(values), {}
     for setting in all_settings():
         value = values[setting.name]
-        choice = get_origin(get_args(setting.kind)[0]) is Literal
-        told = choice or isinstance(value, int | float)
-        changed = told and value != setting.default and setting.name not in NEVER
+        changed = setting.name in told and value != setting.default and setting.name not in NEVER
         if setting.name in ALWAYS or changed:
             shown[setting.name] = value
     return shown

@@ -379,6 +379,12 @@ def all_settings() -> Iterator[Setting]:
         yield Setting(entry.name, hints[entry.name], meta.description or "", names, entry.default)
 
 
+def tellable(values: Mapping[str, object]) -> dict[str, object]:
+    """The settings that others may see: numbers and choices. Free text may be a secret or a path."""
+    choices = {s.name for s in all_settings() if get_origin(get_args(s.kind)[0]) is Literal}
+    return {name: v for name, v in values.items() if name in choices or isinstance(v, int | float)}
+
+
 def settings_table() -> str:
     """All settings as the Markdown table of docs/settings.md."""
     rows = [

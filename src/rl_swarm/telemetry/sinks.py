@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from rl_swarm.config import ConfigError, Settings
+from rl_swarm.config import ConfigError, Settings, tellable
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +169,5 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def public(settings: Settings) -> dict[str, object]:
-    """The settings that another system may know: the numbers and the model. Text may hold paths, keys, invitations."""
-    values: dict[str, object] = msgspec.to_builtins(settings)
-    return {"model": settings.model} | {k: v for k, v in values.items() if isinstance(v, int | float)}
+    """The settings that another system may know, and the model."""
+    return {"model": settings.model} | tellable(msgspec.to_builtins(settings))

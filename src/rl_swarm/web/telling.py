@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from rl_swarm.config import tellable
 from rl_swarm.evaluation import mean
 from rl_swarm.network.address import is_url
 from rl_swarm.report import TREND_ROUNDS, NodeView
@@ -29,14 +30,6 @@ from rl_swarm.wire import Rejected, decode
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MOST_TASKS = 256
 SETTINGS_BYTES = 64 << 10
-PRIVATE = (
-    "identity_path",
-    "gdrive_path",
-    "hf_token",
-    "invitation",
-    "p2p_announce",
-    "p2p_listen",
-)  # machine and keys
 
 
 def overview(follower: Follower) -> Overview:
@@ -292,13 +285,11 @@ def _checkpoints(follower: Follower, node: str) -> list[int]:
 
 
 def _settings(follower: Follower) -> dict[str, str]:
-    """What a run of `up` was started with, without what is about this machine."""
+    """What a run of `up` was started with, as far as others may see it."""
     if is_url(follower.view.address.text):
         return {}
     try:
         values = decode(follower.view.files.read("settings.json", SETTINGS_BYTES), SETTINGS_BYTES)
     except (OSError, Rejected):
         return {}
-    return {
-        name: str(value)[:200] for name, value in values.items() if name not in PRIVATE and value is not None
-    }
+    return {name: str(value)[:200] for name, value in tellable(values).items()}
