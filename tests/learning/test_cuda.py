@@ -227,9 +227,15 @@ def training_groups():
 def passes(model, how, batch, attend, positions_N):
     """Log-probabilities, entropies, and all gradients of a pass there and back."""
     model.zero_grad()
-    logprobs_M, entropy_M = logprobs.packed_logprobs(how, batch, attend, positions_N, 1.3)
-    (logprobs_M * batch.advantages_M * batch.weights_M).sum().backward()
-    return logprobs_M.detach(), entropy_M.detach(), [p.grad.clone() for p in model.parameters()]
+
+    def loss_of(here, logprobs_M, entropy_M):
+        torch.testing.assert_close(logprobs_M, read[0][here])
+        torch.testing.assert_close(entropy_M, read[1][here])
+        return (logprobs_M * batch.advantages_M[here] * batch.weights_M[here]).sum()
+
+    read = logprobs.packed_logprobs(how, batch, attend, positions_N, 1.3)
+    logprobs.add_gradients(how, batch, attend, positions_N, 1.3, loss_of)
+    return *read, [p.grad.clone() for p in model.parameters()]
 
 
 def same_pass(found, expected):
@@ -245,7 +251,7 @@ def same_pass(found, expected):
 @pytest.mark.parametrize("kind", FAST)  # of which gemma3 has a sliding window
 def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
     model = small_model(kind)
-    monkeypatch.setattr(logprobs, "LOGITS_BYTES", 40 * VOCABULARY)  # the tokens in several chunks
+    monkeypatch.setattr(logprobs, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
     batch, shape = Batch.of(training_groups(), 28)
     plain, fused = Decoder(model, fused=False), Decoder(model, fused=True)
     expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
@@ -259,7 +265,7 @@ def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothi
     batch, shape = Batch.of(training_groups(), 28)
     plain, frugal = Decoder(model, fused=False), Decoder(model, fused=True, frugal=True)
     expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
-    tokens = Recorder.size_for(len(batch.ids_N) + 1)
+    tokens = 8 * attention.BLOCK
     assert tokens > max(len(batch.ids_N), len(batch.targets_M))
 
     def filled(values):
@@ -269,6 +275,27 @@ def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothi
     segments = Segments.of(shape, tokens, 16)
     assert len(segments.table) == 16 and len(segments.positions_N) == tokens
     same_pass(passes(model, frugal, filled_batch, segments.attention(frugal), segments.positions_N), expected)
+
+
+def test_a_recording_is_used_again_where_it_is_little_too_large():
+    """And one that is made fits exactly."""
+    recorder = Recorder(lambda *_: None, torch.device("cpu"))
+
+    def used(tokens, targets, segments=100, whose=()):
+        key = recorder._fitting(tokens, targets, segments, whose)
+        new = key not in recorder.recordings
+        recorder.recordings[key] = None
+        return key[:3], new
+
+    assert used(4352, 4096) == ((4352, 4096, 128), True)
+    assert used(4096, 3840) == ((4352, 4096, 128), False)
+    assert used(4480, 4096) == ((4480, 4096, 128), True)  # larger
+    assert used(4352, 4096) == ((4352, 4096, 128), False)  # the smallest that will do
+    assert used(3200, 3072) == ((3200, 3072, 128), True)  # more than an eighth smaller
+    assert used(4096, 1024) == ((4096, 1024, 128), True)  # with much fewer tokens to learn from
+    assert used(4352, 4096, 200) == ((4352, 4096, 256), True)
+    assert used(4352, 4096, 100, ("another",)) == ((4352, 4096, 128), True)
+    assert used(512, 0) == ((512, 0, 128), True)
 
 
 def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():

@@ -119,6 +119,11 @@ class Batch:
         nothing, no = torch.empty(0), torch.empty(0, dtype=torch.int64)
         return cls(ids_N, no, no, nothing, nothing, nothing, no.bool(), no.bool())
 
+    def part(self, here: slice) -> "Batch":
+        """The same row, with only these of the tokens learned from."""
+        names = [name for name in vars(self) if name.endswith("_M")]
+        return replace(self, **{name: getattr(self, name)[here] for name in names})
+
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(value.to(device, non_blocking=True) for value in vars(self).values()))
 
@@ -136,8 +141,9 @@ def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list
     decides how large a group is.
     """
     total = sum(group.size for group in groups)
-    longest_prompt = max((len(group.prompt) for group in groups), default=0)
-    enough = min(budget, -(-total // max(1, -(-total // budget))) + longest_prompt)
+    # A group that is cut up has its prompt twice, and what is left of a batch may be too little for a completion.
+    spare = max((len(g.prompt) + max(map(len, g.completions)) for g in groups), default=0)
+    enough = min(budget, -(-total // max(1, -(-total // budget))) + spare)
     batch: list[TrainingGroup] = []
     size = 0
     for group in sorted(groups, key=lambda g: (len(g.prompt), max(map(len, g.completions)))):

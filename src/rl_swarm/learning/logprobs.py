@@ -1,26 +1,55 @@
-"""Log-probabilities of packed completions under a model of a known family, with gradients."""
+"""Log-probabilities of packed completions under a model of a known family, with gradients.
 
+The logits of all tokens never exist at the same time: the head is done a chunk of tokens at a time, there and back.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rl_swarm.learning.attention import PackedAttention
 from rl_swarm.learning.batches import Batch, Shape
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
+from rl_swarm.learning.devices import low_precision
+from rl_swarm.learning.memory import LOGITS
 from rl_swarm.learning.sequences import token_logprobs
 
-LOGITS_BYTES = 1 << 27  # of logits that exist at the same time
-ALIGNED = 64  # tokens
+Loss = Callable[[slice, Tensor, Tensor], Tensor]  # of some tokens, from their log-probabilities and entropies
+
+ALIGNED = 64  # tokens: products of odd sizes take longer
 
 
 def packed_logprobs(
     decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of every token learned from and the entropy there, [M], in one pass."""
-    hidden_NE = decoder.run(batch.ids_N, positions_N, attend)
-    return chunked_logprobs(decoder, hidden_NE.index_select(0, batch.before_M), batch.targets_M, temperature)
+    """The log-probability of every token learned from and the entropy there, [M], without gradients."""
+    with torch.no_grad(), low_precision(decoder.model):
+        states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
+        parts = [
+            head_logprobs(decoder, states_ME[here], batch.targets_M[here], temperature)
+            for here in chunks(decoder, len(states_ME))
+        ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def add_gradients(
+    decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float, loss_of: Loss
+) -> None:
+    """Adds the gradients of a loss that is a sum over tokens. A chunk goes back through the head before the next one
+    goes there; then all go back through the layers."""
+    with low_precision(decoder.model):
+        states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
+    leaves = []
+    for here in chunks(decoder, len(states_ME)):
+        leaf = states_ME[here].detach().requires_grad_()
+        with low_precision(decoder.model):
+            found = head_logprobs(decoder, leaf, batch.targets_M[here], temperature)
+        loss_of(here, *found).backward()  # type: ignore[no-untyped-call]
+        leaves.append(leaf)
+    states_ME.backward(torch.cat([leaf.grad for leaf in leaves]))  # type: ignore[no-untyped-call, misc]
 
 
 def attention_of(decoder: Decoder, shape: Shape) -> tuple[Attend, Tensor]:
@@ -39,29 +68,21 @@ def attention_of(decoder: Decoder, shape: Shape) -> tuple[Attend, Tensor]:
     return attend, attend.positions()
 
 
-def chunked_logprobs(
-    decoder: Decoder, hidden_ME: Tensor, targets_M: Tensor, temperature: float
+def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
+    """So many tokens in parts of about equal size, as few as the logits of one may be large."""
+    width: int = getattr(decoder.head, "out_features", 1)
+    most = max(1, LOGITS // ((1 if decoder.fused else 4) * width))
+    size = -(-tokens // max(1, -(-tokens // most)))
+    size = min(most, -(-size // ALIGNED) * ALIGNED)
+    return (slice(start, start + size) for start in range(0, max(1, tokens), max(1, size)))
+
+
+def head_logprobs(
+    decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies without ever holding the logits of all tokens: chunks are computed again
-    on the way back when there is more than one."""
     head: Any = decoder.head
-
-    def part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(hidden), targets, temperature)
-
-    width: int = getattr(head, "out_features", 1)
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
         from rl_swarm.learning.cuda.fused import word_logprobs
 
-        chunk = LOGITS_BYTES // (2 * width)  # in bfloat16
-        chunk = max(1, chunk // ALIGNED * ALIGNED or chunk)  # products of odd sizes take longer
-        return word_logprobs(hidden_ME, head.weight, targets_M, temperature, chunk)
-    chunk = max(1, LOGITS_BYTES // (4 * width))
-    if len(targets_M) <= chunk:
-        return part(hidden_ME, targets_M)
-    parts = [
-        checkpoint(part, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(torch.split(hidden_ME, chunk), torch.split(targets_M, chunk), strict=True)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+        return word_logprobs(states_ME, head.weight, targets_M, temperature)
+    return token_logprobs(head(states_ME), targets_M, temperature)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from rl_swarm.config import Settings
-from rl_swarm.learning.logprobs import LOGITS_BYTES
 from rl_swarm.learning.sizes import Shape
 
 GIB = 1 << 30
@@ -25,7 +24,10 @@ USABLE = 0.9  # of what is available: the rest is lost between blocks
 USABLE_TOGETHER = 0.95  # by nodes of one process, which allocate page by page
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
-LARGE_BATCH = 5 * GIB // 2  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
+LOGITS = (
+    1 << 27
+)  # that exist at the same time on a GPU; a quarter of them where there are several copies in float32
+LARGE_BATCH = 3 * GIB  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
@@ -52,7 +54,7 @@ def training(shape: Shape, settings: Settings, device_type: str, tokens: int) ->
         number, copies = 4, 5
     logits = tokens * shape.vocabulary
     if shape.packed:
-        logits = min(logits, LOGITS_BYTES // number)
+        logits = min(logits, LOGITS if device_type == "cuda" else LOGITS // 4)
     else:
         number, copies = 4, 5
     head = (
@@ -65,7 +67,7 @@ def most_tokens(shape: Shape, settings: Settings, device_type: str) -> int:
     """Of a micro-batch, where memory is plentiful."""
     if device_type != "cuda":
         return MOST_TOKENS
-    steps = (tokens for tokens in (2 * MOST_TOKENS, 3 * MOST_TOKENS // 2))
+    steps = (2 * MOST_TOKENS, 3 * MOST_TOKENS // 2, 9 * MOST_TOKENS // 8)
     return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MOST_TOKENS)
 
 

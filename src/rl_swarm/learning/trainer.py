@@ -22,7 +22,7 @@ from rl_swarm.learning import grpo
 from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
 from rl_swarm.learning.decoder import Attend, Decoder
 from rl_swarm.learning.devices import low_precision, release_memory
-from rl_swarm.learning.logprobs import attention_of, packed_logprobs
+from rl_swarm.learning.logprobs import add_gradients, attention_of, packed_logprobs
 from rl_swarm.learning.memory import MOST_TOKENS
 from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
 
@@ -170,7 +170,7 @@ class Trainer:
             self._backward(batch, *attention_of(Decoder(self.model), shape))
         else:
             found = self._plain_logprobs(self.model, groups)
-            self._learn(batch, *found, self._plain_reference(groups))
+            self._loss(batch, *found, self._plain_reference(groups)).backward()  # type: ignore[no-untyped-call]
 
     def _recorded(self, batch: Batch, segments: "Segments") -> None:
         self._backward(batch, segments.attention(Decoder(self.model)), segments.positions_N)
@@ -178,18 +178,22 @@ class Trainer:
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
         """The pass there and back of a model of a known family."""
         temperature, reference_M = self.settings.temperature, None
-        with low_precision(self.model):
-            if self.reference is not None:
-                with torch.no_grad():
-                    decoder = Decoder(self.reference)
-                    reference_M, _ = packed_logprobs(decoder, batch, attend, positions_N, temperature)
-            decoder = Decoder(self.model, frugal=self.frugal)
-            found = packed_logprobs(decoder, batch, attend, positions_N, temperature)
-        self._learn(batch, *found, reference_M)
+        if self.reference is not None:
+            decoder = Decoder(self.reference)
+            reference_M, _ = packed_logprobs(decoder, batch, attend, positions_N, temperature)
 
-    def _learn(self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None) -> None:
-        """The loss, its gradients, and the figures."""
-        settings, detached_M = self.settings, logprobs_M.detach()
+        def loss_of(here: slice, logprobs_M: Tensor, entropy_M: Tensor) -> Tensor:
+            reference = None if reference_M is None else reference_M[here]
+            return self._loss(batch.part(here), logprobs_M, entropy_M, reference)
+
+        decoder = Decoder(self.model, frugal=self.frugal)
+        add_gradients(decoder, batch, attend, positions_N, temperature, loss_of)
+
+    def _loss(
+        self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None
+    ) -> Tensor:
+        """The loss of some tokens, which are added to the figures."""
+        settings, detached_M, weights_M = self.settings, logprobs_M.detach(), batch.weights_M
         # A stranger's numbers stay out of the ratio: where it overflows, the gradient of all others is lost too.
         behaviour_M = torch.where(batch.own_M, batch.sampled_M, detached_M)
         loss_M, clip_M = grpo.clipped_loss(
@@ -201,15 +205,12 @@ class Trainer:
         if reference_M is not None:
             kl_M = grpo.kl_k3(logprobs_M, reference_M)
             loss_M = loss_M + settings.kl_weight * kl_M
-        loss = (loss_M * batch.weights_M).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
 
-        weights_M = batch.weights_M
-        own_M = batch.own_M & (weights_M > 0)
-        means = (loss_M, entropy_M, -detached_M, clip_M.float(), kl_M)
-        sums = [(values.detach() * weights_M).sum() for values in means]
-        sums += [((detached_M - behaviour_M).abs() * own_M).sum(), own_M.sum().float()]
-        self.figures += torch.stack(sums)
+        own_M = (batch.own_M & (weights_M > 0)).float()
+        means = torch.stack([loss_M, entropy_M, -detached_M, clip_M.float(), kl_M]).detach() @ weights_M
+        mismatch = (detached_M - behaviour_M).abs() @ own_M
+        self.figures += torch.cat([means, torch.stack([mismatch, own_M.sum()])])
+        return (loss_M * weights_M).sum()
 
     @torch.no_grad()
     def excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
@@ -220,11 +221,8 @@ class Trainer:
             batch = batch.to(self.model.device)
             if Decoder.supports(self.model):
                 decoder = Decoder(self.model)
-                with low_precision(self.model):
-                    attend, positions_N = attention_of(decoder, shape)
-                    logprobs_M, entropy_M = packed_logprobs(
-                        decoder, batch, attend, positions_N, self.settings.temperature
-                    )
+                attention = attention_of(decoder, shape)
+                logprobs_M, entropy_M = packed_logprobs(decoder, batch, *attention, self.settings.temperature)
             else:
                 logprobs_M, entropy_M = self._plain_logprobs(self.model, part)
             values = iter((-logprobs_M - entropy_M).tolist())

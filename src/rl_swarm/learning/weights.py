@@ -238,8 +238,8 @@ class Weights:
 
 
 def product(x: Tensor, linear: Linear) -> Tensor:
-    out = F.linear(x.to(linear.weight.dtype), linear.weight)
-    return out if linear.bias is None else out + linear.bias
+    kind = linear.weight.dtype
+    return F.linear(x.to(kind), linear.weight, None if linear.bias is None else linear.bias.to(kind))
 
 
 def copy_matrix(target: Tensor, given: Tensor) -> None:

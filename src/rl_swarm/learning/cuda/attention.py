@@ -62,8 +62,8 @@ class Segments:
         if count:
             blocks += [(count - 1, 0)] * (cls.most_blocks(tokens, count) - len(blocks))
         return cls(
-            torch.tensor(table, dtype=torch.int32),
-            torch.tensor(blocks, dtype=torch.int32),
+            flat(table, np.int32).view(-1, 6),
+            flat(blocks, np.int32).view(-1, 2),
             flat([places], np.int64),
         )
 

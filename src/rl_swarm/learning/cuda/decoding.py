@@ -244,25 +244,23 @@ def attend(
                     seen &= at[None, :] >= first
                 top, total, acc = _attended(q, keys, values, seen, top, total, acc, scale)
         before = prompt
-    for number in range(ROWS):
+    # All rows in one loop, so that the first keys of a row are on their way while the row before is computed.
+    first = tl.maximum(first - prompt_length, 0)
+    begin = tl.min(tl.where(there, first, 2147483647)) // BLOCK if WINDOW else 0
+    blocks = tl.cdiv(tl.max(tl.where(there, written, 0)), BLOCK) - begin
+    for step in range(ROWS * blocks):
+        number = step // blocks
         one = tl.load(slots_M + node * B + tl.minimum(first_row + number, M - 1))
         length = tl.load(lengths_B + one) - 1
-        mine = there & (group // GROUP == number)
-        begin = 0
+        at = (begin + step % blocks) * BLOCK + column
+        lie = (one.to(tl.int64) * KH + head) * T * D + at[:, None] * D + index
+        mask = (at[:, None] < length) & (index < D)
+        keys = tl.load(keys_BHTD + lie, mask=mask, other=0.0)
+        values = tl.load(values_BHTD + lie, mask=mask, other=0.0)
+        seen = there & (group // GROUP == number) & (at[None, :] < length)
         if WINDOW:
-            begin = tl.maximum(tl.load(prompt_lengths_B + one) + length - window + 1, 0)
-            begin = tl.maximum(begin - tl.load(prompt_lengths_B + one), 0)
-        base = (one.to(tl.int64) * KH + head) * T * D
-        for start in range(begin // BLOCK * BLOCK, length, BLOCK):
-            at = start + column
-            lie = base + at[:, None] * D + index
-            mask = (at[:, None] < length) & (index < D)
-            keys = tl.load(keys_BHTD + lie, mask=mask, other=0.0)
-            values = tl.load(values_BHTD + lie, mask=mask, other=0.0)
-            seen = mine & (at[None, :] < length)
-            if WINDOW:
-                seen &= at[None, :] >= begin
-            top, total, acc = _attended(q, keys, values, seen, top, total, acc, scale)
+            seen &= at[None, :] >= first
+        top, total, acc = _attended(q, keys, values, seen, top, total, acc, scale)
     out = out_MN + row * H * D + (head * GROUP + group % GROUP) * D + index
     tl.store(out, acc / total[:, None], mask=inside)
 

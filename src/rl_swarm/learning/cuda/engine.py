@@ -230,7 +230,7 @@ class Engine:
     @staticmethod
     def _room(request: Request, limit: int) -> Room:
         lengths = list(map(len, request.prompts))
-        read = power(max(LEAST_PROMPTS, Recorder.size_for(sum(lengths))))
+        read = power(max(LEAST_PROMPTS, sum(lengths)))
         return Room(size_for(request.total), limit, read, power(max(lengths)) + limit)
 
     def _reserve(self, wanted: Sequence[Room]) -> None:
@@ -468,7 +468,7 @@ def tiles(rows: int, outputs: int, width: int, nodes: int) -> tuple[int, int, in
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if nodes >= 4:  # enough programs even when they are wide
-        block_n, block_k = (32, 128) if outputs < 1000 else (64, 64)
+        block_n, block_k = (32, 128) if outputs < 1000 else (64, 64) if outputs < 10000 else (128, 64)
         return block_m, block_n, block_k, {"num_warps": 4, "num_stages": 4}
     across = -(-rows // block_m)
     block_n = next((n for n in (128, 64) if outputs // n * across >= 120), 32 if outputs >= 900 else 16)

@@ -1,7 +1,6 @@
 """What training does on a GPU between matrix products, as Triton kernels with their gradients.
 
-The log-probabilities of tokens come from logits that exist only a chunk at a time, on the way there and again
-on the way back. Shapes: N packed tokens, H query heads, K key heads, D of a head, E hidden, V words.
+Shapes: N packed tokens, H query heads, K key heads, D of a head, E hidden, V words.
 """
 
 from collections.abc import Sequence
@@ -264,10 +263,11 @@ def added_gradient(weight: Tensor, x: Tensor, dout: Tensor, turned: bool) -> Ten
 
 @triton.jit
 def column_backward(
-    x_NE, bias_E, dout_NE, dx_NE, parts_PE, N, E, KIND: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    x_NE, bias_E, dout_NE, out_NE, dx_NE, parts_PE, N, E, KIND: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the sums of columns; with a kind of activation, of its gradient, which is written."""
+    """Parts of the sums of columns; with a kind of activation, of its gradient, which is written, and so is what the
+    activation gave."""
     part = tl.program_id(0)
     index = tl.program_id(1) * B + tl.arange(0, B)[None, :]
     sums = tl.zeros((TILE, B), tl.float32)
@@ -280,8 +280,9 @@ def column_backward(
         given = tl.load(dout_NE + at, mask=inside, other=0.0).to(tl.float32)
         if KIND != "none":
             x = tl.load(x_NE + at, mask=inside, other=0.0).to(tl.float32) + bias
-            _, slope = _activated(x, KIND)
+            value, slope = _activated(x, KIND)
             given *= slope
+            tl.store(out_NE + at, value, mask=inside)
             tl.store(dx_NE + at, given, mask=inside)
         sums += given
     column = tl.program_id(1) * B + tl.arange(0, B)
@@ -289,13 +290,17 @@ def column_backward(
 
 
 def column_parts(
-    dout_NE: Tensor, x_NE: Tensor | None = None, bias_E: Tensor | None = None, dx_NE: Tensor | None = None
+    dout_NE: Tensor,
+    x_NE: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    out_NE: Tensor | None = None,
+    dx_NE: Tensor | None = None,
 ) -> Tensor:
-    """The sums of columns in parts, [P, 1, E]; of a gradient through `gelu(x + bias)`, which goes to `dx`."""
+    """The sums of columns in parts, [P, 1, E]; of a gradient through `out = gelu(x + bias)`, which goes to `dx`."""
     N, E = dout_NE.shape
     parts_PKE = dout_NE.new_empty(triton.cdiv(N, COLUMN_ROWS), 1, E, dtype=torch.float32)
     column_backward[(len(parts_PKE), triton.cdiv(E, 64))](
-        x_NE, bias_E, dout_NE, dx_NE, parts_PKE, N, E,
+        x_NE, bias_E, dout_NE, out_NE, dx_NE, parts_PKE, N, E,
         KIND="none" if x_NE is None else "gelu", ROWS=COLUMN_ROWS, TILE=32, B=64,
     )  # fmt: skip
     return parts_PKE
@@ -318,24 +323,19 @@ class _ActivatedProduct(torch.autograd.Function):
         low = low_of(weight, x.dtype)[: len(weight)]
         ctx.save_for_backward(x, low)
         ctx.bias, ctx.weight = bias, weight
-        return _activated_by(x, bias) @ low
+        out, (N, E) = torch.empty_like(x), x.shape
+        biased_gelu[(N, triton.cdiv(E, 1024))](x, bias, out, E, B=1024)
+        return out @ low
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         x, low = ctx.saved_tensors
         dout = dout.to(x.dtype).contiguous()
-        dweight = None
+        out, dx, dweight = torch.empty_like(x), torch.empty_like(x), None
+        (dbias,) = gradients_of([ctx.bias], column_parts(dout @ low.t(), x, ctx.bias, out, dx))
         if ctx.needs_input_grad[2]:
-            dweight = added_gradient(ctx.weight, _activated_by(x, ctx.bias), dout, True)
-        dx = torch.empty_like(x)
-        (dbias,) = gradients_of([ctx.bias], column_parts(dout @ low.t(), x, ctx.bias, dx))
+            dweight = added_gradient(ctx.weight, out, dout, True)
         return dx, dbias, dweight
-
-
-def _activated_by(x: Tensor, bias: Tensor) -> Tensor:
-    out, (N, E) = torch.empty_like(x), x.shape
-    biased_gelu[(N, triton.cdiv(E, 1024))](x, bias, out, E, B=1024)
-    return out
 
 
 def activated_product(x_NE: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
@@ -530,46 +530,35 @@ def add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
 class _WordLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, heat: float, chunk: int
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, heat: float
     ) -> tuple[Tensor, Tensor]:
         weight, V = low_of(weight_VE, hidden_NE.dtype), len(weight_VE)
-        logprobs, entropy, lse = (hidden_NE.new_empty(len(hidden_NE), dtype=torch.float32) for _ in range(3))
-        for start in range(0, len(hidden_NE), chunk):
-            here = slice(start, start + chunk)
-            logits = hidden_NE[here] @ weight.t()
-            found = (logprobs[here], entropy[here], lse[here])
-            word_forward[(len(logits),)](
-                logits, targets_N[here], *found, V, len(weight), heat, B=4096, num_warps=8
-            )
+        logits = hidden_NE @ weight.t()
+        found = [hidden_NE.new_empty(len(hidden_NE), dtype=torch.float32) for _ in range(3)]
+        word_forward[(len(logits),)](logits, targets_N, *found, V, len(weight), heat, B=4096, num_warps=8)
+        logprobs, entropy, lse = found
         ctx.save_for_backward(hidden_NE, targets_N, lse)
-        ctx.weight, ctx.heat, ctx.chunk = weight_VE, heat, chunk
+        ctx.logits, ctx.weight, ctx.heat = logits, weight_VE, heat
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, given_N: Tensor, _: Tensor) -> Any:
         (hidden_NE, targets_N, lse), weight_VE = ctx.saved_tensors, ctx.weight
-        weight, V = low_of(weight_VE, hidden_NE.dtype), len(weight_VE)
-        given_N = given_N.contiguous()
-        sums, needs = ctx.weight.grad, ctx.needs_input_grad[1]
-        kept = sums is not None and sums.is_contiguous()
-        sums = sums if kept else torch.zeros_like(weight_VE) if needs else None
-        dhidden = torch.empty_like(hidden_NE)
-        for start in range(0, len(hidden_NE), ctx.chunk):
-            here = slice(start, start + ctx.chunk)
-            logits = hidden_NE[here] @ weight.t()
-            word_backward[(len(logits), triton.cdiv(V, 4096))](
-                logits, targets_N[here], lse[here], given_N[here], V, len(weight), ctx.heat, B=4096
-            )
-            dhidden[here] = logits @ weight
-            if sums is not None:
-                add_product(sums, logits[:, :V].t(), hidden_NE[here])
-        return dhidden, None if kept else sums, None, None, None
+        weight, V, logits = low_of(weight_VE, hidden_NE.dtype), len(weight_VE), ctx.logits
+        del ctx.logits  # overwritten, and the memory is for the next chunk
+        word_backward[(len(logits), triton.cdiv(V, 4096))](
+            logits, targets_N, lse, given_N.contiguous(), V, len(weight), ctx.heat, B=4096
+        )
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = added_gradient(weight_VE, hidden_NE, logits[:, :V], False)
+        return logits @ weight, dweight, None, None
 
 
 def word_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float, chunk: int
+    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of every target and the entropy there, `chunk` tokens at a time."""
-    logprobs, entropy = _WordLogprobs.apply(hidden_NE, weight_VE, targets_N, 1 / temperature, chunk)
+    """The log-probability of every target and the entropy there. Their logits exist until the way back is done."""
+    logprobs, entropy = _WordLogprobs.apply(hidden_NE, weight_VE, targets_N, 1 / temperature)
     return logprobs, entropy

@@ -1,8 +1,8 @@
 """Passes over packed tokens recorded as CUDA graphs: a whole micro-batch without a word of Python.
 
-A small model's pass is thousands of short kernels, which take longer to launch than to run. Micro-batches are
-filled up to one of a few sizes, copied into fixed memory, and the recorded pass of that size is replayed. All
-recordings share one pool of memory.
+A small model's pass is thousands of short kernels, which take longer to launch than to run. A micro-batch is filled
+up to the size of a recording that is not much larger, copied into fixed memory, and the recorded pass is replayed;
+where there is none, one is made that fits. All recordings share one pool of memory.
 """
 
 import threading
@@ -20,9 +20,10 @@ from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
 Step = Callable[..., None]  # of a batch, its segments, and what else a recording is made for
 
-PARTS = 8  # of a row: the tokens learned from are filled up to some of them
 ALIGNED = 16  # bytes, at a multiple of which everything begins
-MANY = 2048  # tokens, from which there are more sizes: what fills up costs more than a recording
+STEP = 2 * BLOCK  # tokens, of which a recording has a multiple; larger ones of more
+LEAST = 8 * BLOCK  # tokens: a small pass takes as long as a smaller one
+MANY = 2048  # tokens, from which recordings must fit better: what fills up costs more than another recording
 LEAST_SEGMENTS = 128  # that a recording has room for, so that their number seldom asks for another
 
 one_at_a_time = threading.RLock()  # of the threads that compile and record
@@ -73,7 +74,7 @@ class Recording:
 class Recorder:
     def __init__(self, step: Step, device: torch.device) -> None:
         self.step, self.device = step, device
-        self.recordings = dict[tuple[Hashable, ...], Recording]()
+        self.recordings = dict[tuple[Any, ...], Recording]()  # by tokens, targets, segments, and whose
         self.pool: Any = None
         self.aside: Any = None  # a stream of its own to rehearse and record on: it brings its own workspaces
 
@@ -81,17 +82,33 @@ class Recorder:
         if self.device.type != "cuda":
             self.step(batch, Segments.of(shape), *whose)
             return
-        tokens = self.size_for(len(batch.ids_N))
-        targets = -(-len(batch.targets_M) // (tokens // PARTS)) * (tokens // PARTS)
-        filler = -(-(tokens - len(batch.ids_N)) // BLOCK)
-        segments = len(shape.prompts) + len(shape.completions) + filler + 1
-        count = max(LEAST_SEGMENTS, 1 << (segments - 1).bit_length())
-        key = (tokens, targets, count, *whose)
+        tokens, targets = max(LEAST, rounded(len(batch.ids_N))), rounded(len(batch.targets_M))
+        key = self._fitting(tokens, targets, self._segments(shape, tokens), whose)
         if key not in self.recordings:
-            self.recordings[key] = self._record(tokens, targets, count, *whose)
+            self.recordings[key] = self._record(*key)
         recorded = self.recordings[key]
-        recorded.inputs.fill(batch, Segments.of(shape, tokens, count))
+        recorded.inputs.fill(batch, Segments.of(shape, key[0], key[2]))
         recorded.graph.replay()
+
+    def _fitting(self, tokens: int, targets: int, segments: int, whose: tuple[Hashable, ...]) -> Any:
+        """The smallest recording into which a batch of this size fits with little left; else the one to make."""
+        room = 1 + (1 / 8 if tokens >= MANY else 1 / 4)
+        fitting = [
+            key
+            for key in self.recordings
+            if tokens <= key[0] <= max(LEAST, tokens * room)
+            and targets <= key[1] <= max(STEP, targets * room, key[0] // 8)
+            and segments + (key[0] - tokens) // BLOCK <= key[2]
+            and key[3:] == whose
+        ]
+        count = max(LEAST_SEGMENTS, 1 << (segments - 1).bit_length())
+        return min(fitting, default=(tokens, targets, count, *whose))
+
+    @staticmethod
+    def _segments(shape: Shape, tokens: int) -> int:
+        """How many there are, with those that fill up the row, and an empty one."""
+        lengths = (*shape.prompts, *shape.completions)
+        return len(lengths) + -(-(tokens - sum(lengths)) // BLOCK) + 1
 
     def forget(self, *whose: Hashable) -> None:
         """Those recordings are of no use any more."""
@@ -108,7 +125,7 @@ class Recorder:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
                 self.aside = self.aside or torch.cuda.Stream(self.device)
-                self._rehearse(self._nothing(2 * BLOCK, 2 * BLOCK, LEAST_SEGMENTS), *whose)
+                self._rehearse(self._nothing(STEP, STEP, LEAST_SEGMENTS), *whose)
             inputs = self._nothing(tokens, targets, count)
             graph = torch.cuda.CUDAGraph()
             with recording(graph, self.pool, self.aside):
@@ -132,12 +149,8 @@ class Recorder:
         torch.cuda.current_stream(self.device).wait_stream(self.aside)
         torch.cuda.empty_cache()
 
-    @staticmethod
-    def size_for(tokens: int) -> int:
-        """Sizes that recordings are made for: a few between one power of two and the next, and none very small.
 
-        A small pass takes as long as a smaller one, and every size has to be recorded.
-        """
-        fine = 4 if tokens >= MANY else 3
-        step = max(2 * BLOCK, 1 << max(0, tokens.bit_length() - fine))
-        return max(8 * BLOCK, -(-tokens // step) * step)
+def rounded(tokens: int) -> int:
+    """For how many tokens a recording is made that has room for so many: batches of about one size share it."""
+    step = max(STEP, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step
