@@ -79,8 +79,12 @@ class Drawing:
         return Group(*head, _table([_cells(row, told) for row in page.nodes], width), *foot)
 
     def _name(self, told: Overview) -> Text:
-        name = _line(plain(told.name), style="bold")
-        return name.append(f"  {plain(told.address)}", style="dim") if told.address != told.name else name
+        name = _line(plain(told.name or told.address), style="bold")
+        return (
+            name.append(f"  {plain(told.address)}", style="dim")
+            if told.name not in ("", told.address)
+            else name
+        )
 
     def _progress(self, told: Overview, width: int) -> Table:
         done = told.rounds if told.phase == "finished" else told.round
