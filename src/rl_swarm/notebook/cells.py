@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,12 +55,13 @@ def watch(address: str | Path) -> None:
     """Shows a swarm below the cell until it has finished or the cell is interrupted."""
     cell = Cell()
     with contextlib.suppress(KeyboardInterrupt), looked_at(str(address)) as view:
-        drawing, over = Drawing(view), threading.Event()
-        while not over.wait(DRAW_SECONDS if drawing.follower.version else 0):
+        drawing = Drawing(view)
+        while True:
             drawing.look()
             cell.show(drawing.draw(WIDTH))
             if drawing.ended():
-                over.set()
+                break
+            time.sleep(DRAW_SECONDS)
 
 
 def _run(arguments: list[str], address: str | Path, settings: dict[str, object]) -> None:
