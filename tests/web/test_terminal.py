@@ -20,10 +20,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from small_runs import SmallRun
 
-from rl_swarm.cli.drawing import Drawing, curve, packed, plain
+from rl_swarm.cli.drawing import Drawing, clock, curve, packed, plain
 from rl_swarm.identity import Identity, animal_name
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
+from rl_swarm.web.records import Event
 from rl_swarm.wire import seal
 
 NOBODY = 2**31 - 1  # a process id that no system hands out
@@ -116,6 +117,27 @@ def test_text_of_strangers_is_text(tmp_path: Path) -> None:
     assert "owned" in seen and "[red]markup[/]" in seen and "reversed" in seen
     assert all(letter.isprintable() for letter in seen.replace("\n", ""))
     assert plain("a\tb" * 999, 5) == "a ba "
+
+
+def test_numbers_of_strangers_are_short_and_harmless(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=5)
+    run.play()
+    for node, reward in zip(run.names, (9e14, 1e308), strict=True):
+        run.write_round(node, 1, reward, [])
+    run.score(run.identities[0], "now", 1e308)
+    drawing = Drawing(RunView(run.root))
+    drawing.look()
+    for when in (1e308, -1e308):
+        drawing.follower.events.append(Event(when, run.names[0], "somebody", "joined", None, ""))
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    console.print(drawing.draw(60))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert any("reward" in line and "trend" in line and "wins" in line for line in lines)
+    assert any("--:--:--  somebody joined" in line for line in lines) and any(
+        "5e+14" in line for line in lines
+    )
+    assert [clock(seconds) for seconds in (61.0, -1.0, float("inf"), float("nan"))] == ["1:01", "?", "?", "?"]
 
 
 def test_curves_and_facts_in_characters() -> None:

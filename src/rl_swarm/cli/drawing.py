@@ -20,6 +20,7 @@ MOST_EVENTS = 5
 MOST_MODELS = 3  # that are named
 LEAST_ROWS = 3  # of the table, however low the terminal
 LONGEST = 200  # characters of what somebody else wrote
+LONGEST_TIME = 1e7  # seconds that are worth telling
 TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held out", "tokens/s", "from others")
 WORTH = (
     "node",
@@ -99,7 +100,7 @@ class Drawing:
 
     def _phase(self, told: Overview) -> str:
         if told.phase == "waiting":
-            return f"starting: {told.alive} nodes are here"
+            return f"starting: {told.alive} of {told.nodes} here"
         if told.phase == "stopped":
             return "stopped: nobody is here"
         if told.phase == "finished":
@@ -110,10 +111,11 @@ class Drawing:
 
     def _facts(self, told: Overview, width: int) -> list[Text]:
         named = [plain(model, 40) for model in told.models[:MOST_MODELS]]
-        models = ", ".join(named) + (f" and {len(told.models) - MOST_MODELS} more" if told.models[3:] else "")
-        here = (
-            f"{told.alive} of {told.nodes} nodes here" if told.phase == "running" else f"{told.nodes} nodes"
+        models = ", ".join(named) + (
+            f" and {len(told.models) - MOST_MODELS} more" if told.models[MOST_MODELS:] else ""
         )
+        nodes = f"{told.nodes} node{'' if told.nodes == 1 else 's'}"
+        here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
         facts = [here, f"model {models}" if models else ""]
         if told.held_out_now is not None:
             facts.append(f"held out {_change(told.held_out_start, told.held_out_now, 3)}")
@@ -123,7 +125,7 @@ class Drawing:
         facts.append(f"{told.tokens:,} tokens" if told.tokens else "")
         lines = [_line(line) for line in packed([fact for fact in facts if fact], width)]
         if told.reward is not None:
-            start = f"reward {told.reward:.2f}  "
+            start = f"reward {_figure(told.reward)}  "
             room = max(1, min(CURVE_WIDTH, width - len(start)))
             mean = telling.lines(self.follower, "reward_local", points=room, most=0).mean
             lines.insert(0, _line(start).append(curve(mean), style="green"))
@@ -159,7 +161,7 @@ def plain(text: str, most: int = LONGEST) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    if seconds is None:
+    if seconds is None or not 0 <= seconds < LONGEST_TIME:
         return "?"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d}"
@@ -170,17 +172,18 @@ def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
     behind = told.round - row.round if row.round is not None else 0
     running = told.phase == "running"
     note = " (gone)" if running and not row.alive else f" ({behind} behind)" if running and behind > 1 else ""
-    arrow = "" if change is None else f"{'•' if flat else '▲' if change > 0 else '▼'} {change:+.2f}"
+    sign = "•" if flat else "▲" if change and change > 0 else "▼"
+    arrow = "" if change is None else f"{sign} {_figure(change, sign='+')}"
     colour = "dim" if flat else "green" if change and change > 0 else "red"
     cells = {
         "#": str(row.rank),
         "node": plain(row.name, 64) + note,
         "model": plain(row.model, 40),
         "rounds": str(row.participation),
-        "reward": "" if row.reward is None else f"{row.reward:.2f}",
+        "reward": "" if row.reward is None else _figure(row.reward),
         "wins": str(row.wins),
         "held out": "" if row.held_out_now is None else _change(row.held_out_start, row.held_out_now, 2),
-        "tokens/s": "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        "tokens/s": "" if row.tokens_per_second is None else _figure(row.tokens_per_second, 0),
         "from others": "" if row.from_others is None else f"{row.from_others:.0%}",
     }
     style = "" if row.alive or not running else "dim"
@@ -206,14 +209,23 @@ def _table(rows: Sequence[dict[str, Text]], width: int) -> Table:
 
 
 def _event(event: Event) -> Text:
-    when = time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    try:
+        when = time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    except (OverflowError, ValueError, OSError):  # no time at all
+        when = "--:--:--"
     played = f" in round {event.round}" if event.round is not None else ""
     line = _line(f"{when}  {plain(event.name, 64)} {plain(event.event)}{played}", style="dim")
     return line.append(f"  {plain(event.detail)}") if event.detail else line
 
 
 def _change(start: float | None, now: float, digits: int) -> str:
-    return f"{now:.{digits}f}" if start is None or start == now else f"{start:.{digits}f} → {now:.{digits}f}"
+    known = [_figure(value, digits) for value in (start, now) if value is not None]
+    return " → ".join(dict.fromkeys(known))
+
+
+def _figure(value: float, digits: int = 2, sign: str = "") -> str:
+    """A number in few letters, whatever somebody claims."""
+    return f"{value:{sign},.{digits}f}" if abs(value) < 1e6 else f"{value:{sign}.0e}"
 
 
 def _line(text: str, style: str = "") -> Text:

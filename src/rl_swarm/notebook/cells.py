@@ -20,7 +20,7 @@ from rich.text import Text
 
 from rl_swarm.cli.drawing import Drawing, plain
 from rl_swarm.errors import UserError
-from rl_swarm.notebook.picture import WIDTH, Cell
+from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 from rl_swarm.report import RunView, looked_at
 
 DRAW_SECONDS = 1.0
@@ -58,7 +58,7 @@ def watch(address: str | Path) -> None:
         drawing = Drawing(view)
         while True:
             drawing.look()
-            cell.show(drawing.draw(WIDTH))
+            cell.show(drawing.draw(WIDTH, HEIGHT))
             if drawing.ended():
                 break
             time.sleep(DRAW_SECONDS)
@@ -156,7 +156,7 @@ def _seen(address: str | Path) -> Iterator[Drawing]:
 
 
 def _with_lines(drawing: Drawing, lines: Sequence[str]) -> Group:
-    return Group(drawing.draw(WIDTH), *(Text(plain(line)) for line in lines))
+    return Group(drawing.draw(WIDTH, HEIGHT), *(Text(plain(line)) for line in lines))
 
 
 def _written(value: object) -> str:

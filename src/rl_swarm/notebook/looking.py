@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rl_swarm.cli.drawing import Drawing
 from rl_swarm.errors import UserError
-from rl_swarm.notebook.picture import WIDTH, Picture
+from rl_swarm.notebook.picture import HEIGHT, WIDTH, Picture
 from rl_swarm.notebook.plots import Plot, plotted
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
@@ -51,7 +51,7 @@ class Swarm:
 
     def _picture(self) -> Picture:
         self.drawing.look()
-        return Picture(self.drawing.draw(WIDTH))
+        return Picture(self.drawing.draw(WIDTH, HEIGHT))
 
 
 def mount_drive(address: str | Path) -> None:

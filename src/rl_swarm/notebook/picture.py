@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
-WIDTH = 100  # columns
+WIDTH, HEIGHT = 100, 60  # columns and lines
 GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL = (
     (128, 128, 128), (214, 69, 65), (38, 158, 82), (190, 130, 10), (52, 120, 210), (150, 90, 190), (20, 150, 160),
 )  # fmt: skip
