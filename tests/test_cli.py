@@ -13,8 +13,9 @@ from rl_swarm.identity import Identity
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
     heavy = ("torch", "transformers", "huggingface_hub", "fsspec", "s3fs", "fastapi", "uvicorn")
-    heavy += ("opentelemetry", "tensorboardX", "trackio", "wandb")
-    code = f"import sys, rl_swarm, rl_swarm.cli.app, rl_swarm.telemetry.sinks; print([m for m in {heavy} if m in sys.modules])"
+    heavy += ("opentelemetry", "tensorboardX", "trackio", "wandb", "IPython", "matplotlib")
+    modules = "rl_swarm, rl_swarm.cli.app, rl_swarm.notebook, rl_swarm.telemetry.sinks"
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

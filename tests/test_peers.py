@@ -119,14 +119,12 @@ def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None
         assert code == 0 and json.loads(seen[seen.index("{") :])["swarm"], seen
         code, seen = run(tmp_path, "validate", f"p2p://{known}", "--nodes", "3", **AROUND)
         assert code == 0 and "3 members, 3 publications" in seen and "scored again" in seen, seen
-        watching = start(tmp_path, "status", f"p2p://{known}", "--watch", **AROUND)
+        code, seen = run(tmp_path, "watch", f"p2p://{known}", "--tui", **AROUND)
+        assert code == 0 and "/30 " in seen and "reward" in seen, seen
         output, _ = swarm.communicate(timeout=240)
-        watching.send_signal(signal.SIGINT)
-        seen, _ = watching.communicate(timeout=60)
     finally:
         end(swarm)
     assert swarm.returncode == 0, output
-    assert "/30 | reward: " in seen, seen
     assert not any(daemon.is_running() for daemon in running)
     code, output = run(tmp_path, "validate", "run")
     assert code == 0 and "sound" in output

@@ -3,3 +3,7 @@
 
 class UserError(Exception):
     """Its message names the setting or file, the value, and what would work. Shown without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows of it."""
+        return [f"rl-swarm: {self}"]

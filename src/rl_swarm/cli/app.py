@@ -287,42 +287,40 @@ def members(
 
 @app.command()
 def status(
-    address: Address,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until it has finished, or Ctrl-C.")] = False,
+    address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
 ) -> None:
     """Show where a swarm stands."""
     from rich.console import Console
 
-    from rl_swarm.cli import running
-    from rl_swarm.cli.live import LiveView
+    from rl_swarm.cli.live import snapshot
     from rl_swarm.report import looked_at
 
     with looked_at(address) as view:
         if as_json:
             print(json.dumps(view.as_dict(), indent=2))
-            return
-        console = Console()
-        console.print(f"[bold]{view.manifest.name if view.manifest else address}[/]  {view.address}")
-        if watch:
-            running.watch(view, console)
         else:
-            console.print(LiveView(view, console).table(closing="finished"))
+            snapshot(view, Console(highlight=False))
 
 
 @app.command()
 def watch(
     address: Address,
+    tui: Annotated[
+        bool, typer.Option("--tui", help="In this terminal; without one, show it once and stop.")
+    ] = False,
     port: Port = None,
     host: Annotated[
         str | None, typer.Option("--host", help="Where to listen; only this machine by default.")
     ] = None,
     sets: Sets = None,
 ) -> None:
-    """Serve the dashboard of a swarm: a page, an API, metrics. Ctrl-C stops it."""
+    """Watch a swarm in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops it."""
     from rl_swarm.cli import dashboard
 
-    dashboard.watch(address, _settings("watch", {}, None, sets, web_port=port, web_host=host).settings)
+    if tui and (port is not None or host is not None):
+        raise UserError("--tui shows the swarm in this terminal: there is no --port and no --host then.")
+    settings = _settings("watch", {}, None, sets, web_port=port, web_host=host).settings
+    dashboard.watch_here(address) if tui else dashboard.watch(address, settings)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`rl-swarm watch`, and the dashboard that `up` serves while it runs."""
+"""`rl-swarm watch`, in a browser or a terminal, and the dashboard that `up` serves while it runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +23,16 @@ def watch(address: str, settings: Settings) -> None:
         name = view.manifest.name if view.manifest else address
         _say(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", Console(highlight=False))
         server.serve(view, listening, stop)
+
+
+def watch_here(address: str) -> None:
+    """Shows the swarm in the terminal, until it has finished or Ctrl-C."""
+    from rl_swarm.cli.live import watch
+    from rl_swarm.cli.running import catch_signals
+
+    stop = catch_signals()
+    with looked_at(address) as view:
+        watch(view, Console(highlight=False), stop)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from rl_swarm.words import ADJECTIVES, ANIMALS
 from rl_swarm.worker import found
 
 SETTINGS_FILE = "settings.json"
-WATCH_SECONDS = 1.0  # between looks at a swarm that is elsewhere
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
@@ -93,17 +92,6 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     print_summary(view, time.monotonic() - started, console)
     for outcome in outcomes(root):
         console.print(outcome, soft_wrap=True)
-
-
-def watch(view: RunView, console: Console) -> None:
-    """Shows a swarm, wherever it is, until it has finished or Ctrl-C."""
-    interrupted = catch_signals()
-    with LiveView(view, console) as live:
-        while not interrupted.is_set():
-            live.update(0)
-            if view.state is not None and view.state.phase == "finished":
-                break
-            interrupted.wait(WATCH_SECONDS)
 
 
 def _allow(root: Path, settings: Settings, workers: Mapping[str, Settings]) -> None:

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rl_swarm.cli import program
-from rl_swarm.cli.live import clock
+from rl_swarm.cli.drawing import clock
 from rl_swarm.evaluation import mean
 from rl_swarm.report import RunView
 

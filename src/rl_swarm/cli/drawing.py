@@ -1,0 +1,232 @@
+"""A swarm drawn in characters: what a terminal and a cell of a notebook show, told by the same records as the page."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rl_swarm.report import RunView
+from rl_swarm.web import telling
+from rl_swarm.web.following import Follower
+from rl_swarm.web.records import Event, NodeRow, Overview
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 60
+MOST_EVENTS = 5
+MOST_MODELS = 3  # that are named
+LEAST_ROWS = 3  # of the table, however low the terminal
+LONGEST = 200  # characters of what somebody else wrote
+LONGEST_TIME = 1e7  # seconds that are worth telling
+TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held out", "tokens/s", "from others")
+WORTH = (
+    "node",
+    "reward",
+    "trend",
+    "wins",
+    "#",
+    "held out",
+    "from others",
+    "rounds",
+    "tokens/s",
+    "model",
+)  # fmt: skip; what a narrow terminal shows first
+GAP = 2  # between columns
+
+
+class Drawing:
+    """A swarm that is followed, and how it looks now."""
+
+    def __init__(self, view: RunView, clock: Callable[[], float] = time.monotonic) -> None:
+        self.follower, self.clock = Follower(view), clock
+        self.started = clock()
+        self._first: tuple[int, float] | None = None  # the first round that was seen, and when
+
+    def look(self, again: bool = False) -> Overview:
+        """What is known now; `again`: although it was looked at just before."""
+        self.follower.look_again() if again else self.follower.look()
+        return telling.overview(self.follower)
+
+    def ended(self) -> bool:
+        """Whether nothing more will come: the last round is over, and nobody measures any more what it brought."""
+        told = telling.overview(self.follower)
+        return told.phase == "finished" and not told.alive
+
+    def seconds_left(self, told: Overview) -> float | None:
+        """From the pace since the first round that was seen."""
+        if told.phase != "running":
+            return None
+        if self._first is None:
+            self._first = (told.round, self.clock())
+        first, since = self._first
+        done = told.round - first
+        return (self.clock() - since) / done * (told.rounds - told.round) if done > 0 else None
+
+    def draw(self, width: int, height: int | None = None, notes: Sequence[str] = ()) -> Group:
+        """The whole view, in so many columns and lines. `notes` are said at its end."""
+        told = telling.overview(self.follower)
+        head: list[RenderableType] = [self._name(told), self._progress(told, width)]
+        head += self._facts(told, width)
+        happened = telling.events(self.follower, limit=MOST_EVENTS).events
+        foot: list[RenderableType] = [Text(), *(_event(event) for event in happened)] if happened else []
+        foot += [Text(plain(note), style="yellow") for note in notes]
+        room = told.nodes if height is None else max(LEAST_ROWS, height - len(head) - len(foot) - 3)
+        page = telling.nodes(self.follower, limit=room)
+        if page.total > room:
+            foot.insert(0, Text(f"and {page.total - room} more", style="dim"))
+        return Group(*head, _table([_cells(row, told) for row in page.nodes], width), *foot)
+
+    def _name(self, told: Overview) -> Text:
+        name = _line(plain(told.name or told.address), style="bold")
+        return (
+            name.append(f"  {plain(told.address)}", style="dim")
+            if told.name not in ("", told.address)
+            else name
+        )
+
+    def _progress(self, told: Overview, width: int) -> Table:
+        done = told.rounds if told.phase == "finished" else told.round
+        stage = f", stage {told.stage + 1}/{told.stages}" if told.stages > 1 else ""
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(
+            _line(f"round {done}/{told.rounds}{stage}", style="bold"),
+            ProgressBar(max(1, told.rounds), done, width=max(5, min(30, width // 6))),
+            _line(self._phase(told), style="dim"),
+        )
+        return grid
+
+    def _phase(self, told: Overview) -> str:
+        if told.phase == "waiting":
+            return f"starting: {told.alive} of {told.nodes} here"
+        if told.phase == "stopped":
+            return "stopped: nobody is here"
+        if told.phase == "finished":
+            return "measuring the held-out score" if told.alive else "finished"
+        soon, left = told.seconds_to_next, self.seconds_left(told)
+        known = [f"next in {clock(soon)}"] if soon else []
+        return ", ".join(known + ([f"{clock(left)} left"] if left else [])) or "first rounds"
+
+    def _facts(self, told: Overview, width: int) -> list[Text]:
+        named = [plain(model, 40) for model in told.models[:MOST_MODELS]]
+        models = ", ".join(named) + (
+            f" and {len(told.models) - MOST_MODELS} more" if told.models[MOST_MODELS:] else ""
+        )
+        nodes = f"{told.nodes} node{'' if told.nodes == 1 else 's'}"
+        here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
+        facts = [here, f"model {models}" if models else ""]
+        if told.held_out_now is not None:
+            facts.append(f"held out {_change(told.held_out_start, told.held_out_now, 3)}")
+        if told.from_others is not None:
+            facts.append(f"{told.from_others:.0%} learned from others")
+        facts.append(f"{told.rollouts:,} rollouts" if told.rollouts else "")
+        facts.append(f"{told.tokens:,} tokens" if told.tokens else "")
+        lines = [_line(line) for line in packed([fact for fact in facts if fact], width)]
+        if told.reward is not None:
+            start = f"reward {_figure(told.reward)}  "
+            room = max(1, min(CURVE_WIDTH, width - len(start)))
+            mean = telling.lines(self.follower, "reward_local", points=room, most=0).mean
+            lines.insert(0, _line(start).append(curve(mean), style="green"))
+        return lines
+
+
+def curve(values: Sequence[float | None]) -> str:
+    """A curve of one line, as high as the values are apart; a gap where there is none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    steps = len(BARS) - 1
+    return "".join(
+        " " if value is None else BARS[round((value - low) / span * steps) if span else 0] for value in values
+    )
+
+
+def packed(items: Sequence[str], width: int) -> list[str]:
+    """Items side by side, on as many lines as it takes."""
+    lines: list[str] = []
+    for item in items:
+        if lines and cell_len(lines[-1]) + cell_len(item) + 3 <= width:
+            lines[-1] += f" · {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
+def plain(text: str, most: int = LONGEST) -> str:
+    """What a stranger wrote, as one line that a terminal takes for nothing but text."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:most])
+
+
+def clock(seconds: float | None) -> str:
+    if seconds is None or not 0 <= seconds < LONGEST_TIME:
+        return "?"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
+    change, flat = row.trend, row.trend is None or abs(row.trend) <= 0.005
+    behind = told.round - row.round if row.round is not None else 0
+    running = told.phase == "running"
+    note = " (gone)" if running and not row.alive else f" ({behind} behind)" if running and behind > 1 else ""
+    sign = "•" if flat else "▲" if change and change > 0 else "▼"
+    arrow = "" if change is None else f"{sign} {_figure(change, sign='+')}"
+    colour = "dim" if flat else "green" if change and change > 0 else "red"
+    cells = {
+        "#": str(row.rank),
+        "node": plain(row.name, 64) + note,
+        "model": plain(row.model, 40),
+        "rounds": str(row.participation),
+        "reward": "" if row.reward is None else _figure(row.reward),
+        "wins": str(row.wins),
+        "held out": "" if row.held_out_now is None else _change(row.held_out_start, row.held_out_now, 2),
+        "tokens/s": "" if row.tokens_per_second is None else _figure(row.tokens_per_second, 0),
+        "from others": "" if row.from_others is None else f"{row.from_others:.0%}",
+    }
+    style = "" if row.alive or not running else "dim"
+    return {title: Text(cell, style=style) for title, cell in cells.items()} | {"trend": Text(arrow, colour)}
+
+
+def _table(rows: Sequence[dict[str, Text]], width: int) -> Table:
+    """The nodes, with as many columns as there is room for."""
+    left, shown = width, set[str]()
+    one_model = len({row["model"].plain for row in rows}) < 2  # which is told above the table
+    for title in (title for title in WORTH if title != "model" or not one_model):
+        wide = max([len(title), *(row[title].cell_len for row in rows)])
+        if left >= wide or title == "node":
+            shown.add(title)
+            left -= wide + GAP
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False)
+    for title in (title for title in TITLES if title in shown):
+        right = title not in ("node", "model")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(row[title] for title in TITLES if title in shown))
+    return table
+
+
+def _event(event: Event) -> Text:
+    try:
+        when = time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    except (OverflowError, ValueError, OSError):  # no time at all
+        when = "--:--:--"
+    played = f" in round {event.round}" if event.round is not None else ""
+    line = _line(f"{when}  {plain(event.name, 64)} {plain(event.event)}{played}", style="dim")
+    return line.append(f"  {plain(event.detail)}") if event.detail else line
+
+
+def _change(start: float | None, now: float, digits: int) -> str:
+    known = [_figure(value, digits) for value in (start, now) if value is not None]
+    return " → ".join(dict.fromkeys(known))
+
+
+def _figure(value: float, digits: int = 2, sign: str = "") -> str:
+    """A number in few letters, whatever somebody claims."""
+    return f"{value:{sign},.{digits}f}" if abs(value) < 1e6 else f"{value:{sign}.0e}"
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")

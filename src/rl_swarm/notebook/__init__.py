@@ -1,0 +1,16 @@
+"""RL Swarm in Jupyter and Colab.
+
+    from rl_swarm import notebook
+
+    notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local=4, external=4)   # a node, live below the cell
+    notebook.look("/content/drive/MyDrive/rl-swarm/experiments/first").plot()                 # the swarm's curves
+
+`cells.py` runs commands of `rl-swarm` below a cell, `looking.py` shows a swarm and `plots.py` draws its curves. The notebooks
+in `notebooks/` are a few lines around them.
+"""
+
+from rl_swarm.errors import UserError
+from rl_swarm.notebook.cells import coordinate, join, up, watch
+from rl_swarm.notebook.looking import Swarm, look, mount_drive
+
+__all__ = ["Swarm", "UserError", "coordinate", "join", "look", "mount_drive", "up", "watch"]

@@ -1,0 +1,166 @@
+"""A command of `rl-swarm` in a cell: real processes as in a shell, and their swarm drawn in place below the cell.
+
+Interrupting the cell makes the nodes save and stop; running it again goes on. Restarting the kernel stops them too.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Group
+from rich.text import Text
+
+from rl_swarm.cli.drawing import Drawing, plain
+from rl_swarm.errors import UserError
+from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
+from rl_swarm.report import RunView, looked_at
+
+DRAW_SECONDS = 1.0
+SAVING_SECONDS = 60.0  # for nodes to save and end, after they were told to
+MOST_LINES = 40  # of what a command said, at its end
+LAST_LINES = 3  # while it runs
+# Of a command that writes for no terminal, although a kernel says there was one.
+PLAIN = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "", "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
+
+
+def up(run: str | Path = "runs/notebook", **settings: object) -> None:
+    """Trains a swarm on this machine, or goes on with it. Settings by their names in docs/settings.md: `nodes=2`."""
+    root = Path(run)
+    known = (root / "manifest.json").exists()
+    if known and Drawing(RunView(root)).look().phase == "finished":
+        watch(root)
+        return
+    _run(["up", "--resume" if known else "--run", str(root)], root, settings)
+
+
+def join(address: str | Path, **settings: object) -> None:
+    """Trains a node of the swarm at an address, or goes on with it, until the swarm has finished."""
+    _run(["join", str(address)], address, settings)
+
+
+def coordinate(address: str | Path, **settings: object) -> None:
+    """Coordinates the swarm at an address, founding it if there is none, until it has finished."""
+    _run(["coordinate", str(address)], address, settings)
+
+
+def watch(address: str | Path) -> None:
+    """Shows a swarm below the cell until it has finished or the cell is interrupted."""
+    cell = Cell()
+    with contextlib.suppress(KeyboardInterrupt), looked_at(str(address)) as view:
+        drawing = Drawing(view)
+        while True:
+            drawing.look()
+            cell.show(drawing.draw(WIDTH, HEIGHT))
+            if drawing.ended():
+                break
+            time.sleep(DRAW_SECONDS)
+
+
+def _run(arguments: list[str], address: str | Path, settings: dict[str, object]) -> None:
+    """Runs a command and shows its swarm until it ends or the cell is interrupted."""
+    cell, interrupted = Cell(), False
+    for name, value in settings.items():
+        arguments += ["--set", f"{name}={_written(value)}"]
+    with Command(arguments) as command, _seen(address) as drawing:
+        try:
+            while not command.ended(DRAW_SECONDS):
+                drawing.look()
+                cell.show(_with_lines(drawing, command.lines[-LAST_LINES:]))
+        except KeyboardInterrupt:
+            interrupted = True
+            cell.show(_with_lines(drawing, ["Stopping: it saves where it is. (Interrupt again: at once.)"]))
+            command.stop()
+        drawing.look(again=True)
+        note = ["Stopped. Run the cell again to go on."] if interrupted else []
+        cell.show(_with_lines(drawing, command.lines + note))
+    if command.process.returncode and not interrupted:
+        raise UserError(command.complaint())
+
+
+class Command:
+    """`rl-swarm` as a process of its own, which does not outlive this one."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._said: deque[str] = deque(maxlen=MOST_LINES)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rl_swarm.notebook.process", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **PLAIN},
+            start_new_session=True,  # an interrupt is for the cell, which then says so itself
+        )
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def lines(self) -> list[str]:
+        """What it said last, without the lines on rounds, which the picture tells."""
+        return [line for line in list(self._said) if not line.startswith("round ")]
+
+    def complaint(self) -> str:
+        """Why it failed, in its own words."""
+        marked = [line.removeprefix("rl-swarm: ") for line in self.lines if line.startswith("rl-swarm: ")]
+        return marked[-1] if marked else "\n".join(self.lines) or f"exit code {self.process.returncode}"
+
+    def ended(self, within: float) -> bool:
+        """Whether it has ended, or does so within some seconds."""
+        try:
+            self.process.wait(within)
+        except subprocess.TimeoutExpired:
+            return False
+        self._listening.join(DRAW_SECONDS)
+        return True
+
+    def stop(self) -> None:
+        """Lets it save and end; at once when interrupted again or when it takes too long."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            if not self.ended(SAVING_SECONDS):
+                self.process.kill()
+        except KeyboardInterrupt:
+            self.process.kill()
+        self.ended(SAVING_SECONDS)
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.append(line.decode(errors="replace").rstrip())
+
+
+@contextmanager
+def _seen(address: str | Path) -> Iterator[Drawing]:
+    """The swarm at an address, which may only be founded yet."""
+    if str(address).startswith("p2p://"):
+        with looked_at(str(address)) as view:
+            yield Drawing(view)
+    else:
+        yield Drawing(RunView(address))
+
+
+def _with_lines(drawing: Drawing, lines: Sequence[str]) -> Group:
+    return Group(drawing.draw(WIDTH, HEIGHT), *(Text(plain(line)) for line in lines))
+
+
+def _written(value: object) -> str:
+    """A value as a flag takes it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

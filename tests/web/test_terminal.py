@@ -1,0 +1,192 @@
+"""A swarm in a terminal: the numbers of the page, in any width, and nothing that a stranger wrote reaches the terminal."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from processes import RL_SWARM, end, run
+from rich.cells import cell_len
+from rich.console import Console
+from small_runs import SmallRun
+
+from rl_swarm.cli.drawing import Drawing, clock, curve, packed, plain
+from rl_swarm.identity import Identity, animal_name
+from rl_swarm.report import RunView
+from rl_swarm.web import telling
+from rl_swarm.web.records import Event
+from rl_swarm.wire import seal
+
+NOBODY = 2**31 - 1  # a process id that no system hands out
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b2J[red]markup[/] \u202ereversed\u202c\r\n"
+
+
+def drawn(run: SmallRun, width: int = 100, height: int | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    drawing = Drawing(RunView(run.root))
+    drawing.look()
+    console.print(drawing.draw(width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_it_tells_the_numbers_of_the_page(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=3, total=5)
+    for _ in range(2):
+        run.play()
+    run.score(run.identities[0], "now", 0.5)
+    drawing = Drawing(RunView(run.root))
+    told = drawing.look()
+    seen = drawn(run)
+    assert "round 2/5" in seen and "3 of 3 nodes here" in seen and "model tiny" in seen
+    assert f"{told.rollouts} rollouts" in seen and f"{told.tokens} tokens" in seen
+    assert "held out 0.200 → 0.300" in seen and "40% learned from others" in seen
+    assert f"reward {told.reward:.2f}" in seen and "left" not in seen
+    for row in telling.nodes(drawing.follower).nodes:
+        line = next(line for line in seen.splitlines() if row.name in line and f"{row.reward:.2f}" in line)
+        assert line.split()[0] == str(row.rank) and f" {row.wins} " in line
+    assert f"{animal_name(run.identities[0].peer_id)} joined" in seen
+
+
+def test_who_is_gone_is_said_and_what_stopped_or_finished_too(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=2)
+    gone = Identity.new()
+    run.identities.append(gone)
+    run.journals[gone.node] = run.journals[run.names[0]]
+    run.join(gone, NOBODY)
+    run.play()
+    assert f"{animal_name(gone.peer_id)} (gone)" in drawn(run) and "2 of 3 nodes here" in drawn(run)
+    run.play()
+    assert "round 2/2" in drawn(run) and "measuring the held-out score" in drawn(run)
+    other = SmallRun(tmp_path / "other", total=2, pid=NOBODY)
+    assert "stopped: nobody is here" in drawn(other)
+
+
+def test_the_time_that_is_left_follows_from_the_rounds_seen(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=6)
+    times = iter([0.0, 0.0, 20.0])
+    drawing = Drawing(RunView(run.root), clock=lambda: next(times))
+    assert drawing.seconds_left(drawing.look()) is None
+    run.play()
+    assert drawing.seconds_left(drawing.look(again=True)) == 20.0 * 5
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 200])
+def test_any_width_is_readable_and_no_line_is_longer(tmp_path: Path, width: int) -> None:
+    run = SmallRun(tmp_path / "run", nodes=3, total=5)
+    run.play()
+    lines = drawn(run, width).splitlines()
+    assert max(map(cell_len, map(str.rstrip, lines))) <= width
+    if width >= 60:
+        assert all(
+            any(animal_name(i.peer_id) in line and "0.2" in line for line in lines) for i in run.identities
+        )
+        assert any({"node", "reward", "trend", "wins"} <= set(line.split()) for line in lines)
+    assert any("from others" in line for line in lines) or width < 80
+
+
+def test_a_low_terminal_shows_the_best_and_says_how_many_more_there_are(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=20, total=5)
+    run.play()
+    lines = drawn(run, 80, 24).splitlines()
+    assert len(lines) < 24 and animal_name(run.identities[0].peer_id) in "".join(lines[:9])
+    shown = sum(bool(re.match(r" ?\d+  ", line)) for line in lines)
+    assert 3 <= shown < 20 and f"and {20 - shown} more" in lines
+    assert len(drawn(run, 80).splitlines()) > 24, "without a terminal all are shown"
+
+
+def test_text_of_strangers_is_text(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=5)
+    run.play()
+    hostile = run.identities[1]
+    peer = RunView.open(run.root).nodes[hostile.node].peer
+    assert peer is not None
+    run.files.write(f"peers/{hostile.node}.json", seal(replace(peer, model=ESCAPES), hostile))
+    run.journals[hostile.node].event(f"x{ESCAPES}"[:32], round=0, words=ESCAPES)
+    seen = drawn(run, 200)
+    assert "owned" in seen and "[red]markup[/]" in seen and "reversed" in seen
+    assert all(letter.isprintable() for letter in seen.replace("\n", ""))
+    assert plain("a\tb" * 999, 5) == "a ba "
+
+
+def test_numbers_of_strangers_are_short_and_harmless(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", total=5)
+    run.play()
+    for node, reward in zip(run.names, (9e14, 1e308), strict=True):
+        run.write_round(node, 1, reward, [])
+    run.score(run.identities[0], "now", 1e308)
+    drawing = Drawing(RunView(run.root))
+    drawing.look()
+    for when in (1e308, -1e308):
+        drawing.follower.events.append(Event(when, run.names[0], "somebody", "joined", None, ""))
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    console.print(drawing.draw(60))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert any("reward" in line and "trend" in line and "wins" in line for line in lines)
+    assert any("--:--:--  somebody joined" in line for line in lines) and any(
+        "5e+14" in line for line in lines
+    )
+    assert [clock(seconds) for seconds in (61.0, -1.0, float("inf"), float("nan"))] == ["1:01", "?", "?", "?"]
+
+
+def test_curves_and_facts_in_characters() -> None:
+    assert curve([0.0, None, 0.5, 1.0]) == "▁ ▅█" and curve([0.3, 0.3]) == "▁▁" and curve([None]) == ""
+    assert packed(["one", "two", "three"], 9) == ["one · two", "three"]
+
+
+def test_without_a_terminal_it_is_shown_once(tmp_path: Path) -> None:
+    swarm = SmallRun(tmp_path / "run", total=5)
+    swarm.play()
+    code, seen = run(tmp_path, "watch", "run", "--tui", timeout=60)
+    assert code == 0 and "round 1/5" in seen and "\x1b" not in seen
+    assert all(animal_name(identity.peer_id) in seen for identity in swarm.identities)
+    assert run(tmp_path, "status", "run", timeout=60) == (0, seen)
+    code, said = run(tmp_path, "watch", "run", "--tui", "--port", "9000", timeout=60)
+    assert code == 1 and "--port" in said
+    code, said = run(tmp_path, "watch", "nowhere", "--tui", timeout=60)
+    assert code == 1 and "nowhere is no swarm" in said and "Traceback" not in said
+
+
+def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path: Path) -> None:
+    swarm = SmallRun(tmp_path / "run", total=9)
+    swarm.play()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process: subprocess.Popen[str] = subprocess.Popen(
+        [*RL_SWARM, "watch", "run", "--tui"],
+        cwd=tmp_path, env={**environ, "TERM": "xterm-256color"}, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+
+    def until_seen(words: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while words not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 1.0)[0]:
+                seen += os.read(ours, 65536)
+
+    try:
+        until_seen(b"round 1/9")
+        swarm.play()
+        until_seen(b"round 2/9")
+        process.send_signal(signal.SIGINT)
+        until_seen(b"\x1b[?25h")  # the cursor is back
+        assert process.wait(30) == 0
+    finally:
+        end(process)
+        os.close(ours)
+    assert b"Traceback" not in seen and b"\x1b[1A" in seen, "it was drawn in place"
