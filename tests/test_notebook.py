@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from kernels import NOTEBOOKS, executed, kernel, output
+from cells import NOTEBOOKS, executed, kernel, output
 from processes import end, metrics, start, state, until
 
 from rl_swarm import notebook
