@@ -75,6 +75,9 @@ class Message:
     node: str
     nodeId: str
     timestamp: float
+    question: str
+    answer: str  # the best of them
+    reward: float
 
 
 @dataclass(frozen=True)
@@ -151,5 +154,6 @@ def leaders(swarm: Follower, total: bool) -> Leaderboard:
 def message(row: RolloutRow) -> Message:
     """A rollout as one line: the question, and the best of the answers."""
     best = max(row.completions, key=lambda text: text.reward)
-    said = f"{' '.join(row.question.split())} → {' '.join(best.text.split())}"
-    return Message(row.id, said[:LONGEST], row.name, row.node, row.timestamp)
+    question, answer = (" ".join(text.split())[:LONGEST] for text in (row.question, best.text))
+    said = f"{question} → {answer}"[:LONGEST]
+    return Message(row.id, said, row.name, row.node, row.timestamp, question, answer, best.reward)
