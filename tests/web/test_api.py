@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from browsing import address_of
 from processes import QUICK, end, run, start, until
 from rich.console import Console
 from small_runs import HOSTILE, SmallRun
@@ -220,14 +221,6 @@ def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
     finally:
         process.terminate()
         assert process.wait(30) == 0
-
-
-def address_of(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "http://" in line:
-            return "http://" + line.split("http://")[1].split()[0]
-    raise AssertionError("it did not tell its address")
 
 
 def test_a_port_that_is_taken_gives_way_to_the_next() -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 import httpx
 import pytest
 import schemathesis
+from browsing import address_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from processes import QUICK, end, run, start
@@ -37,9 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     assert code == 0, output
     process = start(here, "watch", "runs/small", "--port", "19200", SWARM_WEB_TOKEN="only-for-this-test")
-    assert process.stdout is not None
-    line = next(line for line in process.stdout if "http://" in line)
-    yield "http://" + line.split("http://")[1].split()[0]
+    yield address_of(process)
     end(process)
 
 

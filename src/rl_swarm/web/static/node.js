@@ -26,7 +26,7 @@ const links = (caption, rows, empty) => table(caption, [
 ], rows, empty);
 
 const pairs = (first, second, found, empty, number = true) => table(first, [
-  { title: first, cell: ([name]) => name },
+  { title: first, short: !number, cell: ([name]) => name },
   { title: second, number, cell: ([, value]) => String(value) },
 ], Object.entries(found), empty);
 
