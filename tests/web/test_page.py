@@ -126,6 +126,21 @@ def test_the_overview_shows_where_the_swarm_stands_and_its_curve_moves(visit: Vi
     assert page.title() == "Overview · real"
 
 
+def test_it_is_used_by_keyboard_while_it_changes(visit: Visit, swarm: Real) -> None:
+    page = visit.open("#/")
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    link = page.get_by_role("link", name=swarm.identities[1].name)
+    link.focus()
+    before = page.locator("dl.facts dd").first.inner_text()
+    page.evaluate("window.drawn = document.querySelector('tbody')")
+    expect(page.locator("dl.facts dd").first).not_to_have_text(before)
+    page.wait_for_function("!window.drawn.isConnected")
+    expect(link).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_contain_text(swarm.identities[1].name)
+
+
 def test_search_finds_a_node_and_leads_to_its_page(visit: Visit, swarm: Real) -> None:
     page = visit.open("#/")
     sought, other = swarm.identities

@@ -11,6 +11,16 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Draws a part anew. Where the keyboard was in it, it is at the same link or box afterwards.
+export function redraw(place, ...children) {
+  const focused = place.contains(document.activeElement) ? document.activeElement : null;
+  const name = focused && ["href", "aria-label"].find((each) => focused.hasAttribute(each));
+  const folded = focused?.tagName === "SUMMARY" && focused.parentElement.id;
+  place.replaceChildren(...children);
+  if (name) place.querySelector(`${focused.tagName}[${name}="${CSS.escape(focused.getAttribute(name))}"]`)?.focus({ preventScroll: true });
+  else if (folded) place.querySelector(`#${folded} > summary`)?.focus({ preventScroll: true });
+}
+
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const known = (value) => value !== null && value !== undefined;
 

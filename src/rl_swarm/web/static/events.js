@@ -1,7 +1,7 @@
 // What peers say now, and what happened to them.
 
 import { csv, get } from "./api.js";
-import { card, h, happening, moment, nodeLink, score, table } from "./dom.js";
+import { card, h, happening, moment, nodeLink, redraw, score, table } from "./dom.js";
 
 const KINDS = ["joined", "joined_late", "restarted", "left", "gone", "came back", "skipped", "rejected", "not_asked", "failed", "checkpoint", "finished"];
 const PAGE = 50;
@@ -15,7 +15,7 @@ export function events() {
 
   async function list() {
     const page = await get("api/events", { kind: kind.value, offset, limit: PAGE });
-    happened.replaceChildren(table("Events", [
+    redraw(happened, table("Events", [
       { title: "When", short: true, cell: (event) => moment(event.timestamp) },
       { title: "Node", cell: (event) => nodeLink(event.node, event.name) },
       { title: "What", short: true, cell: (event) => happening(event.event) },
@@ -28,7 +28,7 @@ export function events() {
 
   async function refresh() {
     const [gossip] = await Promise.all([get("api/gossip", { limit: 12 }), list()]);
-    feed.replaceChildren(...gossip.messages.map((each) => h("li", { class: each.reward > 0 ? "good" : "" },
+    redraw(feed, ...gossip.messages.map((each) => h("li", { class: each.reward > 0 ? "good" : "" },
       h("p", { class: "note" }, nodeLink(each.nodeId, each.node), " ", moment(each.timestamp), h("span", { class: "mean" }, score(each.reward))),
       h("p", {}, each.question), h("pre", {}, each.answer || "(nothing)"))));
     if (!gossip.messages.length) feed.append(h("li", { class: "empty" }, "Nobody has said anything yet."));

@@ -2,7 +2,7 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { bytes, card, count, fact, h, happening, life, moment, nodeLink, percent, save, score, signed, table } from "./dom.js";
+import { bytes, card, count, fact, h, happening, life, moment, nodeLink, percent, redraw, save, score, signed, table } from "./dom.js";
 
 const CHARTS = [
   ["Reward", ["reward_local", "reward_training"]],
@@ -44,7 +44,7 @@ export function node(id) {
     const { row } = about;
     view.title = row.name;
     document.querySelector("#main h1").replaceChildren(life(row.alive), ` ${row.name}`);
-    head.replaceChildren(
+    redraw(head,
       h("p", { class: "id" }, row.peer_id || row.node),
       h("dl", { class: "facts" },
         fact("Rank", String(row.rank), `${row.wins} wins`),
@@ -67,7 +67,7 @@ export function node(id) {
     }
     const open = new Set([...rest.querySelectorAll("details[open]")].map((each) => each.id));
     const saved = (name) => `${path}/tables/${name}`;
-    rest.replaceChildren(
+    redraw(rest,
       h("div", { class: "columns" },
         card("It learned from", saved("learned_from"), links("Whose rollouts it learned from", about.learned_from, "From nobody yet.")),
         card("Who learned from it", saved("taught"), links("Who learned from its rollouts", about.taught, "Nobody yet, as far as the logs here tell.")),

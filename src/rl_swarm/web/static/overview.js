@@ -2,7 +2,7 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { card, count, duration, fact, h, life, nodeLink, percent, score, signed, table } from "./dom.js";
+import { card, count, duration, fact, h, life, nodeLink, percent, redraw, score, signed, table } from "./dom.js";
 
 const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all in step" };
 
@@ -35,7 +35,7 @@ export function overview() {
     const wanted = search.value;
     const page = await get("api/nodes", { search: wanted, offset, limit: PAGE });
     if (wanted !== search.value) return;
-    leaders.replaceChildren(table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node has that name." : "Nobody is here yet."));
+    redraw(leaders, table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node has that name." : "Nobody is here yet."));
     const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; rank(); } }, label);
     more.replaceChildren(...[offset > 0 && move(-PAGE, "Better"), offset + PAGE < page.total && move(PAGE, "More")].filter(Boolean));
   }

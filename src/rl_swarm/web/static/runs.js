@@ -2,7 +2,7 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { card, count, h, score, table } from "./dom.js";
+import { card, count, h, redraw, score, table } from "./dom.js";
 
 const METRICS = [["reward_local", "Reward"], ["held_out", "Held-out score"], ["entropy", "Entropy"], ["completion_length", "Completion length"], ["tokens_per_second", "Tokens per second"]];
 const MOST = 8;
@@ -44,8 +44,7 @@ export function runs(_, query) {
     const page = await get("api/runs");
     if (!begun) page.runs.filter((row) => row.here).forEach((row) => chosen.add(row.run));
     begun = true;
-    const focused = document.activeElement?.getAttribute("aria-label");
-    list.replaceChildren(table("Runs", [
+    redraw(list, table("Runs", [
       { title: "Show", cell: pick },
       { title: "Run", cell: (row) => (row.here ? h("a", { href: "#/" }, h("strong", {}, row.run)) : h("a", { href: `${root}run/${encodeURIComponent(row.run)}/#/` }, row.run)) },
       { title: "Phase", short: true, cell: (row) => h("span", { class: `pill ${row.phase}` }, row.phase) },
@@ -54,7 +53,6 @@ export function runs(_, query) {
       { title: "Reward", number: true, cell: (row) => score(row.reward) },
       { title: "Held out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
     ], page.runs));
-    [...list.querySelectorAll("input")].find((box) => box.getAttribute("aria-label") === focused)?.focus();
     await draw();
   }
 
