@@ -88,7 +88,7 @@ def state(address: Path) -> dict[str, Any]:
 
 def metrics(address: Path) -> dict[str, list[dict[str, Any]]]:
     """Every node's metrics without what depends on the clock or the machine."""
-    timing = {"timestamp", "seconds", "began", "phases", "tokens_per_second", "peak_memory"}
+    timing = {"timestamp", "seconds", "began", "phases", "tokens_per_second", "peak_memory", "load"}
     found = {}
     for path in sorted(address.glob("logs/*/metrics.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rl_swarm.config import (
+    SECRETS,
     TEST_MODE,
     UP_PRESET,
     ConfigError,
@@ -17,6 +18,7 @@ from rl_swarm.config import (
     load,
     read_dotenv,
     settings_table,
+    tellable,
 )
 from rl_swarm.environments.tasks import PRESETS, Task
 
@@ -294,6 +296,19 @@ def test_the_bundled_model_has_defaults_of_its_own():
     assert tiny.step_size() > other.step_size() == 5e-6
     assert Settings(max_new_tokens=7, learning_rate=0.5).completion_tokens() == 7
     assert Settings(max_new_tokens=7, learning_rate=0.5).step_size() == 0.5
+
+
+def test_a_token_is_long_enough_and_never_told(tmp_path):
+    for token in ("short", "with some spaces in it", "naïve-but-long-enough"):
+        said = refusal(environ={"SWARM_WEB_TOKEN": token})
+        assert "SWARM_WEB_TOKEN" in said and token not in said
+    token = settings(SWARM_WEB_TOKEN="correct-horse-battery").web_token
+    assert token == "correct-horse-battery"
+    assert tellable(dict.fromkeys(SECRETS, token)) == {}
+    file = tmp_path / "numbers.yaml"
+    file.write_text("web_token: 123456789012")
+    said = refusal(config_file=file)
+    assert "web_token=" in said and "123456789012" not in said
 
 
 def test_the_address_of_a_folder_swarm_is_its_experiment_directory():

@@ -12,7 +12,7 @@ from rl_swarm.config import Settings
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
-from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
@@ -320,3 +320,17 @@ def test_peers_of_one_neighbourhood_are_one_source_unless_they_were_invited(
     found = one.collect(state)
     near = [group for group in found.chosen if group.peer_id in peers[1:3]]
     assert len(near) <= 2  # an even part of two sources
+
+
+def test_a_node_that_fails_says_so_in_its_log(tmp_path):
+    identity = Identity.load_or_create(tmp_path / "swarm.pem")
+    address = tmp_path / "swarm"
+    address.mkdir()
+    found(LocalFiles(address), SETTINGS, "swarm", identity)
+    settings = msgspec.structs.replace(
+        SETTINGS, model=str(tmp_path / "no-model"), identity_path=str(tmp_path / "swarm.pem")
+    )
+    with pytest.raises(ModelError):
+        join(address, settings, threading.Event())
+    (line,) = read_lines(address / "logs" / identity.node / "training_events.jsonl")[0]
+    assert line["event"] == "failed" and "no-model" in line["error"]

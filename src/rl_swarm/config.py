@@ -36,6 +36,8 @@ HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 Admission = Literal["open", "invited"]
 SINKS = ("tensorboard", "trackio", "wandb")
+SECRETS = ("hf_token", "invitation", "web_token")  # never shown, and not kept with a run
+SHORTEST_TOKEN = 12  # characters
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,6 +294,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         _setting("port of the dashboard, or the next that is free", "SWARM_WEB_PORT", ge=1, le=65535),
     ] = 8080
+    web_token: Annotated[
+        str | None,
+        _setting(
+            "with it the dashboard of `up` can stop the run; where others reach the dashboard, it is also the password to "
+            "see it",
+            "SWARM_WEB_TOKEN",
+        ),
+    ] = None
 
     # Checkpoints and logs
     checkpoint_every: Annotated[int, _setting("rounds between checkpoints; 0: only when stopping", ge=0)] = 20
@@ -538,8 +548,9 @@ def _convert(name: str, value: object, origin: str) -> object:
     try:
         return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
+        shown = "(not shown)" if name in SECRETS else repr(value)
         raise ConfigError(
-            f"{name}={value!r} ({origin}) cannot be used: {error}. "
+            f"{name}={shown} ({origin}) cannot be used: {error}. "
             f"What can: {values_of(setting.kind)}. The default is {setting.default!r}."
         ) from error
 
@@ -560,6 +571,12 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for example "
             "HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name at most 50 characters."
+        )
+    token = settings.web_token
+    if token is not None and not re.fullmatch(f"[!-~]{{{SHORTEST_TOKEN},}}", token):
+        raise ConfigError(
+            f"SWARM_WEB_TOKEN (web_token): use at least {SHORTEST_TOKEN} letters, digits and signs without spaces, for "
+            "example what `openssl rand -hex 16` prints."
         )
     for name in settings.sinks():
         if name not in SINKS:

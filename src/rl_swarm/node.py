@@ -28,6 +28,7 @@ from rl_swarm.rollouts import Group, Publication, Sampling, answers
 from rl_swarm.rounds import Member, Report, State
 from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal, Stopwatch
+from rl_swarm.telemetry.machine import Load
 from rl_swarm.trust import Standing, in_turn
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Node:
     stop: threading.Event
     folder: str = ""  # of its checkpoints; its name by default
     push: Push | None = None  # to the hub, where the settings ask for it
+    load: Load = field(default_factory=Load)  # of what it runs on
     clock: Callable[[], float] = time.time
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
     held_out: list[Question] = field(default_factory=list)
@@ -309,6 +311,7 @@ class Node:
             external_rejected=dict(self.rejected),
             external_surprise=round(external.surprise, 2),
             peak_memory=peak_memory(self.policy.device),
+            load=self.load.read(),
         )
 
         log.info(

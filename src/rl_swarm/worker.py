@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_swarm import owners
-from rl_swarm.config import ConfigError, Settings
+from rl_swarm.config import ConfigError, Settings, tellable
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
@@ -162,7 +162,13 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
             manifest.name, manifest.swarm(), name, identity.peer_id, logs, sinks.public(settings)
         )
         with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
-            _take_part(address, settings, stop, sharing, identity, name, manifest, Journal(logs, feeds))
+            journal = Journal(logs, feeds)
+            try:
+                _take_part(address, settings, stop, sharing, identity, name, manifest, journal)
+            except Exception as error:
+                with suppress(OSError):
+                    journal.event("failed", error=f"{type(error).__name__}: {error}"[:500])
+                raise
 
 
 @contextmanager
@@ -213,14 +219,16 @@ def _take_part(
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.hub import Push
     from rl_swarm.learning import checkpoints
-    from rl_swarm.learning.devices import pick_device
+    from rl_swarm.learning.devices import devices_of, pick_device
     from rl_swarm.node import Node
+    from rl_swarm.telemetry.machine import Load, hardware
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
     written = checkpoints.written(here / "checkpoints", name, manifest.swarm(), identity.peer_id)
     policy, place = _restored(written, settings, sharing)
     environment = Reasoning(manifest.tasks, manifest.partial_rewards)
+    devices = devices_of(policy.device, settings)
     node = Node(
         name=shown,
         folder=name,
@@ -246,11 +254,19 @@ def _take_part(
         checkpoints=here / "checkpoints",
         stop=stop,
         push=Push.wanted(settings, here / "checkpoints" / f".push-{name}", journal, stop),
+        load=Load(devices),
     )
     if place:
         node.done = (place.round, place.stage)
         node.standing.restore(place.standing)
-    journal.event("resumed" if place else "joined", round=node.done[0], model=policy.name, pid=os.getpid())
+    journal.event(
+        "resumed" if place else "joined",
+        round=node.done[0],
+        model=policy.name,
+        pid=os.getpid(),
+        hardware=hardware(devices),
+        settings=tellable(msgspec.to_builtins(settings)),
+    )
     log.info(
         "%s (%s) %s with %s on %s",
         identity.name,

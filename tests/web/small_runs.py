@@ -13,7 +13,7 @@ from rl_swarm import config, rounds
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, question_seed
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.rollouts import Answer, Publication, Sampling
 from rl_swarm.rounds import PeerInfo, Report, Rules, State
@@ -32,9 +32,11 @@ def questions_of(manifest_tasks: str) -> Reasoning:
 class SmallRun:
     """A run of a few nodes whose rounds are played by the calls of a test."""
 
-    def __init__(self, root: Path, nodes: int = 2, total: int = 3, pid: int | None = None) -> None:
+    def __init__(
+        self, root: Path, nodes: int = 2, total: int = 3, pid: int | None = None, files: Files | None = None
+    ) -> None:
         root.mkdir(parents=True)
-        self.root, self.files, self.stop = root, LocalFiles(root), threading.Event()
+        self.root, self.files, self.stop = root, files or LocalFiles(root), threading.Event()
         settings = config.load(
             config.UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}
         ).settings

@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from browsing import address_of
 from processes import QUICK, end, run, start, until
 from rich.console import Console
 from small_runs import HOSTILE, SmallRun
@@ -140,6 +143,93 @@ def test_only_this_host_is_answered_and_the_page_can_run_nothing_else(client: Te
         assert getattr(client, method)("/api/overview").status_code == 405
 
 
+TOKEN = "correct-horse-battery"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+def stopping(
+    root: Path, hosts: Sequence[str] = ("localhost",), token: str | None = TOKEN
+) -> tuple[TestClient, list[str]]:
+    """A client of a dashboard whose run can be stopped, and where it is noted that it was."""
+    said: list[str] = []
+    app = create_app(Follower(RunView(root)), hosts, token, lambda: said.append("stop"))
+    return TestClient(app, LOCAL), said
+
+
+def test_a_run_is_stopped_by_those_who_know_the_token(swarm: SmallRun, client: TestClient) -> None:
+    able, said = stopping(swarm.root)
+    assert get(able, "/api/overview")["can_stop"] and not get(client, "/api/overview")["can_stop"]
+    basic = b64encode(f"ann:{TOKEN}".encode()).decode()
+    for wrong in ("", "Bearer ", "Bearer x", f"Bearer {TOKEN}x", f"Basic {basic}", TOKEN, "Bearer \xe9"):
+        refused = able.post("/api/stop", headers={"authorization": wrong.encode("latin-1")})
+        assert refused.status_code == 401 and TOKEN not in refused.text, wrong
+    assert said == [] and able.get("/api/stop").status_code == 405
+    assert able.post("/api/stop", headers=BEARER).status_code == 202 and said == ["stop"]
+    assert stopping(swarm.root, token=None)[0].post("/api/stop", headers=BEARER).status_code == 403
+    watching = TestClient(create_app(Follower(RunView(swarm.root)), token=TOKEN), LOCAL)
+    assert watching.post("/api/stop", headers=BEARER).status_code == 409
+    assert not get(watching, "/api/overview")["can_stop"]
+
+
+def test_where_others_reach_it_the_token_is_the_password(swarm: SmallRun) -> None:
+    locked, said = stopping(swarm.root, hosts=("*",))
+    paths = (
+        "/",
+        "/api/overview",
+        "/metrics",
+        "/health",
+        "/static/app.js",
+        f"/run/{swarm.root.name}/api/overview",
+    )
+    for path in paths:
+        refused = locked.get(path)
+        assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Basic "), path
+        assert locked.get(path, auth=("anybody", TOKEN)).status_code == 200, path
+        assert locked.get(path, headers=BEARER).status_code == 200, path
+        assert locked.get(path, auth=("anybody", "guess")).status_code == 401, path
+    for wrong in ("Basic", "Basic !", "Basic /w==", "Digest x"):
+        assert locked.get("/health", headers={"authorization": wrong}).status_code == 401
+    # A browser sends a password by itself, also when another site makes it ask: that must not stop anything.
+    assert locked.post("/api/stop", auth=("anybody", TOKEN)).status_code == 401 and said == []
+    assert locked.post("/api/stop", headers=BEARER).status_code == 202
+
+
+def test_other_runs_of_the_folder_are_opened_under_their_names(tmp_path: Path) -> None:
+    watched, other = SmallRun(tmp_path / "watched", total=4), SmallRun(tmp_path / "other", nodes=3, total=4)
+    other.play()
+    with TestClient(create_app(Follower(RunView(watched.root))), LOCAL) as client:
+        told = get(client, "/run/other/api/overview")
+        assert (told["name"], told["nodes"], told["round"], told["can_stop"]) == ("other", 3, 1, False)
+        assert (
+            "<main" in client.get("/run/other/").text
+            and client.get("/run/other/static/app.js").status_code == 200
+        )
+        assert [row["run"] for row in get(client, "/run/other/api/runs")["runs"] if row["here"]] == ["other"]
+        assert len(get(client, "/run/other/api/rollouts")["rollouts"]) == 6
+        for nothing in (
+            "/run/none/",
+            "/run/%2e%2e/api/overview",
+            "/run/other/run/other/",
+        ):
+            assert client.get(nothing).status_code == 404, nothing
+        for number in range(5):  # more than are kept open
+            SmallRun(tmp_path / f"more-{number}", total=4)
+            assert get(client, f"/run/more-{number}/api/overview")["name"] == f"more-{number}"
+        assert len(get(client, "/run/other/api/rollouts")["rollouts"]) == 6, "closed and opened again"
+
+
+def test_every_table_of_a_node_is_saved(client: TestClient, swarm: SmallRun) -> None:
+    described = get(client, "/api/openapi.json")["paths"]["/api/nodes/{node}/tables/{table}"]["get"]
+    names = next(p["schema"]["enum"] for p in described["parameters"] if p["name"] == "table")
+    told = get(client, f"/api/nodes/{swarm.names[0]}")
+    for name in names:
+        response = client.get(f"/api/nodes/{swarm.names[0]}/tables/{name}")
+        assert response.headers["content-type"].startswith("text/csv")
+        assert len(list(csv.reader(io.StringIO(response.text)))) == 1 + len(told[name]), name
+    assert len(told["learned_from"]) == 1 and len(told["rejected"]) == 1
+    assert client.get("/api/nodes/nobody/tables/taught").status_code == 404
+
+
 NASTY = [
     "",
     "0",
@@ -221,14 +311,6 @@ def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
         assert process.wait(30) == 0
 
 
-def address_of(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "http://" in line:
-            return "http://" + line.split("http://")[1].split()[0]
-    raise AssertionError("it did not tell its address")
-
-
 def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
     with (
         server.bound("127.0.0.1", 18500) as first,
@@ -260,8 +342,7 @@ def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path)
     )
     try:
         url = address_of(process)
-        until(lambda: httpx.get(f"{url}/api/overview", timeout=60).json()["round"] >= 1, 200)
-        assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "alive"
+        assert httpx.get(f"{url}/health", timeout=60).json()["status"] in ("waiting", "alive")
     finally:
         end(process)  # kills it: whatever it had started ends with it
 
@@ -295,7 +376,7 @@ def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
 def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "is_installed", lambda: False)
     console = Console(file=io.StringIO(), width=200)
-    with dashboard.beside(tmp_path, Settings(), console):
+    with dashboard.beside(tmp_path, Settings(), console, threading.Event()):
         said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("\n") == 1 and "pip install 'rl-swarm[web]'" in said and "--no-web" in said
 

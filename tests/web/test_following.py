@@ -129,6 +129,41 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
     assert telling.node(follower, "nobody") is None and telling.curves(follower, "nobody", []) is None
 
 
+def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", nodes=2, total=4)
+    mine, others = (run.journals[name] for name in run.names)
+    (run.root / "settings.json").write_text('{"seed": 42}')
+    mine.event(
+        "joined", round=-1, model="tiny", hardware={"cores": "2"}, settings={"seed": 7, "hf_token": "secret"}
+    )
+    mine.event("failed", error="ValueError: no")
+    others.event("rejected", node=run.names[0], reason="digest", detail="altered")
+    others.event("rejected", node="stranger", reason="digest", detail="altered")
+    run.write_round(run.names[0], 0, 0.5, [])
+    mine.metrics(
+        "round",
+        round=1,
+        reward_local=0.5,
+        local_with_signal=1,
+        external_taken=0,
+        tokens_per_second=1.0,
+        load={"gpu": 0.5, "x": 1},
+    )
+    run.state = changed(run.state, round=2)
+    run.tick()
+    follower, _ = followed(run)
+    told, other = (telling.node(follower, name) for name in run.names)
+    assert told is not None and other is not None
+    assert told.settings == {"seed": "7"} and told.hardware == {"cores": "2"}, "its own, and no secret"
+    assert other.settings == {"seed": "42"} and other.hardware == {}
+    assert told.errors == {"ValueError: no": 1} and told.refused == {"digest": 1} and other.refused == {}
+    assert told.restarts == 1 and other.restarts == 0, "who joins twice was started again"
+    kinds = [event.event for event in telling.events(follower, node=run.names[0]).events]
+    assert kinds == ["failed", "restarted", "joined"]
+    curves = telling.curves(follower, run.names[0], [])
+    assert curves is not None and curves.metrics["load.gpu"] == [None, 0.5] and "load.x" not in curves.metrics
+
+
 def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "run", total=5)
     run.play()
@@ -143,12 +178,20 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
         )
     with (log / "training_events.jsonl").open("a") as file:
         file.write('{"event":7}\n{"event":"left","timestamp":"now"}\n{"event":"rejected","timestamp":1.0}\n')
+        file.write(
+            '{"event":"resumed","timestamp":1.0,"hardware":[1],"settings":{"hf_token":"x","seed":[1]}}\n'
+        )
     follower, _ = followed(run)
     assert telling.lines(follower, "reward_local").rounds == [0]
     found = telling.node(follower, run.names[0])
     assert found is not None and [link.node for link in found.learned_from] == [run.names[1]]
     assert telling.curves(follower, run.names[0], ["entropy"]).metrics["entropy"] == [0.5]  # type: ignore[union-attr]
-    assert [e.event for e in telling.events(follower, node=run.names[0]).events] == ["joined", "rejected"]
+    assert [e.event for e in telling.events(follower, node=run.names[0]).events] == [
+        "joined",
+        "rejected",
+        "restarted",
+    ]
+    assert found.settings == {} and found.hardware == {}
 
 
 def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) -> None:

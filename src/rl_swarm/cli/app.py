@@ -93,11 +93,7 @@ def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
     for name, source in resolved.sources.items():
         value = getattr(resolved.settings, name)
-        shown = (
-            "(set)"
-            if name in ("hf_token", "invitation") and value
-            else json.dumps(msgspec.to_builtins(value))
-        )
+        shown = "(set)" if name in config.SECRETS and value else json.dumps(msgspec.to_builtins(value))
         print(f"{name:<{width}}  {shown:<24}  {source}")
 
 

@@ -1,5 +1,6 @@
 """`rl-swarm watch`, in a browser or a terminal, and the dashboard that `up` serves while it runs."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ def watch(address: str, settings: Settings) -> None:
     with looked_at(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
         name = view.manifest.name if view.manifest else address
         _say(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", Console(highlight=False))
-        server.serve(view, listening, stop)
+        server.serve(view, listening, stop, settings.web_token)
 
 
 def watch_here(address: str) -> None:
@@ -36,15 +37,17 @@ def watch_here(address: str) -> None:
 
 
 @contextmanager
-def beside(root: Path, settings: Settings, console: Console) -> Iterator[None]:
-    """The dashboard of a run, where it is wanted and can be had."""
+def beside(root: Path, settings: Settings, console: Console, interrupted: threading.Event) -> Iterator[None]:
+    """The dashboard of a run, where it is wanted and can be had. With a token the run can be interrupted there."""
     if not settings.web:
         yield
     elif not server.is_installed():
         _say(f"{server.MISSING} (--no-web: do without)", console)
         yield
     else:
-        with server.beside(root, settings.web_host, settings.web_port) as url:
+        with server.beside(
+            root, settings.web_host, settings.web_port, settings.web_token, interrupted
+        ) as url:
             _say(f"Watch it at {url}", console)
             yield
 

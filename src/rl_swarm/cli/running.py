@@ -18,7 +18,7 @@ from rich.table import Table
 from rl_swarm.cli import dashboard, program
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
-from rl_swarm.config import Settings
+from rl_swarm.config import SECRETS, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.hub import outcomes
 from rl_swarm.identity import Identity
@@ -73,7 +73,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     interrupted = catch_signals()
     swarm.start()
     try:
-        with dashboard.beside(root, settings, console), LiveView(RunView(root), console) as live:
+        with dashboard.beside(root, settings, console, interrupted), LiveView(RunView(root), console) as live:
             while swarm.tend() and not interrupted.is_set():
                 live.update(swarm.restarts)
                 interrupted.wait(0.25)
@@ -175,8 +175,8 @@ def _new_run_directory() -> Path:
 def _portable(settings: Settings) -> dict[str, object]:
     """The settings as they are kept with a run: without secrets, with a key that is found from anywhere."""
     values: dict[str, object] = msgspec.to_builtins(settings)
-    values.pop("hf_token")
-    values.pop("invitation")
+    for name in SECRETS:
+        values.pop(name)
     values["identity_path"] = str(Path(settings.identity_path).absolute())
     return values
 

@@ -56,6 +56,13 @@ def pick_device(settings: Settings) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def devices_of(device: torch.device, settings: Settings) -> list[torch.device]:
+    """All that a node uses, where it uses several GPUs together."""
+    if device.type != "cuda" or settings.devices_per_node == 1:
+        return [device]
+    return [torch.device("cuda", k) for k in range(min(settings.devices_per_node, torch.cuda.device_count()))]
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes that a model on this device can use: the GPU's, or the machine's."""
     if device.type == "cuda":

@@ -1,12 +1,13 @@
-"""The swarm over HTTP: everything the page shows, read only. The description is at /api/openapi.json."""
+"""The swarm over HTTP: everything the page shows, read only unless a token is set. The description is at /api/openapi.json."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
@@ -14,6 +15,7 @@ from rl_swarm.web import guard, original, prometheus, tables, telling
 from rl_swarm.web import records as r
 from rl_swarm.web.following import Follower
 from rl_swarm.web.kept import Kept
+from rl_swarm.web.others import Others
 from rl_swarm.web.runs import Runs
 from rl_swarm.web.stream import Stream
 from rl_swarm.web.texts import Texts, Wanted
@@ -30,30 +32,49 @@ Metric = Annotated[
 Reward = Annotated[float | None, Query(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Format = Annotated[Literal["json", "csv"], Query(description="csv: the same as a table.")]
 OR_CSV: dict[int | str, dict[str, object]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+STOP_RESPONSES: dict[int | str, dict[str, object]] = {
+    401: {"description": "Wrong or no token."},
+    403: {"description": "No token is set: it can only be read."},
+    409: {"description": "There is nothing to stop from here."},
+}
 OR_NOT: dict[int | str, dict[str, object]] = {404: {"description": "There is no such node."}}
 
 
-def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localhost", "[::1]")) -> FastAPI:
-    """The API of one swarm. `hosts` are the names it answers to; `*` is any."""
-    texts, runs, stream = Texts(follower), Runs(follower), Stream(follower)
+def create_app(
+    follower: Follower,
+    hosts: Sequence[str] = ("127.0.0.1", "localhost", "[::1]"),
+    token: str | None = None,
+    stop: Callable[[], None] | None = None,
+    among: Runs | None = None,
+) -> FastAPI:
+    """The API of one swarm. `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped, where
+    `stop` does that. `among` are the runs beside it, where it is one of several that are served."""
+    texts, stream, runs = Texts(follower), Stream(follower), among or Runs(follower)
+
+    def close() -> None:
+        stream.closed = True
+        texts.close()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        texts.close()
+        for ending in (close, *runs.closing):
+            ending()
 
     app = FastAPI(
         title="RL Swarm",
         version=__version__,
-        description="What a swarm does, as its dashboard shows it. Read only.",
+        description="What a swarm does, as its dashboard shows it. Read only, but for stopping the run with a token.",
         openapi_url="/api/openapi.json",
         docs_url=None,  # its page would come from elsewhere
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.state.stream = stream
+    app.state.stream, app.state.close = stream, close
     app.add_middleware(Kept, version=lambda: follower.version)
-    guard.protect(app, hosts)
+    if among is None:
+        app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+    guard.protect(app, hosts, token)
 
     def looked() -> Follower:
         follower.look()
@@ -63,7 +84,21 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
 
     @app.get("/api/overview")
     def overview(swarm: Swarm) -> r.Overview:
-        return telling.overview(swarm)
+        return telling.overview(swarm, can_stop=token is not None and stop is not None)
+
+    @app.post("/api/stop", status_code=202, responses=STOP_RESPONSES)
+    def stop_run(
+        given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+    ) -> r.Stopping:
+        """Stops the run as Ctrl-C does: the nodes save where they are. The token is that of SWARM_WEB_TOKEN."""
+        if token is None:
+            raise HTTPException(403, "It can only be read: no SWARM_WEB_TOKEN is set.")
+        if given is None or not guard.same(given.credentials, token):
+            raise HTTPException(401, "Wrong or no token.", {"WWW-Authenticate": "Bearer"})
+        if stop is None:
+            raise HTTPException(409, "Only the dashboard of `rl-swarm up` can stop its run.")
+        stop()
+        return r.Stopping(True)
 
     @app.get("/api/nodes", response_model=r.NodePage, responses=OR_CSV)
     def nodes(
@@ -80,6 +115,18 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
         if found is None:
             raise HTTPException(404, "There is no such node.")
         return found
+
+    @app.get(
+        "/api/nodes/{node}/tables/{table}",
+        response_class=PlainTextResponse,
+        responses=OR_CSV | OR_NOT,
+    )
+    def node_table(swarm: Swarm, node: str, table: tables.NodeTable) -> Response:
+        """A table of a node's page, as CSV."""
+        found = telling.node(swarm, node)
+        if found is None:
+            raise HTTPException(404, "There is no such node.")
+        return as_csv(f"{found.row.node}-{table}", tables.node_csv(found, table))
 
     @app.get("/api/nodes/{node}/curves", response_model=r.NodeCurves, responses=OR_CSV | OR_NOT)
     def curves(
@@ -144,7 +191,7 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
         format: Format = "json",
     ) -> object:
         """The runs in the same folder, the newest first."""
-        page = runs.page(offset, limit)
+        page = runs.page(offset, limit, follower)
         return page if format == "json" else as_csv("runs", tables.records_csv(r.RunRow, page.runs))
 
     @app.get("/api/runs/curves", response_model=r.Lines, responses=OR_CSV)

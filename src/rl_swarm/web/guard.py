@@ -1,10 +1,13 @@
 """What keeps the dashboard harmless: it answers to its own name alone, and its page runs nothing but its own files."""
 
+import binascii
+import hmac
+from base64 import b64decode
 from collections.abc import Sequence
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,9 +24,11 @@ HEADERS = {
 }
 
 
-def protect(app: FastAPI, hosts: Sequence[str]) -> None:
+def protect(app: FastAPI, hosts: Sequence[str], token: str | None = None) -> None:
     """No other site can read it in a visitor's browser: there is no CORS, and a name that somebody lets point to this
-    machine is not answered."""
+    machine is not answered. Where it answers to any name, others reach it: then the token, if there is one, is asked for."""
+    if token is not None and "*" in hosts:
+        app.add_middleware(Locked, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     app.add_middleware(Guard)
     app.add_exception_handler(RequestValidationError, explain)
@@ -34,6 +39,37 @@ async def explain(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     detail = [{key: problem[key] for key in ("type", "loc", "msg")} for problem in error.errors()]
     return JSONResponse({"detail": detail}, 422)
+
+
+def same(given: str, token: str) -> bool:
+    """Whether that is the token, in a time that tells nothing about it."""
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def password(authorization: str) -> str:
+    """What a browser or a program gave to be let in: a bearer's token, or the password of any name."""
+    kind, _, given = authorization.partition(" ")
+    if kind.lower() != "basic":
+        return given.strip() if kind.lower() == "bearer" else ""
+    try:
+        return b64decode(given, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+class Locked:
+    """Tells nothing to those who do not know the token. A browser asks its user for it."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        open_ = scope["type"] != "http"
+        if open_ or same(password(Headers(scope=scope).get("authorization", "")), self.token):
+            await self.app(scope, receive, send)
+            return
+        asked = {"WWW-Authenticate": 'Basic realm="RL Swarm: any name, and the token", charset="UTF-8"'}
+        await JSONResponse({"detail": "Wrong or no token."}, 401, asked)(scope, receive, send)
 
 
 class Guard:

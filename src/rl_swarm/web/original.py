@@ -75,6 +75,9 @@ class Message:
     node: str
     nodeId: str
     timestamp: float
+    question: str
+    answer: str  # the best of them
+    reward: float
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,10 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
         found = telling.find(swarm, " ".join(name.lower().split()))
         return PeerIdOf(found.peer.peer_id if found and found.peer else None)
 
-    @routes.post("/id-to-name", responses={413: {"description": "More than 100 KB."}})
+    @routes.post(
+        "/id-to-name",
+        responses={400: {"description": "No text."}, 413: {"description": "More than 100 KB."}},
+    )
     def id_to_name(ids: Annotated[list[PeerId], Body(max_length=1000)]) -> dict[str, str]:
         return {peer_id: animal_name(peer_id) for peer_id in ids}
 
@@ -151,5 +157,6 @@ def leaders(swarm: Follower, total: bool) -> Leaderboard:
 def message(row: RolloutRow) -> Message:
     """A rollout as one line: the question, and the best of the answers."""
     best = max(row.completions, key=lambda text: text.reward)
-    said = f"{' '.join(row.question.split())} → {' '.join(best.text.split())}"
-    return Message(row.id, said[:LONGEST], row.name, row.node, row.timestamp)
+    question, answer = (" ".join(text.split())[:LONGEST] for text in (row.question, best.text))
+    said = f"{question} → {answer}"[:LONGEST]
+    return Message(row.id, said, row.name, row.node, row.timestamp, question, answer, best.reward)

@@ -30,6 +30,7 @@ class Overview:
     held_out_now: float | None
     from_others: float | None  # share of the groups learned from
     logs: bool  # whether the nodes' logs are at hand
+    can_stop: bool  # whoever has the token may stop the run from here
     version: int  # grows when anything changes
 
 
@@ -91,11 +92,14 @@ class NodeDetail:
     restarts: int
     skipped: int  # times that it went past rounds
     rejected: dict[str, int]  # rollouts of others, by reason
+    refused: dict[str, int]  # its own rollouts that others rejected, by reason
+    errors: dict[str, int]
     learned_from: list[Link]
     taught: list[Link]
     held_out: list[TaskScore]
     checkpoints: list[int]  # rounds
-    settings: dict[str, str]
+    settings: dict[str, str]  # its own; where its log is not at hand, those of the run
+    hardware: dict[str, str]
     metrics: list[str]  # of which there are curves
 
 
@@ -196,6 +200,11 @@ class RunPage:
     total: int
     offset: int
     runs: list[RunRow]
+
+
+@dataclass(frozen=True)
+class Stopping:
+    stopping: bool
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 from rl_swarm.network.folder import SAFE_NAME
@@ -20,6 +21,7 @@ class Runs:
         self.follower = follower
         self._opening = threading.Lock()
         self._open: OrderedDict[str, Follower] = OrderedDict()
+        self.closing: list[Callable[[], None]] = []  # what is to end with the server
 
     def names(self) -> list[str]:
         """The runs in the same folder, the newest first; of a swarm elsewhere only itself."""
@@ -47,17 +49,15 @@ class Runs:
         found.look()
         return found
 
-    def page(self, offset: int, limit: int) -> RunPage:
+    def page(self, offset: int, limit: int, here: Follower | None = None) -> RunPage:
+        """`here` is the one that is looked at, by default the one that is watched."""
         names = self.names()
         found = [(name, self.get(name)) for name in names[offset : offset + limit]]
-        return RunPage(len(names), offset, [self._row(name, run) for name, run in found if run is not None])
-
-    def _row(self, name: str, run: Follower) -> RunRow:
-        told = telling.overview(run)
-        return RunRow(
-            name, told.phase, told.round, told.rounds, told.nodes, told.reward, told.held_out_start, told.held_out_now,
-            run is self.follower,
-        )  # fmt: skip
+        return RunPage(
+            len(names),
+            offset,
+            [_row(name, run, run is (here or self.follower)) for name, run in found if run],
+        )
 
     def lines(self, names: list[str], metric: str, points: int) -> Lines:
         """The mean over the nodes of every run, over the same rounds."""
@@ -70,6 +70,13 @@ class Runs:
         whole = [filled(line, length) for line in values]
         shown = [Line(name, name, line) for (name, _), line in zip(means, whole, strict=True)]
         return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown)
+
+
+def _row(name: str, run: Follower, here: bool) -> RunRow:
+    told = telling.overview(run)
+    return RunRow(
+        name, told.phase, told.round, told.rounds, told.nodes, told.reward, told.held_out_start, told.held_out_now, here
+    )  # fmt: skip
 
 
 def _as_curves(lines: Lines) -> Curves:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from rl_swarm.report import RunView
 
 MOST_PORTS = 100  # that are tried, from the one that was asked for
 NICENESS = 10  # of the dashboard of `up`: the nodes come first
+TOKEN = "SWARM_WEB_TOKEN"
+STOP = b"stop\n"  # what the dashboard of `up` says when somebody with the token stops the run
 ANY_HOST = ("0.0.0.0", "::")
 MISSING = "The dashboard needs a few packages more: pip install 'rl-swarm[web]'"
 
@@ -61,14 +63,20 @@ def hosts_of(listening: socket.socket) -> list[str]:
     return ["127.0.0.1", "localhost", "[::1]"] if host in ("127.0.0.1", "::1") else ["*"]
 
 
-def serve(view: RunView, listening: socket.socket, stop: threading.Event) -> None:
+def serve(
+    view: RunView,
+    listening: socket.socket,
+    stop: threading.Event,
+    token: str | None = None,
+    stop_run: Callable[[], None] | None = None,
+) -> None:
     """Serves a swarm until told to stop."""
     import uvicorn
 
     from rl_swarm.web.api import create_app
     from rl_swarm.web.following import Follower
 
-    app = create_app(Follower(view), hosts_of(listening))
+    app = create_app(Follower(view), hosts_of(listening), token, stop_run)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -82,34 +90,49 @@ def serve(view: RunView, listening: socket.socket, stop: threading.Event) -> Non
     thread.start()
     while thread.is_alive() and not stop.wait(0.2):
         pass
-    app.state.stream.closed = True
+    app.state.close()
     server.should_exit = True
     thread.join()
 
 
 @contextmanager
-def beside(root: Path, host: str, port: int) -> Iterator[str]:
-    """The dashboard of a run in a process of its own, for as long as this lasts; its address."""
+def beside(root: Path, host: str, port: int, token: str | None, stop: threading.Event) -> Iterator[str]:
+    """The dashboard of a run in a process of its own, for as long as this lasts; its address. Whoever has the token can
+    set `stop` there."""
     with bound(host, port) as listening, (root / "logs" / "swarm.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.web.server", str(root), str(listening.fileno())],
             pass_fds=[listening.fileno()],
+            env={**os.environ, TOKEN: token or ""},
             stdin=subprocess.PIPE,
-            stdout=log,  # the terminal is for what `up` shows
-            stderr=log,
+            stdout=subprocess.PIPE,
+            stderr=log,  # the terminal is for what `up` shows
             start_new_session=True,  # Ctrl-C is for the one who started it
         )
         url = url_of(listening)
+    assert process.stdin is not None and process.stdout is not None
+    said = process.stdout
+
+    def listen() -> None:
+        if STOP in said:
+            stop.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     try:
         yield url
     finally:
-        assert process.stdin is not None
         process.stdin.close()
         try:
             process.wait(5)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        said.close()
+
+
+def _tell_parent() -> None:
+    sys.stdout.buffer.write(STOP)
+    sys.stdout.buffer.flush()
 
 
 def _main(root: str, descriptor: int) -> None:
@@ -124,7 +147,7 @@ def _main(root: str, descriptor: int) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     with socket.socket(fileno=descriptor) as listening:
-        serve(RunView(Path(root)), listening, stop)
+        serve(RunView(Path(root)), listening, stop, os.environ.get(TOKEN) or None, _tell_parent)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,22 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from typing import Literal
 
-from rl_swarm.web.records import Lines, NodeCurves, RolloutRow
+from rl_swarm.web.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
 
 Cell = object
+NodeTable = Literal[
+    "learned_from",
+    "taught",
+    "held_out",
+    "rejected",
+    "refused",
+    "errors",
+    "checkpoints",
+    "settings",
+    "hardware",
+]
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
@@ -33,6 +45,19 @@ def lines_csv(lines: Lines) -> str:
 def curves_csv(curves: NodeCurves) -> str:
     columns = [curves.rounds, *curves.metrics.values()]
     return csv_text(["round", *curves.metrics], zip(*columns, strict=True))
+
+
+def node_csv(node: NodeDetail, table: NodeTable) -> str:
+    """One of the tables of a node's page."""
+    if table == "held_out":
+        return records_csv(TaskScore, node.held_out)
+    if table == "checkpoints":
+        return csv_text(["round"], ([played] for played in node.checkpoints))
+    if table in ("learned_from", "taught"):
+        return records_csv(Link, getattr(node, table))
+    rows: dict[str, Cell] = getattr(node, table)
+    header = ["name", "value"] if table in ("settings", "hardware") else ["reason", "times"]
+    return csv_text(header, rows.items())
 
 
 def rollouts_csv(rows: Iterable[RolloutRow]) -> str:

@@ -1,6 +1,7 @@
 """What a follower knows, told as records. Every function holds its lock for as long as it reads."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -32,7 +33,7 @@ MOST_TASKS = 256
 SETTINGS_BYTES = 64 << 10
 
 
-def overview(follower: Follower) -> Overview:
+def overview(follower: Follower, can_stop: bool = False) -> Overview:
     with follower.lock:
         view, state, manifest = follower.view, follower.view.state, follower.view.manifest
         nodes, tracks = list(view.nodes.values()), list(follower.tracks.values())
@@ -61,6 +62,7 @@ def overview(follower: Follower) -> Overview:
             held_out_now=view.mean_held_out("now"),
             from_others=taken / (own + taken) if own + taken else None,
             logs=any(node.rounds or node.held_out for node in nodes),
+            can_stop=can_stop,
             version=follower.version,
         )
 
@@ -119,6 +121,11 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             for other in follower.view.nodes.values()
             if other.node in follower.tracks
         }
+        refused: Counter[str] = Counter()
+        for other in follower.tracks.values():
+            for (whose, reason), times in other.refused.items():
+                if whose == row.node:
+                    refused[reason] += times
         return NodeDetail(
             row=row,
             device=peer.device if peer else "",
@@ -131,6 +138,8 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             restarts=track.restarts,
             skipped=track.skipped,
             rejected=dict(track.rejected.most_common(100)),
+            refused=dict(refused.most_common(100)),
+            errors=dict(track.errors.most_common(100)),
             learned_from=_links(follower, track.learned_from),
             taught=_links(follower, taught),
             held_out=[
@@ -138,7 +147,8 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
                 for task in sorted(scores[0] | scores[1])[:MOST_TASKS]
             ],
             checkpoints=_checkpoints(follower, view.node),
-            settings=_settings(follower),
+            settings=track.settings or _settings(follower),
+            hardware=track.hardware,
             metrics=sorted(track.curves.sums),
         )
 

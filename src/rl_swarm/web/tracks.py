@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rl_swarm.config import tellable
 from rl_swarm.report import TREND_ROUNDS, NodeView
 from rl_swarm.telemetry.journal import read_lines
 from rl_swarm.web.curves import Curves, number
@@ -16,9 +17,12 @@ METRICS = (
     "loss", "kl", "clip_share", "mismatch", "tokens_per_second", "trained_tokens", "peak_memory", "external_taken",
     "external_surprise",
 )  # fmt: skip
+LOADS = ("processor", "memory", "gpu", "gpu_memory")
 PHASES = ("questions", "generate", "score", "publish", "collect", "train", "report")
 KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
 MOST_NAMES = 1024  # of peers or reasons that are counted for one node
+MOST_WORDS = 128  # settings of one node
+ERRORS = ("failed", "push_failed")
 LONGEST = 300  # characters of what is said about an event
 AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
 
@@ -33,12 +37,17 @@ class Track:
     taken: int = 0  # groups of others that it learned from
     learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
+    errors: Counter[str] = field(default_factory=Counter)
+    hardware: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
     skipped: int = 0
     alive: bool | None = None  # when it was looked at last
     _rounds: int = 0  # lines of the view that were taken
     _scores: int = 0
     _events: int = 0  # bytes of its events that were read
+    _begun: bool = False  # it has joined before
 
     @property
     def from_others(self) -> float | None:
@@ -64,9 +73,9 @@ class Track:
 
     def _add(self, line: Mapping[str, Any]) -> None:
         values = {name: value for name in METRICS if (value := number(line.get(name))) is not None}
-        seconds = line.get("seconds")
-        if isinstance(seconds, dict):
-            values |= {f"seconds.{p}": value for p in PHASES if (value := number(seconds.get(p))) is not None}
+        for name, parts in (("seconds", PHASES), ("load", LOADS)):
+            if isinstance(found := line.get(name), dict):
+                values |= {f"{name}.{p}": v for p in parts if (v := number(found.get(p))) is not None}
         self.curves.add(line["round"], values)
         self.tokens += values.get("tokens_per_second", 0.0) * values.get("seconds.generate", 0.0)
         self.rollouts += int(number(line.get("local_groups")) or 0)
@@ -77,10 +86,28 @@ class Track:
 
     def new_events(self, view: NodeView, root: Path) -> list[Event]:
         lines, self._events = read_lines(root / "logs" / view.node / "training_events.jsonl", self._events)
-        events = [event for line in lines if (event := event_of(line, view)) is not None]
-        self.restarts += sum(event.event == "resumed" for event in events)
-        self.skipped += sum(event.event == "skipped" for event in events)
-        return events
+        return [event for line in lines if (event := self._event(line, view)) is not None]
+
+    def _event(self, line: Mapping[str, Any], view: NodeView) -> Event | None:
+        """What a line of the log tells, noted here. Who joins again was started again."""
+        event = event_of(line, view)
+        if event is None:
+            return None
+        if event.event in ("joined", "resumed"):
+            self.hardware = words(line.get("hardware"))
+            settings = line.get("settings")
+            self.settings = words(tellable(settings) if isinstance(settings, dict) else None)
+            if self._begun or event.event == "resumed":
+                self.restarts += 1
+                after = f"after round {event.round}" if event.round is not None else "from the start"
+                event = replace(event, event="restarted", detail=f"{after}, {event.detail}")
+            self._begun = True
+        self.skipped += event.event == "skipped"
+        if event.event == "rejected":
+            count_one(self.refused, (str(line.get("node")), str(line.get("reason"))))
+        if event.event in ERRORS:
+            count_one(self.errors, event.detail)
+        return event
 
 
 def count(counter: Counter[str], found: object) -> None:
@@ -91,6 +118,18 @@ def count(counter: Counter[str], found: object) -> None:
         amount = number(times)
         if amount and len(name) <= 64 and (name in counter or len(counter) < MOST_NAMES):
             counter[name] += int(amount)
+
+
+def count_one(counter: Counter[Any], name: Any) -> None:
+    if name in counter or len(counter) < MOST_NAMES:
+        counter[name] += 1
+
+
+def words(found: object) -> dict[str, str]:
+    """A small table that a log holds, as text."""
+    if not isinstance(found, dict):
+        return {}
+    return {str(name)[:64]: str(value)[:LONGEST] for name, value in list(found.items())[:MOST_WORDS]}
 
 
 def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
@@ -104,6 +143,8 @@ def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
         "not_asked": f"{line.get('peer')} for {line.get('rounds')} rounds",
         "joined": f"with {line.get('model')}",
         "resumed": f"with {line.get('model')}",
+        "failed": str(line.get("error")),
+        "push_failed": str(line.get("reason")),
     }
     others = {key: value for key, value in line.items() if key not in ("event", "timestamp", "round")}
     detail = shown.get(kind) or ", ".join(f"{key}: {value}" for key, value in others.items())

@@ -3,10 +3,10 @@
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec.structs import replace as changed
@@ -55,12 +55,22 @@ def observed(text: str) -> Iterator[tuple[Address, Callable[[], State] | None]]:
         yield replace(locate(text), files=files), clock
 
 
+@dataclass
+class Counted:
+    """What the reports of one peer come to."""
+
+    reports: int = 0
+    reward: float = 0.0
+    wins: int = 0
+
+
 class Onlooker:
     """Knows of a swarm without a coordinator what its members tell: that they are there, and their reports."""
 
     def __init__(self, coordinator: ClockCoordinator) -> None:
         self.coordinator = coordinator
-        self.reports = dict[tuple[int, int, str], Report]()  # by round, stage and peer
+        self.reports = dict[tuple[int, int, str], Report]()  # of the last rounds, by round, stage and peer
+        self.before = dict[str, Counted]()  # what those of earlier rounds come to, by peer
         self._asked_at = -math.inf
 
     def current(self) -> State:
@@ -72,7 +82,8 @@ class Onlooker:
 
     def _ask(self, state: State) -> None:
         """For the reports of this round and the one before that are not known yet."""
-        self.reports = {place: r for place, r in self.reports.items() if place[0] > state.round - KEPT_ROUNDS}
+        for place in [place for place in self.reports if place[0] <= state.round - KEPT_ROUNDS]:
+            _count(self.reports.pop(place), self.before, state.members)
         recent = range(max(0, state.round - 1), min(state.round + 1, self.coordinator.manifest.rounds))
         wanted = [
             (number, stage, peer_id)
@@ -99,15 +110,27 @@ class Onlooker:
 
     def _counted(self, state: State) -> State:
         """The members with the reports that were seen, as a coordinator would count them."""
+        counted = {peer_id: replace(count) for peer_id, count in self.before.items()}
+        for report in self.reports.values():
+            _count(report, counted, state.members)
         members = dict(state.members)
-        for (_, _, peer_id), report in self.reports.items():
-            if member := members.get(peer_id):
-                members[peer_id] = changed(
-                    member, participation=member.participation + 1, reward=member.reward + report.reward
-                )
-            if report.vote != peer_id and (member := members.get(report.vote)):
-                members[report.vote] = changed(member, wins=member.wins + 1)
+        for peer_id in members.keys() & counted.keys():
+            member, count = members[peer_id], counted[peer_id]
+            members[peer_id] = changed(
+                member,
+                participation=member.participation + count.reports,
+                reward=member.reward + count.reward,
+                wins=member.wins + count.wins,
+            )
         return changed(state, members=members)
+
+
+def _count(report: Report, counted: dict[str, Counted], members: Container[str]) -> None:
+    mine = counted.setdefault(report.peer_id, Counted())
+    mine.reports += 1
+    mine.reward += report.reward
+    if report.vote != report.peer_id and report.vote in members:
+        counted.setdefault(report.vote, Counted()).wins += 1
 
 
 def asked(files: Files, paths: Iterable[str], limit: int) -> Iterator[tuple[str, bytes | OSError]]:

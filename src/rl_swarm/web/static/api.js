@@ -19,8 +19,10 @@ export function get(path, parameters) {
   return asked.get(where);
 }
 
-async function fetched(where) {
-  const response = await fetch(where, { headers: { Accept: "application/json" } });
+export const post = (path, token) => fetched(path, { method: "POST", headers: { Authorization: `Bearer ${token}` } });
+
+async function fetched(where, options = { headers: { Accept: "application/json" } }) {
+  const response = await fetch(where, options);
   if (!response.ok) {
     const detail = await response.json().then((body) => body.detail, () => null);
     throw new Error(typeof detail === "string" ? detail : `The server answered ${response.status}.`);

@@ -8,11 +8,12 @@ import { node } from "./node.js";
 import { rollouts } from "./rollouts.js";
 import { events } from "./events.js";
 import { runs } from "./runs.js";
+import { offer } from "./stopping.js";
 
 const ROUTES = [[/^\/?$/, overview], [/^\/node\/(.+)$/, node], [/^\/rollouts$/, rollouts], [/^\/events$/, events], [/^\/runs$/, runs]];
 const main = document.getElementById("main");
 let view = null; // {title, element, refresh}
-let busy = false;
+let busy = null; // the view that is being brought up to date
 let again = false;
 let version = null; // of what was read last
 
@@ -23,29 +24,30 @@ function failure(error) {
 }
 
 async function refresh() {
-  if (busy) {
+  if (busy === view) {
     again = true;
     return;
   }
-  busy = true;
   const asked = view;
+  busy = asked;
+  again = false;
   try {
     const [about] = await Promise.all([get("api/overview"), asked.refresh()]);
+    if (asked !== view) return; // somebody went on to another page
     version = about.version;
     document.getElementById("swarm").textContent = about.name || "RL Swarm";
     const phase = document.getElementById("phase");
     phase.textContent = about.phase;
     phase.className = `pill ${about.phase}`;
+    offer(about.can_stop && about.phase !== "finished");
     document.title = `${view.title} · ${about.name || "RL Swarm"}`;
     failure(null);
   } catch (error) {
     if (asked === view) failure(error);
   }
-  busy = false;
-  if (again) {
-    again = false;
-    refresh();
-  }
+  if (busy !== asked) return;
+  busy = null;
+  if (again) refresh();
 }
 
 function plain(text) {

@@ -1,15 +1,17 @@
 // Curves over rounds, drawn by uPlot.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { h } from "./dom.js";
+import { h, save } from "./dom.js";
 
-const HEIGHT = 260;
+const HEIGHT = 250;
+const FEW = 24; // points that are drawn as dots too
 const PALETTE = ["--accent", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const WHOLE = [1, 2, 5].flatMap((step) => Array.from({ length: 13 }, (_, power) => step * 10 ** power)).sort((a, b) => a - b);
 const charts = new Set();
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const shown = (value) => (value === null || value === undefined ? "–" : Math.abs(value) >= 1000 ? value.toFixed(0) : value.toPrecision(3));
+const short = (tick) => (Math.abs(tick) >= 10000 ? `${+(tick / 1000).toPrecision(4)}k` : String(+tick.toPrecision(6)));
 
 // A chart that is drawn into its own element: `show({rounds, lines: [{name, values}], mean})`. With a mean the lines are
 // thin and alike, and the mean is bold; without one they have colours and a legend.
@@ -20,8 +22,8 @@ export class Chart {
     this.plot = null;
     this.place = h("div", { class: "plot", role: "img", "aria-label": label });
     this.reading = h("p", { class: "reading", "aria-hidden": "true" }, " ");
-    this.link = csv ? h("a", { class: "save", href: csv, download: true, "aria-label": `Save ${label} as CSV` }, "CSV") : null;
-    this.element = h("figure", {}, h("figcaption", {}, h("span", {}, label), this.link), this.place, this.reading);
+    this.link = csv ? save(csv, label) : null;
+    this.element = h("figure", {}, h("figcaption", { class: "head" }, h("h2", {}, label), this.link), this.reading, this.place);
     new ResizeObserver(() => this.fit()).observe(this.place);
     charts.add(this);
   }
@@ -45,22 +47,24 @@ export class Chart {
     this.plot?.destroy();
     const { lines, mean } = this.data;
     const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+    const points = { size: 6, show: (plot, k) => plot.data[k].reduce((sum, value) => sum + (value !== null), 0) <= FEW };
     const series = lines.map((line, k) => ({
       label: line.name,
       spanGaps: true,
       width: mean ? 1 : 1.75,
       stroke: mean ? color("--thin") : color(PALETTE[k % PALETTE.length]),
-      points: { show: (plot) => plot.data[0].length < 3 },
+      points: mean ? { show: false } : points,
     }));
-    if (mean) series.push({ label: "mean", spanGaps: true, width: 3, stroke: color("--accent"), points: { show: false } });
+    if (mean) series.push({ label: "mean", spanGaps: true, width: 3, stroke: color("--accent"), fill: color("--wash"), points });
     this.plot = new uPlot({
       width: Math.max(200, this.place.clientWidth),
       height: this.height,
+      padding: [10, 12, 0, 0],
       legend: { show: false },
       cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
       focus: { alpha: 0.35 },
       scales: { x: { time: false } },
-      axes: [{ ...axis, size: 34, space: 70, incrs: WHOLE }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (Math.abs(tick) >= 10000 ? tick.toExponential(0) : String(+tick.toPrecision(6)))) }],
+      axes: [{ ...axis, size: 26, space: 70, incrs: WHOLE }, { ...axis, size: (_, ticks) => 14 + 7 * Math.max(1, ...(ticks ?? []).map((tick) => tick.length)), gap: 4, values: (_, ticks) => ticks.map(short) }],
       series: [{ label: "round" }, ...series],
       hooks: { setCursor: [(plot) => this.read(plot)] },
     }, values, this.place);

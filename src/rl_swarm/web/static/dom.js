@@ -11,6 +11,16 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Draws a part anew. Where the keyboard was in it, it is at the same link or box afterwards.
+export function redraw(place, ...children) {
+  const focused = place.contains(document.activeElement) ? document.activeElement : null;
+  const name = focused && ["href", "aria-label"].find((each) => focused.hasAttribute(each));
+  const folded = focused?.tagName === "SUMMARY" && focused.parentElement.id;
+  place.replaceChildren(...children);
+  if (name) place.querySelector(`${focused.tagName}[${name}="${CSS.escape(focused.getAttribute(name))}"]`)?.focus({ preventScroll: true });
+  else if (folded) place.querySelector(`#${folded} > summary`)?.focus({ preventScroll: true });
+}
+
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const known = (value) => value !== null && value !== undefined;
 
@@ -18,7 +28,7 @@ export const score = (value) => (known(value) ? value.toFixed(3) : "–");
 export const count = (value) => (known(value) ? compact.format(value) : "–");
 export const percent = (value) => (known(value) ? `${Math.round(value * 100)} %` : "–");
 export const signed = (value, digits = 2) => (known(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : "–");
-export const bytes = (value) => (known(value) ? `${compact.format(value / 2 ** 20)} MiB` : "–");
+export const bytes = (value) => (known(value) ? (value < 2 ** 30 ? `${Math.round(value / 2 ** 20)} MiB` : `${(value / 2 ** 30).toFixed(1)} GiB`) : "–");
 
 export function duration(seconds) {
   if (!known(seconds)) return "–";
@@ -31,7 +41,8 @@ export function moment(timestamp) {
   if (!known(timestamp)) return "–";
   const date = new Date(timestamp * 1000);
   if (Number.isNaN(date.getTime())) return "–";
-  return h("time", { datetime: date.toISOString(), title: date.toString() }, date.toLocaleString());
+  const today = date.toDateString() === new Date().toDateString();
+  return h("time", { datetime: date.toISOString(), title: date.toString() }, today ? date.toLocaleTimeString() : date.toLocaleString());
 }
 
 export const nodeLink = (node, name) => (node ? h("a", { href: `#/node/${encodeURIComponent(node)}` }, name) : name);
@@ -39,17 +50,23 @@ export const nodeLink = (node, name) => (node ? h("a", { href: `#/node/${encodeU
 export const life = (alive) => h("span", { class: alive ? "dot here" : "dot", title: alive ? "here" : "gone" },
   h("span", { class: "hidden" }, alive ? "here" : "gone"));
 
-export function card(title, ...content) {
-  return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...content);
+export const save = (href, what) => h("a", { class: "save", href, download: true, "aria-label": `Save ${what} as CSV` }, "CSV");
+
+// A part of a page, with a link that saves its table where there is one.
+export function card(title, csv, ...content) {
+  return h("section", { class: "card", "aria-label": title },
+    h("div", { class: "head" }, h("h2", {}, title), csv ? save(csv, title[0].toLowerCase() + title.slice(1)) : null), ...content);
 }
 
 export const fact = (label, value, note) => h("div", { class: "fact" }, h("dt", {}, label), h("dd", {}, value),
   note ? h("dd", { class: "note" }, note) : null);
 
-// A table of columns {title, cell(row), number, wide}; `wide` ones are left out on a phone.
+export const happening = (kind) => h("span", { class: `what ${kind.replaceAll(/[^a-z]/g, "-")}` }, kind.replaceAll("_", " "));
+
+// A table of columns {title, cell(row), number, wide, short}; `wide` ones are left out on a phone, `short` ones stay on a line.
 export function table(caption, columns, rows, empty = "Nothing yet.") {
   if (!rows.length) return h("p", { class: "empty" }, empty);
-  const kind = (column) => [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ") || null;
+  const kind = (column) => [column.number && "number", column.wide && "wide", column.short && "short"].filter(Boolean).join(" ") || null;
   return h("div", { class: "scroll" }, h("table", {},
     h("caption", { class: "hidden" }, caption),
     h("thead", {}, h("tr", {}, columns.map((c) => h("th", { scope: "col", class: kind(c) }, c.title)))),

@@ -1,24 +1,24 @@
 // What peers say now, and what happened to them.
 
 import { csv, get } from "./api.js";
-import { card, h, moment, nodeLink, table } from "./dom.js";
+import { card, h, happening, moment, nodeLink, redraw, score, table } from "./dom.js";
 
-const KINDS = ["joined", "joined_late", "resumed", "left", "gone", "came back", "skipped", "rejected", "not_asked", "checkpoint", "finished"];
+const KINDS = ["joined", "joined_late", "restarted", "left", "gone", "came back", "skipped", "rejected", "not_asked", "failed", "checkpoint", "finished"];
 const PAGE = 50;
 
 export function events() {
-  const feed = h("ol", { class: "feed" });
-  const happened = h("div");
+  const feed = h("ol", { class: "feed" }, h("li", { class: "empty" }, "Reading …"));
+  const happened = h("div", {}, h("p", { class: "empty" }, "Reading …"));
   const pages = h("div", { class: "pages" });
   const kind = h("select", { id: "kind", onchange: () => { offset = 0; list(); } }, h("option", { value: "" }, "all"), KINDS.map((each) => h("option", { value: each }, each.replaceAll("_", " "))));
   let offset = 0;
 
   async function list() {
     const page = await get("api/events", { kind: kind.value, offset, limit: PAGE });
-    happened.replaceChildren(table("Events", [
-      { title: "When", cell: (event) => moment(event.timestamp) },
+    redraw(happened, table("Events", [
+      { title: "When", short: true, cell: (event) => moment(event.timestamp) },
       { title: "Node", cell: (event) => nodeLink(event.node, event.name) },
-      { title: "What", cell: (event) => event.event.replaceAll("_", " ") },
+      { title: "What", short: true, cell: (event) => happening(event.event) },
       { title: "Round", number: true, wide: true, cell: (event) => (event.round === null ? "–" : String(event.round)) },
       { title: "Detail", wide: true, cell: (event) => event.detail },
     ], page.events, "Nothing of that kind."));
@@ -28,15 +28,17 @@ export function events() {
 
   async function refresh() {
     const [gossip] = await Promise.all([get("api/gossip", { limit: 12 }), list()]);
-    feed.replaceChildren(...gossip.messages.map((each) => h("li", {}, h("span", { class: "note" }, nodeLink(each.nodeId, each.node), " ", moment(each.timestamp)), h("p", {}, each.message))));
+    redraw(feed, ...gossip.messages.map((each) => h("li", { class: each.reward > 0 ? "good" : "" },
+      h("p", { class: "note" }, nodeLink(each.nodeId, each.node), " ", moment(each.timestamp), h("span", { class: "mean" }, score(each.reward))),
+      h("p", {}, each.question), h("pre", {}, each.answer || "(nothing)"))));
     if (!gossip.messages.length) feed.append(h("li", { class: "empty" }, "Nobody has said anything yet."));
   }
 
   return {
     title: "Feed",
     refresh,
-    element: h("div", { class: "stack" },
-      card("What they say now", feed),
-      card("Events", h("div", { class: "tools" }, h("label", { for: "kind" }, "Kind", kind), h("a", { class: "save", href: csv("api/events", { limit: 1000 }), download: true, "aria-label": "Save the events as CSV" }, "CSV")), happened, pages)),
+    element: h("div", { class: "feeds" },
+      card("Events", csv("api/events", { limit: 1000 }), h("div", { class: "tools" }, h("label", { for: "kind" }, "Kind", kind)), happened, pages),
+      card("What they say now", null, feed)),
   };
 }

@@ -2,7 +2,7 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { bytes, card, count, fact, h, life, moment, nodeLink, percent, score, signed, table } from "./dom.js";
+import { bytes, card, count, fact, h, happening, life, moment, nodeLink, percent, redraw, save, score, signed, table } from "./dom.js";
 
 const CHARTS = [
   ["Reward", ["reward_local", "reward_training"]],
@@ -10,16 +10,25 @@ const CHARTS = [
   ["Entropy", ["entropy"]],
   ["Gradient norm", ["grad_norm"]],
   ["Tokens per second", ["tokens_per_second"]],
-  ["Peak memory, MiB", ["peak_memory"], 2 ** 20],
+  ["GPU load, %", ["load.gpu"], 0.01],
+  ["GPU memory, MiB", ["load.gpu_memory"], 2 ** 20],
+  ["Processor load, cores", ["load.processor"]],
+  ["Memory, MiB", ["load.memory", "peak_memory"], 2 ** 20],
   ["Seconds per phase", ["seconds.generate", "seconds.train", "seconds.collect", "seconds.score", "seconds.publish", "seconds.questions", "seconds.report"]],
   ["Groups from others", ["external_taken"]],
 ];
-const plain = (metric) => metric.replace("seconds.", "").replace("reward_local", "fresh local").replace("reward_training", "training set").replaceAll("_", " ");
+const NAMES = { "load.gpu": "busy", "load.gpu_memory": "used on the device", "load.processor": "busy", "load.memory": "now", peak_memory: "at most" };
+const plain = (metric) => NAMES[metric] ?? metric.replace("seconds.", "").replace("reward_local", "fresh local").replace("reward_training", "training set").replaceAll("_", " ");
 
 const links = (caption, rows, empty) => table(caption, [
   { title: "Node", cell: (link) => nodeLink(link.node, link.name) },
   { title: "Groups", number: true, cell: (link) => String(link.groups) },
 ], rows, empty);
+
+const pairs = (first, second, found, empty, number = true) => table(first, [
+  { title: first, short: !number, cell: ([name]) => name },
+  { title: second, number, cell: ([, value]) => String(value) },
+], Object.entries(found), empty);
 
 export function node(id) {
   const path = `api/nodes/${encodeURIComponent(id)}`;
@@ -35,17 +44,18 @@ export function node(id) {
     const { row } = about;
     view.title = row.name;
     document.querySelector("#main h1").replaceChildren(life(row.alive), ` ${row.name}`);
-    head.replaceChildren(
+    redraw(head,
       h("p", { class: "id" }, row.peer_id || row.node),
       h("dl", { class: "facts" },
         fact("Rank", String(row.rank), `${row.wins} wins`),
         fact("Reward", score(row.reward), row.trend === null ? "last 20 rounds" : `trend ${signed(row.trend)}`),
         fact("Held-out score", score(row.held_out_now), row.held_out_start === null ? null : `from ${score(row.held_out_start)}`),
+        fact("Rejected", count(Object.values(about.rejected).reduce((sum, times) => sum + times, 0)), "rollouts of others"),
         fact("Rounds", String(row.participation), row.round === null ? null : `last: ${row.round}`),
         fact("From others", percent(row.from_others), "of what it learned"),
         fact("Tokens", count(about.tokens), `${count(about.rollouts)} rollouts`),
         fact("Model", row.model || "–", about.device),
-        fact("Peak memory", bytes(about.peak_memory), about.host),
+        fact("Peak memory", bytes(about.peak_memory), about.host ? `on ${about.host}` : null),
         fact("Restarts", String(about.restarts), `skipped rounds ${about.skipped} times`)),
       h("p", { class: "note" }, "Joined ", moment(about.joined), ", last sign of life ", moment(about.seen), ". ",
         h("a", { href: `#/rollouts?node=${encodeURIComponent(row.node)}` }, "Read its rollouts")));
@@ -56,31 +66,29 @@ export function node(id) {
       chart.show({ rounds: curves.rounds, lines });
     }
     const open = new Set([...rest.querySelectorAll("details[open]")].map((each) => each.id));
-    rest.replaceChildren(
+    const saved = (name) => `${path}/tables/${name}`;
+    redraw(rest,
       h("div", { class: "columns" },
-        card("It learned from", links("Whose rollouts it learned from", about.learned_from, "From nobody yet.")),
-        card("Who learned from it", links("Who learned from its rollouts", about.taught, "Nobody yet, as far as the logs here tell."))),
-      h("div", { class: "columns" },
-        card("Held-out score by task", table("Held-out score by task", [
+        card("It learned from", saved("learned_from"), links("Whose rollouts it learned from", about.learned_from, "From nobody yet.")),
+        card("Who learned from it", saved("taught"), links("Who learned from its rollouts", about.taught, "Nobody yet, as far as the logs here tell.")),
+        card("Held-out score by task", saved("held_out"), table("Held-out score by task", [
           { title: "Task", cell: (each) => each.task },
           { title: "Before", number: true, cell: (each) => score(each.start) },
           { title: "Now", number: true, cell: (each) => score(each.now) },
         ], about.held_out)),
-        card("Rejected rollouts of others", table("Rejected, by reason", [
-          { title: "Reason", cell: ([reason]) => reason },
-          { title: "Times", number: true, cell: ([, times]) => String(times) },
-        ], Object.entries(about.rejected), "None.")),
-        card("Checkpoints", about.checkpoints.length ? h("p", {}, about.checkpoints.map((round) => `round ${round}`).join(", ")) : h("p", { class: "empty" }, "None on this machine."))),
-      card("What happened to it", table("Events", [
-        { title: "When", cell: (event) => moment(event.timestamp) },
-        { title: "What", cell: (event) => event.event.replaceAll("_", " ") },
+        card("Rollouts of others that it rejected", saved("rejected"), pairs("Reason", "Times", about.rejected, "None.")),
+        card("Its rollouts that others rejected", saved("refused"), pairs("Reason", "Times", about.refused, "None, as far as the logs here tell.")),
+        card("Errors", saved("errors"), pairs("Error", "Times", about.errors, "None.")),
+        card("Checkpoints", saved("checkpoints"), about.checkpoints.length ? h("p", { class: "plain" }, about.checkpoints.map((round) => `round ${round}`).join(", ")) : h("p", { class: "empty" }, "None on this machine.")),
+        card("Hardware", saved("hardware"), pairs("Part", "What it is", about.hardware, "It keeps that to itself.", false))),
+      card("What happened to it", csv("api/events", { node: id, limit: 1000 }), table("Events", [
+        { title: "When", short: true, cell: (event) => moment(event.timestamp) },
+        { title: "What", short: true, cell: (event) => happening(event.event) },
         { title: "Round", number: true, cell: (event) => (event.round === null ? "–" : String(event.round)) },
         { title: "Detail", wide: true, cell: (event) => event.detail },
       ], happened.events)),
-      Object.keys(about.settings).length ? h("details", { class: "card", id: "settings", open: open.has("settings") }, h("summary", {}, "Settings of the run"), table("Settings", [
-        { title: "Setting", cell: ([name]) => name },
-        { title: "Value", cell: ([, value]) => value },
-      ], Object.entries(about.settings))) : "");
+      Object.keys(about.settings).length ? h("details", { class: "card", id: "settings", open: open.has("settings") }, h("summary", {}, "Settings"),
+        h("div", { class: "head" }, h("span", {}), save(saved("settings"), "settings")), pairs("Setting", "Value", about.settings, "", false)) : "");
   }
   return view;
 }

@@ -2,7 +2,9 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { card, count, duration, fact, h, life, nodeLink, percent, score, signed, table } from "./dom.js";
+import { card, count, duration, fact, h, life, nodeLink, percent, redraw, score, signed, table } from "./dom.js";
+
+const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all in step" };
 
 const PAGE = 50;
 const arrow = (change) => (change > 0.005 ? "▲" : change < -0.005 ? "▼" : "•");
@@ -10,7 +12,7 @@ const arrow = (change) => (change > 0.005 ? "▲" : change < -0.005 ? "▼" : "�
 const COLUMNS = [
   { title: "Rank", number: true, cell: (row) => String(row.rank) },
   { title: "Node", cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name)) },
-  { title: "Model", wide: true, cell: (row) => row.model },
+  { title: "Model", wide: true, short: true, cell: (row) => row.model },
   { title: "Rounds", number: true, wide: true, cell: (row) => String(row.participation) },
   { title: "Reward", number: true, cell: (row) => score(row.reward) },
   { title: "Trend", number: true, cell: (row) => (row.trend === null ? "–" : h("span", { class: row.trend > 0.005 ? "up" : row.trend < -0.005 ? "down" : "" }, `${arrow(row.trend)} ${signed(row.trend)}`)) },
@@ -22,7 +24,7 @@ const COLUMNS = [
 export function overview() {
   const facts = h("dl", { class: "facts" });
   const progress = h("progress", { max: 1, value: 0, "aria-label": "Rounds played" });
-  const reward = new Chart("Reward of every node, and their mean", { csv: csv("api/curves", { metric: "reward_local", points: 1000, limit: 200 }) });
+  const reward = new Chart("Reward: every node, and their mean", { csv: csv("api/curves", { metric: "reward_local", points: 1000, limit: 200 }) });
   const heldOut = new Chart("Held-out score", { csv: csv("api/curves", { metric: "held_out", limit: 200 }) });
   const leaders = h("div");
   const more = h("div", { class: "pages" });
@@ -33,7 +35,7 @@ export function overview() {
     const wanted = search.value;
     const page = await get("api/nodes", { search: wanted, offset, limit: PAGE });
     if (wanted !== search.value) return;
-    leaders.replaceChildren(table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node has that name." : "Nobody is here yet."));
+    redraw(leaders, table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node has that name." : "Nobody is here yet."));
     const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; rank(); } }, label);
     more.replaceChildren(...[offset > 0 && move(-PAGE, "Better"), offset + PAGE < page.total && move(PAGE, "More")].filter(Boolean));
   }
@@ -44,10 +46,11 @@ export function overview() {
     progress.max = about.rounds || 1;
     progress.value = played;
     facts.replaceChildren(
-      fact("Round", `${played} of ${count(about.rounds)}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : about.round_end),
-      fact("Next round in", duration(about.seconds_to_next), about.phase === "running" ? "about" : about.phase),
+      fact("Round", `${played} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : "one stage each"),
+      fact("Next round in", about.phase === "running" ? duration(about.seconds_to_next) : "–", about.phase === "running" ? ENDS[about.round_end] ?? "" : about.phase),
       fact("Nodes", `${about.alive} of ${about.nodes}`, "are here"),
-      fact("Models", about.models.length === 1 ? about.models[0] : String(about.models.length), about.models.length > 1 ? about.models.join(", ") : "trained by every node"),
+      fact("Models trained", String(about.nodes), about.models.join(", ")),
+      fact("Tasks", String(about.tasks.length), "kinds of questions"),
       fact("Reward", score(about.reward), "last 20 rounds"),
       fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}`),
       fact("From others", percent(about.from_others), "of what was learned"),
@@ -59,14 +62,17 @@ export function overview() {
     note.hidden = about.logs || !about.nodes;
   }
 
+  const board = card("Leaderboard", csv("api/nodes", { limit: 1000 }), leaders, more);
+  board.querySelector(".head").insertBefore(search, board.querySelector(".save"));
   const note = h("p", { class: "note", hidden: true }, "The nodes keep their logs to themselves: what is shown is what they report.");
   return {
     title: "Overview",
     refresh,
     element: h("div", { class: "stack" },
       h("section", { class: "card", "aria-label": "Where it stands" }, progress, facts, note),
-      h("section", { class: "card", "aria-label": "Reward" }, reward.element),
-      h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element),
-      card("Leaderboard", h("div", { class: "tools" }, search, h("a", { class: "save", href: csv("api/nodes", { limit: 1000 }), download: true, "aria-label": "Save the leaderboard as CSV" }, "CSV")), leaders, more)),
+      h("div", { class: "main-charts" },
+        h("section", { class: "card", "aria-label": "Reward" }, reward.element),
+        h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element)),
+      board),
   };
 }

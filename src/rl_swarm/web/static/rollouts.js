@@ -1,7 +1,7 @@
 // What the models write: questions, answer keys, and every completion beside the others.
 
 import { csv, get } from "./api.js";
-import { folding, h, moment, nodeLink, score, signed } from "./dom.js";
+import { folding, h, moment, nodeLink, save as saving, score, signed } from "./dom.js";
 
 const FIELDS = ["round", "task", "node", "least", "most"];
 
@@ -15,10 +15,12 @@ function completion(text, number) {
 function rollout(row, open) {
   return h("details", { class: "card rollout", open },
     h("summary", {}, h("span", { class: "pill" }, row.task ?? "unknown task"), h("span", { class: "asked" }, row.question.replace(/\s+/g, " ").slice(0, 160)),
+      h("span", { class: "marks", "aria-hidden": "true" }, row.completions.map((text) => h("i", { class: text.reward > 0 ? "right" : null }))),
       h("span", { class: "mean" }, score(row.reward))),
     h("p", { class: "note" }, "Round ", String(row.round), ", ", nodeLink(row.node, row.name), " with ", row.model, ", ", moment(row.timestamp)),
-    h("h3", {}, "Question"), folding(row.question, "the question"),
-    h("h3", {}, "Answer key"), h("pre", { class: "key" }, row.answer ?? (row.task ? "Many answers are right." : "This question could not be made again here.")),
+    h("div", { class: "asking" },
+      h("div", {}, h("h3", {}, "Question"), folding(row.question, "the question")),
+      h("div", {}, h("h3", {}, "Answer key"), h("pre", { class: "key" }, row.answer ?? (row.task ? "Many answers are right." : "This question could not be made again here.")))),
     h("h3", {}, `${row.completions.length} completions`), h("ol", { class: "answers" }, row.completions.map(completion)));
 }
 
@@ -31,10 +33,10 @@ export function rollouts(_, query) {
     most: h("input", { type: "number", step: "any", id: "most", value: query.get("most") }),
   };
   const labels = { round: "Round", task: "Task", node: "Node", least: "Reward from", most: "Reward to" };
-  const list = h("div", { class: "stack", "aria-live": "polite" });
+  const list = h("div", { class: "stack", "aria-live": "polite" }, h("p", { class: "empty" }, "Reading …"));
   const older = h("button", { type: "button", hidden: true, onclick: () => load(next) }, "Older rollouts");
   const newer = h("button", { type: "button", hidden: true, onclick: () => load(null) }, "Show the newest");
-  const save = h("a", { class: "save", download: true, "aria-label": "Save these rollouts as CSV" }, "CSV");
+  const save = saving("#", "these rollouts");
   let next = null;
   let newest = null; // the version that is known
   let loaded = null; // the version that the list was made at

@@ -2,17 +2,26 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { card, count, h, score, table } from "./dom.js";
+import { card, count, h, redraw, score, table } from "./dom.js";
 
 const METRICS = [["reward_local", "Reward"], ["held_out", "Held-out score"], ["entropy", "Entropy"], ["completion_length", "Completion length"], ["tokens_per_second", "Tokens per second"]];
 const MOST = 8;
+const root = location.pathname.replace(/run\/[^/]+\/$/, ""); // of this server: other runs are at run/<name>/ there
 
-export function runs() {
+export function runs(_, query) {
   const chart = new Chart("Means of the chosen runs", { csv: "#" });
-  const metric = h("select", { id: "metric", onchange: draw }, METRICS.map(([value, label]) => h("option", { value }, label)));
+  const metric = h("select", { id: "metric", onchange: remember }, METRICS.map(([value, label]) => h("option", { value }, label)));
   const list = h("div");
-  const chosen = new Set();
-  let begun = false;
+  const chosen = new Set(query.getAll("run").slice(0, MOST));
+  let begun = chosen.size > 0;
+
+  if (query.get("metric")) metric.value = query.get("metric");
+
+  function remember() {
+    const choice = new URLSearchParams([...[...chosen].map((run) => ["run", run]), ["metric", metric.value]]);
+    history.replaceState(null, "", `#/runs?${choice}`);
+    draw();
+  }
 
   async function draw() {
     const wanted = { run: [...chosen], metric: metric.value };
@@ -25,7 +34,7 @@ export function runs() {
     const box = h("input", { type: "checkbox", "aria-label": `Show ${row.run}`, onchange: () => {
       box.checked && chosen.size < MOST ? chosen.add(row.run) : chosen.delete(row.run);
       box.checked = chosen.has(row.run);
-      draw();
+      remember();
     } });
     box.checked = chosen.has(row.run);
     return box;
@@ -35,17 +44,15 @@ export function runs() {
     const page = await get("api/runs");
     if (!begun) page.runs.filter((row) => row.here).forEach((row) => chosen.add(row.run));
     begun = true;
-    const focused = document.activeElement?.getAttribute("aria-label");
-    list.replaceChildren(table("Runs", [
+    redraw(list, table("Runs", [
       { title: "Show", cell: pick },
-      { title: "Run", cell: (row) => (row.here ? h("strong", {}, row.run) : row.run) },
-      { title: "Phase", cell: (row) => row.phase },
+      { title: "Run", cell: (row) => (row.here ? h("a", { href: "#/" }, h("strong", {}, row.run)) : h("a", { href: `${root}run/${encodeURIComponent(row.run)}/#/` }, row.run)) },
+      { title: "Phase", short: true, cell: (row) => h("span", { class: `pill ${row.phase}` }, row.phase) },
       { title: "Round", number: true, wide: true, cell: (row) => `${row.phase === "finished" ? row.rounds : row.round} of ${count(row.rounds)}` },
       { title: "Nodes", number: true, wide: true, cell: (row) => String(row.nodes) },
       { title: "Reward", number: true, cell: (row) => score(row.reward) },
       { title: "Held out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
     ], page.runs));
-    [...list.querySelectorAll("input")].find((box) => box.getAttribute("aria-label") === focused)?.focus();
     await draw();
   }
 
@@ -54,6 +61,6 @@ export function runs() {
     refresh,
     element: h("div", { class: "stack" },
       h("section", { class: "card", "aria-label": "Curves" }, h("div", { class: "tools" }, h("label", { for: "metric" }, "Metric", metric)), chart.element),
-      card("Runs in this folder", h("div", { class: "tools" }, h("a", { class: "save", href: csv("api/runs"), download: true, "aria-label": "Save the list of runs as CSV" }, "CSV")), list)),
+      card("Runs in this folder", csv("api/runs"), list)),
   };
 }

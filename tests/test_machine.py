@@ -1,0 +1,48 @@
+"""What a node says about the machine it runs on."""
+
+import time
+
+import pytest
+import torch
+
+from rl_swarm.telemetry.machine import Load, gpus_of, hardware
+
+CPU = torch.device("cpu")
+
+
+def test_the_processor_is_busy_when_this_process_is() -> None:
+    load = Load([CPU])
+    time.sleep(0.2)
+    rest = load.read()
+    began = time.process_time()
+    while time.process_time() - began < 0.2:
+        pass
+    busy = load.read()
+    assert rest["processor"] < busy["processor"] and busy["memory"] > 1 << 20
+    assert not {"gpu", "gpu_memory"} & busy.keys()
+
+
+def test_a_machine_is_told_in_words() -> None:
+    told = hardware([CPU])
+    assert "gpu" not in told and int(told["cores"]) >= 1 and told["memory"].endswith(" GiB")
+    assert all(value and len(value) <= 200 for value in told.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
+def test_how_busy_a_gpu_is_is_told() -> None:
+    """As NVML samples it: at rest first, then under work that lasts for many samples."""
+    device = torch.device("cuda", 0)
+    matrix = torch.ones(4096, 4096, device=device)
+    assert "GiB" in hardware([device])["gpu"] and len(gpus_of([device])) == 1
+    load = Load([device])
+    time.sleep(2)
+    load.read()
+    time.sleep(2)
+    rest = load.read()
+    ended = time.monotonic() + 3
+    while time.monotonic() < ended:
+        (matrix @ matrix).sum().item()
+    busy = load.read()
+    assert rest["gpu"] < 0.2 < 0.6 < busy["gpu"] <= 1, (rest, busy)
+    assert busy["gpu_memory"] > matrix.nbytes and busy["processor"] > 0.2
