@@ -41,7 +41,7 @@ def followed(run: SmallRun) -> tuple[Follower, Clock]:
 def test_curves_stay_small_and_keep_their_means() -> None:
     curves = Curves(most=8)
     for played in range(100):
-        curves.add(played, {"reward": float(played)})
+        curves.add([played], {"reward": [float(played)]})
     assert curves.stride == 16 and len(curves.sums["reward"]) == 7
     assert curves.points("reward", 16)[:2] == [7.5, 23.5]
     assert curves.points("reward", 32)[0] == 15.5
@@ -52,7 +52,7 @@ def test_curves_stay_small_and_keep_their_means() -> None:
 def test_a_round_without_a_point_is_a_gap_and_one_played_twice_is_averaged() -> None:
     curves = Curves()
     for played, reward in [(0, 1.0), (3, 0.0), (3, 1.0)]:
-        curves.add(played, {"reward": reward})
+        curves.add([played], {"reward": [reward]})
     assert curves.points("reward", 1) == [1.0, None, None, 0.5]
 
 

@@ -121,12 +121,12 @@ class LiveView:
             f"{view.reward():.2f}" if view.has_reward else "",
             arrow if view.rounds else "",
             held_out,
-            f"{view.last['tokens_per_second']:,.0f}" if view.rounds else "",
+            f"{view.last.tokens_per_second:,.0f}" if view.last else "",
             str(view.external_taken) if view.rounds or not self.run.address.is_url else "",
         )
 
     def _lag(self, view: NodeView) -> str:
-        behind = self.round - view.last.get("round", self.round)
+        behind = self.round - view.last.round if view.last else 0
         return f" ({behind} rounds behind)" if behind > 1 else ""
 
 

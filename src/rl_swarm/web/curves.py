@@ -25,18 +25,24 @@ class Curves:
         self.sums: dict[str, array[float]] = {}
         self.counts: dict[str, array[int]] = {}
 
-    def add(self, round: int, values: Mapping[str, float]) -> None:
-        while round // self.stride >= self.most:
+    def add(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float | None]]) -> None:
+        """Adds what some rounds measured: of every metric a value per round, None where there is none."""
+        newest = max(rounds, default=0)
+        while newest // self.stride >= self.most:
             self._merge()
-        place = round // self.stride
-        for name, value in values.items():
+        places, end = [played // self.stride for played in rounds], newest // self.stride + 1
+        for name, values in columns.items():
+            if all(value is None for value in values):
+                continue
             sums = self.sums.setdefault(name, array("d"))
             counts = self.counts.setdefault(name, array("L"))
-            if (missing := place + 1 - len(sums)) > 0:
-                sums.extend([0.0] * missing)
-                counts.extend([0] * missing)
-            sums[place] += value
-            counts[place] += 1
+            if (missing := end - len(sums)) > 0:
+                sums.frombytes(bytes(missing * sums.itemsize))
+                counts.frombytes(bytes(missing * counts.itemsize))
+            for place, value in zip(places, values, strict=True):
+                if value is not None:
+                    sums[place] += value
+                    counts[place] += 1
 
     def _merge(self) -> None:
         self.stride *= 2

@@ -80,7 +80,7 @@ def health(follower: Follower) -> Health:
         state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
         nodes = list(follower.view.nodes.values())
         signs = [node.peer.timestamp for node in nodes if node.peer]
-        signs += [when for node in nodes if (when := number(node.last.get("timestamp"))) is not None]
+        signs += [when for node in nodes if node.last and (when := node.last.timestamp) is not None]
         signs += [state.timestamp] if state else []
         since = max(0.0, now - max(signs)) if signs else None
         alive = sum(node.alive for node in nodes)
@@ -209,7 +209,6 @@ def _rows(follower: Follower) -> list[NodeRow]:
 
 def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
     trend = len(view.rounds) > TREND_ROUNDS
-    played = view.last.get("round")
     return NodeRow(
         rank=rank,
         node=view.node,
@@ -217,7 +216,7 @@ def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
         peer_id=view.peer.peer_id if view.peer else "",
         model=view.peer.model if view.peer else "",
         alive=view.alive,
-        round=played if isinstance(played, int) and abs(played) < 1 << 53 else None,
+        round=view.last.round if view.last else None,
         participation=view.member.participation if view.member else 0,
         reward=number(view.reward()) if view.has_reward else None,
         total_reward=(number(view.member.reward) or 0.0) if view.member else 0.0,
@@ -231,7 +230,7 @@ def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
 
 
 def _speed(view: NodeView) -> float | None:
-    return number(view.last.get("tokens_per_second"))
+    return view.last.tokens_per_second if view.last else None
 
 
 def _curves(track: Track, metric: str) -> tuple[Curves, str]:
@@ -271,7 +270,7 @@ def _pace(views: Iterable[NodeView]) -> float | None:
     """Seconds per round, as the last lines of the logs tell."""
     paces = []
     for view in list(views):
-        known = [(line["round"], when) for line in view.rounds if (when := number(line.get("timestamp")))]
+        known = [(line.round, line.timestamp) for line in view.rounds if line.timestamp]
         if len(known) > 1 and (played := known[-1][0] - known[0][0]) > 0:
             paces.append((known[-1][1] - known[0][1]) / played)
     return sorted(paces)[len(paces) // 2] if paces else None
