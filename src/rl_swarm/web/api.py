@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse, PlainTextResponse, Response, Streami
 from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
-from rl_swarm.web import guard, original, prometheus, tables, telling
+from rl_swarm.web import guard, original, tables, telling
 from rl_swarm.web import records as r
 from rl_swarm.web.following import Follower
 from rl_swarm.web.kept import Kept
@@ -177,6 +177,8 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(swarm: Swarm) -> Response:
         """For Prometheus."""
+        from rl_swarm.web import prometheus
+
         return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
 
     app.include_router(original.router(looked, texts))
