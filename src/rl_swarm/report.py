@@ -123,7 +123,7 @@ class NodeView:
         return sum(line.external_taken for line in self.rounds)
 
     def refresh(self, root: Path) -> None:
-        lines, self._read = new_lines(root / "logs" / self.node / "metrics.jsonl", self._read)
+        lines, self._read = new_lines(root / f"logs/{self.node}/metrics.jsonl", self._read)
         for line in lines:
             try:
                 if len(line) <= LONGEST_LINE:
@@ -151,12 +151,19 @@ class RunView:
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
         """The run at an address where there is one; a clear error if there is none."""
+        view = cls.found(address)
+        view.refresh()
+        return view
+
+    @classmethod
+    def found(cls, address: Path | str) -> "RunView":
+        """The same, but nothing is read yet of what its nodes wrote."""
         view = cls(address)
         if view.address.text.startswith("p2p://"):
             raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
         if view.address.is_url:
             view.reach()
-        view.refresh()
+        view.refresh_swarm()
         if view.manifest is None:
             raise UserError(
                 f"{address} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
@@ -174,6 +181,12 @@ class RunView:
             raise UserError(f"{error.filename or self.address}: {error.strerror or error}") from error
 
     def refresh(self) -> None:
+        self.refresh_swarm()
+        for node in self.nodes.values():
+            self.refresh_node(node)
+
+    def refresh_swarm(self) -> None:
+        """Where the swarm stands, and who is here."""
         try:
             self.manifest = self.manifest or read_manifest(self.files)
             self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
@@ -191,11 +204,11 @@ class RunView:
                 continue
             if (peer.swarm, peer.node) == (swarm, node):
                 view.peer, view.introduced = peer, data
-        members = self.state.members if self.state else {}
-        for view in self.nodes.values():
-            view.refresh(self.root)
-            view.member = members.get(view.peer.peer_id) if view.peer else None
-            view.alive = self._alive(view)
+
+    def refresh_node(self, node: NodeView) -> None:
+        node.refresh(self.root)
+        node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
+        node.alive = self._alive(node)
 
     def _alive(self, view: NodeView) -> bool:
         """On this machine by its process, elsewhere by its last sign of life."""
@@ -247,15 +260,15 @@ class RunView:
 
 @contextmanager
 def looked_at(address: str) -> Iterator[RunView]:
-    """The run at an address, whatever network it is on, for as long as somebody looks."""
+    """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
     if not address.startswith("p2p://"):
-        yield RunView.open(address)
+        yield RunView.found(address)
         return
     from rl_swarm.network.p2p.onlooking import observed
 
     with observed(address) as (place, clock):
         view = RunView(place, clock)
-        view.refresh()
+        view.refresh_swarm()
         yield view
 
 

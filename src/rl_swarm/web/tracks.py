@@ -76,7 +76,7 @@ class Track:
             count(self.rejected, line.external_rejected)
 
     def new_events(self, view: NodeView, root: Path) -> list[Event]:
-        lines, self._events = read_lines(root / "logs" / view.node / "training_events.jsonl", self._events)
+        lines, self._events = read_lines(root / f"logs/{view.node}/training_events.jsonl", self._events)
         events = [event for line in lines if (event := event_of(line, view)) is not None]
         self.restarts += sum(event.event == "resumed" for event in events)
         self.skipped += sum(event.event == "skipped" for event in events)
