@@ -55,7 +55,7 @@ class Size:
     up: tuple[str, ...] = ()  # arguments of `up`
 
 
-QUICK = Size(4, 50, 2, 20, 10, 6.0, ("--rounds", "8", "--nodes", "2", "--set", "held_out_questions=16"))
+QUICK = Size(4, 50, 2, 20, 10, 4.0, ("--rounds", "8", "--nodes", "2", "--set", "held_out_questions=16"))
 
 
 def free_port() -> int:

@@ -95,7 +95,8 @@ class History:
         self.state = rounds.submitted(self.state, report, time.time())
 
     def end_round(self) -> None:
-        self.state, _ = rounds.advance(self.state, self.rules, self.state.started + self.rules.interval)
+        over = self.state.started + self.rules.interval + 1
+        self.state, _ = rounds.advance(self.state, self.rules, over)
         now = time.time()
         self.state = replace(self.state, started=now, timestamp=now)
         self._write_state()

@@ -181,7 +181,7 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
         await send({"type": "http.response.body", "body": scope["query_string"]})
 
     async def ask(kept: Kept, query: bytes) -> list[Any]:
-        scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query}
+        scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query, "headers": []}
         told: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -204,6 +204,17 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
         assert len(asked) == 3, "what was made before something changed is not told any more"
 
     asyncio.run(many())
+
+
+def test_a_long_answer_is_packed_for_those_who_take_it(client: TestClient) -> None:
+    path = "/api/openapi.json"
+    packed = client.get(path, headers={"Accept-Encoding": "br, gzip"})
+    plain = client.get(path, headers={"Accept-Encoding": "identity"})
+    assert packed.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+    assert int(packed.headers["content-length"]) < len(packed.content) / 2
+    assert packed.json() == plain.json() and int(plain.headers["content-length"]) == len(plain.content)
+    assert {answer.headers["vary"] for answer in (packed, plain)} == {"Accept-Encoding"}
+    assert "vary" not in client.get("/api/overview").headers, "a short one is not worth it"
 
 
 def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:

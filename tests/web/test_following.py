@@ -12,7 +12,7 @@ from rl_swarm.identity import Identity
 from rl_swarm.network.address import locate
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
-from rl_swarm.web.curves import Curves, stride_for
+from rl_swarm.web.curves import Curves, all_of, stride_for
 from rl_swarm.web.following import Follower
 from rl_swarm.web.runs import Runs
 from rl_swarm.web.texts import Texts, Wanted
@@ -54,6 +54,20 @@ def test_a_round_without_a_point_is_a_gap_and_one_played_twice_is_averaged() -> 
     for played, reward in [(0, 1.0), (3, 0.0), (3, 1.0)]:
         curves.add([played], {"reward": [reward]})
     assert curves.points("reward", 1) == [1.0, None, None, 0.5]
+
+
+def test_the_mean_of_all_counts_what_was_measured_however_coarse_the_curves_are() -> None:
+    short, long = Curves(most=4), Curves(most=4)
+    short.add([0, 1, 2], {"reward": [1.0, None, 3.0], "nothing": [None] * 3})
+    long.add(range(8), {"reward": [0.0] * 8})
+    assert (short.stride, long.stride) == (1, 2) and "nothing" not in short.sums
+    assert all_of([short, long, Curves()], "reward", 2).points("reward", 2) == [
+        pytest.approx(1 / 3, 1e-5),
+        1.0,
+        0.0,
+        0.0,
+    ]
+    assert all_of([], "reward", 2).points("reward", 2) == []
 
 
 def test_the_overview_and_the_leaderboard_tell_what_the_rounds_did(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -56,14 +57,15 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
     guard.protect(app, hosts)
 
     def looked() -> Follower:
-        follower.look()
+        if not stream.looks or not follower.version:  # else what is known is a second or two old
+            follower.look()
         return follower
 
     Swarm = Annotated[Follower, Depends(looked)]
 
-    @app.get("/api/overview")
-    def overview(swarm: Swarm) -> r.Overview:
-        return telling.overview(swarm)
+    @app.get("/api/overview", response_model=r.Overview)
+    def overview(swarm: Swarm) -> Response:
+        return as_json(telling.overview(swarm))
 
     @app.get("/api/nodes", response_model=r.NodePage, responses=OR_CSV)
     def nodes(
@@ -71,7 +73,11 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
     ) -> object:
         """The leaderboard, best first."""
         page = telling.nodes(swarm, search, offset, limit)
-        return page if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
+        return (
+            as_json(page)
+            if format == "json"
+            else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
+        )
 
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
@@ -93,7 +99,7 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
         found = telling.curves(swarm, node, metric, points)
         if found is None:
             raise HTTPException(404, "There is no such node.")
-        return found if format == "json" else as_csv(found.node, tables.curves_csv(found))
+        return as_json(found) if format == "json" else as_csv(found.node, tables.curves_csv(found))
 
     @app.get("/api/curves", response_model=r.Lines, responses=OR_CSV)
     def all_curves(
@@ -105,7 +111,7 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
     ) -> object:
         """One metric of the best nodes, and the mean of all."""
         lines = telling.lines(swarm, metric, points, limit)
-        return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
+        return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
     def rollouts(
@@ -189,6 +195,11 @@ def create_app(follower: Follower, hosts: Sequence[str] = ("127.0.0.1", "localho
 
     app.mount("/static", StaticFiles(directory=STATIC))
     return app
+
+
+def as_json(record: object) -> Response:
+    """A record of ours, which nobody needs to check again: of long curves that takes most of the time."""
+    return Response(msgspec.json.encode(record), media_type="application/json")
 
 
 def as_csv(name: str, text: str) -> Response:
