@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEPT_SECONDS = 1.0
 MOST_KEPT = 200  # answers
-LARGEST_KEPT = 1 << 18  # bytes, packed; larger ones are for a single reader
+LARGEST_KEPT = 1 << 18  # bytes; larger ones are for a single reader
 SMALLEST_PACKED = 1 << 12  # bytes
 
 Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
@@ -20,7 +20,7 @@ Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
 class Answer:
     start: Message
     body: bytes
-    packed: bytes  # the same by gzip; empty where that does not pay
+    packed: bool  # by gzip, where that pays
     until: float
 
     def messages(self, takes_gzip: bool) -> list[Message]:
@@ -29,9 +29,10 @@ class Answer:
         if self.packed:
             headers.append((b"vary", b"Accept-Encoding"))
         if self.packed and takes_gzip:
-            body = self.packed
             headers = [(name, value) for name, value in headers if name != b"content-length"]
             headers += [(b"content-encoding", b"gzip"), (b"content-length", str(len(body)).encode())]
+        elif self.packed:
+            body = gzip.decompress(body)
         return [{**self.start, "headers": headers}, {"type": "http.response.body", "body": body}]
 
 
@@ -71,8 +72,10 @@ class Kept:
 
         await self.app(scope, receive, collect)
         body = b"".join(message.get("body", b"") for message in messages[1:])
-        packed = await asyncio.to_thread(gzip.compress, body, 1) if len(body) >= SMALLEST_PACKED else b""
-        keep = KEPT_SECONDS if len(packed or body) <= LARGEST_KEPT else 0.0
+        packed = len(body) >= SMALLEST_PACKED
+        if packed:
+            body = await asyncio.to_thread(gzip.compress, body, 1)
+        keep = KEPT_SECONDS if len(body) <= LARGEST_KEPT else 0.0
         return Answer(messages[0], body, packed, time.monotonic() + keep)
 
 

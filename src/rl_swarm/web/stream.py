@@ -9,10 +9,8 @@ from rl_swarm.web.following import PAUSE_SECONDS, Follower
 
 MOST_LISTENERS = 1000
 ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing
-AT_A_TIME, APART = (
-    4,
-    0.02,
-)  # listeners who are told, and seconds until the next ones are: all of them ask at once
+# Who is told asks for a page, so not all are told at once: so many, and after so many seconds the next.
+AT_A_TIME, APART = 4, 0.02
 
 
 class Stream:
@@ -54,7 +52,7 @@ class Stream:
     async def _tell(self) -> None:
         for number, listener in enumerate(list(self.listeners), 1):
             listener.set()
-            if number % AT_A_TIME == 0:
+            if number % AT_A_TIME == 0 and not self.closed:
                 await asyncio.sleep(APART)
 
     async def _look(self) -> None:
