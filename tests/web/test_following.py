@@ -10,7 +10,7 @@ from small_runs import HOSTILE, SmallRun
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.address import locate
-from rl_swarm.report import RunView
+from rl_swarm.report import LONGEST_LINE, RunView
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, all_of, stride_for
 from rl_swarm.web.following import Follower
@@ -18,6 +18,7 @@ from rl_swarm.web.runs import Runs
 from rl_swarm.web.texts import Texts, Wanted
 from rl_swarm.web.tracks import KEPT_LINES
 
+GOOD = b'"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
 NOBODY = 2**31 - 1  # a process id that no system hands out
 
 
@@ -147,7 +148,7 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
     run = SmallRun(tmp_path / "run", total=5)
     run.play()
     log = run.root / "logs" / run.names[0]
-    good = '"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
+    good = GOOD.decode()
     with (log / "metrics.jsonl").open("a") as file:
         file.write('not json\n{"kind":"round"}\n[1]\n')
         file.write(f'{{"kind":"round","round":4000000000000000,{good}}}\n')
@@ -163,6 +164,28 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
     assert found is not None and [link.node for link in found.learned_from] == [run.names[1]]
     assert telling.curves(follower, run.names[0], ["entropy"]).metrics["entropy"] == [0.5]  # type: ignore[union-attr]
     assert [e.event for e in telling.events(follower, node=run.names[0]).events] == ["joined", "rejected"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"kind":"round","round":1,"unknown":' + b"[" * 50_000,
+        b'{"kind":"round","round":' + b"9" * 5000 + b"," + GOOD + b"}",
+        b'{"kind":"round","round":1,"entropy":' + b"9" * 5000 + b"," + GOOD + b"}",
+        b'{"kind":"round","round":1,"note":"' + b"x" * LONGEST_LINE + b'",' + GOOD + b"}",
+        b'{"kind":"round","round":1,"external_from":{"\xff":1},' + GOOD + b"}",
+        b'{"kind":"round","round":1,"external_from":{"x":-1},' + GOOD + b"}",
+        b'{"kind":"round","round":1,"kl":1e999,' + GOOD + b"}",
+        b'{"kind":"square","round":1,' + GOOD + b"}",
+    ],
+)
+def test_a_line_that_no_node_writes_is_left_out_and_the_next_is_read(tmp_path: Path, line: bytes) -> None:
+    run = SmallRun(tmp_path / "run", total=5)
+    with (run.root / "logs" / run.names[0] / "metrics.jsonl").open("ab") as file:
+        file.write(line + b'\n{"kind":"round","round":0,' + GOOD + b"}\n")
+    follower, _ = followed(run)
+    assert telling.lines(follower, "reward_local").mean == [0.5]
 
 
 def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) -> None:
