@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rl_swarm.web import server
 from rl_swarm.web.api import create_app
 from rl_swarm.web.following import Follower
 from rl_swarm.web.kept import Kept
+from rl_swarm.web.stream import AT_A_TIME, Stream
 
 LOCAL = "http://localhost"
 
@@ -215,6 +216,26 @@ def test_a_long_answer_is_packed_for_those_who_take_it(client: TestClient) -> No
     assert packed.json() == plain.json() and int(plain.headers["content-length"]) == len(plain.content)
     assert {answer.headers["vary"] for answer in (packed, plain)} == {"Accept-Encoding"}
     assert "vary" not in client.get("/api/overview").headers, "a short one is not worth it"
+
+
+def test_many_who_listen_are_all_told_although_not_at_once(tmp_path: Path) -> None:
+    swarm = SmallRun(tmp_path / "run", total=5)
+    follower = Follower(RunView(swarm.root))
+    follower.look()
+
+    async def hear(told: AsyncIterator[str]) -> None:
+        while f"data: {follower.version}" not in await anext(told) or follower.version < 2:
+            pass
+
+    async def many() -> None:
+        stream = Stream(follower)
+        listeners = [stream.listen() for _ in range(3 * AT_A_TIME + 1)]
+        assert all("changed" in first for first in [await anext(told) for told in listeners])
+        swarm.play()
+        await asyncio.wait_for(asyncio.gather(*map(hear, listeners)), 60)
+        stream.closed = True
+
+    asyncio.run(many())
 
 
 def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
