@@ -42,7 +42,7 @@ class History:
             "rounds": played + ahead,
             "round_end": "interval",
             "round_interval": interval,
-            "peer_timeout": 60.0,
+            "peer_timeout": 300.0,
         }
         settings = config.load(config.UP_PRESET, flags=flags, environ={}).settings
         self.owner = Identity.new()
