@@ -43,6 +43,20 @@ def test_our_sampler_is_measured_against_transformers() -> None:
     assert result["ratios"]["dynamic"] == pytest.approx(expected)
 
 
+def test_the_dashboard_is_measured_at_its_start_and_under_load_and_every_answer_is_right() -> None:
+    command = [sys.executable, str(BENCHMARKS / "dashboard.py"), "start", "load", "--quick", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert 0 < result["start"]["first_s"] <= result["start"]["worst_s"]
+    assert result["start"]["processor_s"] > 0
+    load = result["load"]
+    assert load["wrong"] == {} and load["viewers_lost"] == 0
+    assert load["pages"] > 0 and load["told"] >= load["viewers"] and load["rounds_played_meanwhile"] > 0
+    assert 0 < load["median_ms"] <= load["p95_ms"] <= load["worst_ms"]
+    assert 0 < load["rss_start"] <= load["rss_most"] and load["page_bytes"] > 1000
+
+
 def test_unknown_systems_are_refused_with_the_known_ones() -> None:
     command = [sys.executable, str(BENCHMARKS / "round.py"), "--systems", "ours,theirs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import HeldOut, mean
@@ -19,20 +20,67 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
-from rl_swarm.telemetry.journal import read_lines
-from rl_swarm.wire import Rejected, typed, unseal
+from rl_swarm.telemetry.journal import new_lines
+from rl_swarm.wire import Count, Id, Rejected, decode, typed, unseal
 
 TREND_ROUNDS = 20
+LONGEST_LINE = 64 << 10  # bytes of a line about a round
+Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
+Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
-class RoundLine(msgspec.Struct, frozen=True):
-    """What is read of a line in a log. In a shared folder anybody may have written it, so others are left out."""
+class Seconds(msgspec.Struct, frozen=True, gc=False):
+    """What the phases of a round took."""
 
-    round: int
-    reward_local: float
-    local_with_signal: int
-    external_taken: int
-    tokens_per_second: float
+    questions: Number | None = None
+    generate: Number | None = None
+    score: Number | None = None
+    publish: Number | None = None
+    collect: Number | None = None
+    train: Number | None = None
+    report: Number | None = None
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """How busy the machine was."""
+
+    processor: Number | None = None  # cores
+    memory: Number | None = None  # bytes
+    gpu: Number | None = None  # share of the time
+    gpu_memory: Number | None = None
+
+
+class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
+    """What is read of a round in a log. In a shared folder anybody may have written it, so lines that do not fit are left
+    out. There may be millions, hence fields and no dictionary."""
+
+    round: Count
+    reward_local: Number
+    local_with_signal: Groups
+    external_taken: Groups
+    tokens_per_second: Number
+    timestamp: Number | None = None
+    local_groups: Groups = 0
+    reward_training: Number | None = None
+    completion_length: Number | None = None
+    truncated_share: Number | None = None
+    no_signal_share: Number | None = None
+    entropy: Number | None = None
+    grad_norm: Number | None = None
+    loss: Number | None = None
+    kl: Number | None = None
+    clip_share: Number | None = None
+    mismatch: Number | None = None
+    trained_tokens: Number | None = None
+    peak_memory: Number | None = None
+    external_surprise: Number | None = None
+    seconds: Seconds = Seconds()
+    load: Load = Load()
+    external_from: dict[Id, Groups] = {}  # by peer id
+    external_rejected: dict[Id, Groups] = {}  # by reason
+
+
+_ROUND = msgspec.json.Decoder(RoundLine)
 
 
 class HeldOutLine(HeldOut, frozen=True):
@@ -47,8 +95,9 @@ class NodeView:
     peer: PeerInfo | None = None
     member: Member | None = None
     alive: bool = False
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[RoundLine] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
+    introduced: bytes = b""  # as `peer` was read
     _read: int = 0
 
     @property
@@ -64,8 +113,8 @@ class NodeView:
         return self.held_out[-1] if self.held_out else None
 
     @property
-    def last(self) -> dict[str, Any]:
-        return self.rounds[-1] if self.rounds else {}
+    def last(self) -> RoundLine | None:
+        return self.rounds[-1] if self.rounds else None
 
     @property
     def has_reward(self) -> bool:
@@ -77,22 +126,25 @@ class NodeView:
         if not self.rounds and self.member and self.member.participation:
             return self.member.reward / self.member.participation
         end = len(self.rounds) - before
-        return mean([line["reward_local"] for line in self.rounds[max(0, end - rounds) : max(0, end)]])
+        return mean([line.reward_local for line in self.rounds[max(0, end - rounds) : max(0, end)]])
 
     @property
     def external_taken(self) -> int:
-        return sum(line["external_taken"] for line in self.rounds)
+        return sum(line.external_taken for line in self.rounds)
 
     def refresh(self, root: Path) -> None:
-        records, self._read = read_lines(root / "logs" / self.node / "metrics.jsonl", self._read)
-        for record in records:
+        lines, self._read = new_lines(root / f"logs/{self.node}/metrics.jsonl", self._read)
+        for line in lines:
+            try:
+                if len(line) <= LONGEST_LINE:
+                    self.rounds.append(_ROUND.decode(line))
+                    continue
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass  # not a round
             with contextlib.suppress(Rejected):
-                if record.get("kind") == "round":
-                    typed(record, RoundLine)
-                    self.rounds.append(record)
-                else:
-                    typed(record, HeldOutLine)
-                    self.held_out.append(record)
+                record = decode(line)
+                typed(record, HeldOutLine)
+                self.held_out.append(record)
 
 
 class RunView:
@@ -109,12 +161,19 @@ class RunView:
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
         """The run at an address where there is one; a clear error if there is none."""
+        view = cls.found(address)
+        view.refresh()
+        return view
+
+    @classmethod
+    def found(cls, address: Path | str) -> "RunView":
+        """The same, but nothing is read yet of what its nodes wrote."""
         view = cls(address)
         if view.address.text.startswith("p2p://"):
             raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
         if view.address.is_url:
             view.reach()
-        view.refresh()
+        view.refresh_swarm()
         if view.manifest is None:
             raise UserError(
                 f"{address} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
@@ -132,24 +191,34 @@ class RunView:
             raise UserError(f"{error.filename or self.address}: {error.strerror or error}") from error
 
     def refresh(self) -> None:
+        self.refresh_swarm()
+        for node in self.nodes.values():
+            self.refresh_node(node)
+
+    def refresh_swarm(self) -> None:
+        """Where the swarm stands, and who is here."""
         try:
             self.manifest = self.manifest or read_manifest(self.files)
             self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
         except (OSError, Rejected):
             pass  # not written yet, or just being replaced: what was read before stands
+        swarm = self.manifest.swarm() if self.manifest else None
         for node in documents(self.files, "peers"):
             view = self.nodes.setdefault(node, NodeView(node))
             try:
-                peer = unseal(self.files.read(f"peers/{node}.json", RECORD_BYTES), PeerInfo, RECORD_BYTES)
+                data = self.files.read(f"peers/{node}.json", RECORD_BYTES)
+                if data == view.introduced:
+                    continue
+                peer = unseal(data, PeerInfo, RECORD_BYTES)
             except (OSError, Rejected):
                 continue
-            if self.manifest is not None and (peer.swarm, peer.node) == (self.manifest.swarm(), node):
-                view.peer = peer
-        members = self.state.members if self.state else {}
-        for view in self.nodes.values():
-            view.refresh(self.root)
-            view.member = members.get(view.peer.peer_id) if view.peer else None
-            view.alive = self._alive(view)
+            if (peer.swarm, peer.node) == (swarm, node):
+                view.peer, view.introduced = peer, data
+
+    def refresh_node(self, node: NodeView) -> None:
+        node.refresh(self.root)
+        node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
+        node.alive = self._alive(node)
 
     def _alive(self, view: NodeView) -> bool:
         """On this machine by its process, elsewhere by its last sign of life."""
@@ -185,11 +254,11 @@ class RunView:
                     "peer_id": view.peer.peer_id if view.peer else None,
                     "model": view.peer.model if view.peer else None,
                     "alive": view.alive,
-                    "round": view.last.get("round"),
+                    "round": view.last.round if view.last else None,
                     "held_out_start": view.start["sampled"] if view.start else None,
                     "held_out_now": view.now["sampled"] if view.now else None,
                     "reward": view.reward() if view.has_reward else None,
-                    "tokens_per_second": view.last.get("tokens_per_second"),
+                    "tokens_per_second": view.last.tokens_per_second if view.last else None,
                     "external_taken": view.external_taken,
                     "participation": view.member.participation if view.member else 0,
                     "wins": view.member.wins if view.member else 0,
@@ -201,15 +270,15 @@ class RunView:
 
 @contextmanager
 def looked_at(address: str) -> Iterator[RunView]:
-    """The run at an address, whatever network it is on, for as long as somebody looks."""
+    """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
     if not address.startswith("p2p://"):
-        yield RunView.open(address)
+        yield RunView.found(address)
         return
     from rl_swarm.network.p2p.onlooking import observed
 
     with observed(address) as (place, clock):
         view = RunView(place, clock)
-        view.refresh()
+        view.refresh_swarm()
         yield view
 
 

@@ -21,7 +21,7 @@ from swarms import (
     report,
 )
 
-from rl_swarm.cli.live import LiveView
+from rl_swarm.cli.live import snapshot
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, STATE, FolderExchange, report_path, rollouts_path
 from rl_swarm.network.p2p.clock import ClockCoordinator
@@ -78,13 +78,12 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
 
     shown = io.StringIO()
     with looked_at(address) as view:
+        view.refresh()
         nodes = {node["peer_id"]: node for node in view.as_dict()["nodes"]}
         assert (view.as_dict()["phase"], view.as_dict()["round"]) == ("running", 1)
         assert {who: nodes[who]["reward"] for who in (ann, bob)} == {ann: 0.25, bob: 0.75}
         assert nodes[bob]["wins"] == 1 and nodes.keys() == {ann, bob}
-        with LiveView(view, Console(file=shown)) as live:
-            live.update(0)
-            live.console.print(live.table())
+        snapshot(view, Console(file=shown, width=200))
     assert "0.25" in shown.getvalue() and "0.75" in shown.getvalue() and "round 1/3" in shown.getvalue()
 
     verdict, run = validate(address, nodes=2)

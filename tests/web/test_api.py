@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from rl_swarm.web import server
 from rl_swarm.web.api import create_app
 from rl_swarm.web.following import Follower
 from rl_swarm.web.kept import Kept
+from rl_swarm.web.stream import AT_A_TIME, Stream
 
 LOCAL = "http://localhost"
 
@@ -271,7 +272,7 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
         await send({"type": "http.response.body", "body": scope["query_string"]})
 
     async def ask(kept: Kept, query: bytes) -> list[Any]:
-        scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query}
+        scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query, "headers": []}
         told: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -292,6 +293,38 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
         version = 2
         await ask(kept, b"a")
         assert len(asked) == 3, "what was made before something changed is not told any more"
+
+    asyncio.run(many())
+
+
+def test_a_long_answer_is_packed_for_those_who_take_it(client: TestClient) -> None:
+    path = "/api/openapi.json"
+    packed = client.get(path, headers={"Accept-Encoding": "br, gzip"})
+    plain = client.get(path, headers={"Accept-Encoding": "identity"})
+    assert packed.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+    assert int(packed.headers["content-length"]) < len(packed.content) / 2
+    assert packed.json() == plain.json() and int(plain.headers["content-length"]) == len(plain.content)
+    assert {answer.headers["vary"] for answer in (packed, plain)} == {"Accept-Encoding"}
+    assert "vary" not in client.get("/api/overview").headers, "a short one is not worth it"
+
+
+def test_many_who_listen_are_all_told_although_not_at_once(tmp_path: Path) -> None:
+    swarm = SmallRun(tmp_path / "run", total=5)
+    follower = Follower(RunView(swarm.root))
+    follower.look()
+
+    async def hear(told: AsyncIterator[str]) -> None:
+        async for event in told:
+            if "changed" in event and int(event.split()[-1]) > 1:
+                return
+
+    async def many() -> None:
+        stream = Stream(follower)
+        listeners = [stream.listen() for _ in range(3 * AT_A_TIME + 1)]
+        assert all("changed" in first for first in [await anext(told) for told in listeners])
+        swarm.play()
+        await asyncio.wait_for(asyncio.gather(*map(hear, listeners)), 60)
+        stream.closed = True
 
     asyncio.run(many())
 

@@ -10,14 +10,15 @@ from small_runs import HOSTILE, SmallRun
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.address import locate
-from rl_swarm.report import RunView
+from rl_swarm.report import LONGEST_LINE, RunView
 from rl_swarm.web import telling
-from rl_swarm.web.curves import Curves, stride_for
+from rl_swarm.web.curves import Curves, all_of, stride_for
 from rl_swarm.web.following import Follower
 from rl_swarm.web.runs import Runs
 from rl_swarm.web.texts import Texts, Wanted
 from rl_swarm.web.tracks import KEPT_LINES
 
+GOOD = b'"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
 NOBODY = 2**31 - 1  # a process id that no system hands out
 
 
@@ -41,7 +42,7 @@ def followed(run: SmallRun) -> tuple[Follower, Clock]:
 def test_curves_stay_small_and_keep_their_means() -> None:
     curves = Curves(most=8)
     for played in range(100):
-        curves.add(played, {"reward": float(played)})
+        curves.add([played], {"reward": [float(played)]})
     assert curves.stride == 16 and len(curves.sums["reward"]) == 7
     assert curves.points("reward", 16)[:2] == [7.5, 23.5]
     assert curves.points("reward", 32)[0] == 15.5
@@ -52,8 +53,22 @@ def test_curves_stay_small_and_keep_their_means() -> None:
 def test_a_round_without_a_point_is_a_gap_and_one_played_twice_is_averaged() -> None:
     curves = Curves()
     for played, reward in [(0, 1.0), (3, 0.0), (3, 1.0)]:
-        curves.add(played, {"reward": reward})
+        curves.add([played], {"reward": [reward]})
     assert curves.points("reward", 1) == [1.0, None, None, 0.5]
+
+
+def test_the_mean_of_all_counts_what_was_measured_however_coarse_the_curves_are() -> None:
+    short, long = Curves(most=4), Curves(most=4)
+    short.add([0, 1, 2], {"reward": [1.0, None, 3.0], "nothing": [None] * 3})
+    long.add(range(8), {"reward": [0.0] * 8})
+    assert (short.stride, long.stride) == (1, 2) and "nothing" not in short.sums
+    assert all_of([short, long, Curves()], "reward", 2).points("reward", 2) == [
+        pytest.approx(1 / 3, 1e-5),
+        1.0,
+        0.0,
+        0.0,
+    ]
+    assert all_of([], "reward", 2).points("reward", 2) == []
 
 
 def test_the_overview_and_the_leaderboard_tell_what_the_rounds_did(tmp_path: Path) -> None:
@@ -168,7 +183,7 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
     run = SmallRun(tmp_path / "run", total=5)
     run.play()
     log = run.root / "logs" / run.names[0]
-    good = '"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
+    good = GOOD.decode()
     with (log / "metrics.jsonl").open("a") as file:
         file.write('not json\n{"kind":"round"}\n[1]\n')
         file.write(f'{{"kind":"round","round":4000000000000000,{good}}}\n')
@@ -192,6 +207,28 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
         "restarted",
     ]
     assert found.settings == {} and found.hardware == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"kind":"round","round":1,"unknown":' + b"[" * 50_000,
+        b'{"kind":"round","round":' + b"9" * 5000 + b"," + GOOD + b"}",
+        b'{"kind":"round","round":1,"entropy":' + b"9" * 5000 + b"," + GOOD + b"}",
+        b'{"kind":"round","round":1,"note":"' + b"x" * LONGEST_LINE + b'",' + GOOD + b"}",
+        b'{"kind":"round","round":1,"external_from":{"\xff":1},' + GOOD + b"}",
+        b'{"kind":"round","round":1,"external_from":{"x":-1},' + GOOD + b"}",
+        b'{"kind":"round","round":1,"kl":1e999,' + GOOD + b"}",
+        b'{"kind":"square","round":1,' + GOOD + b"}",
+    ],
+)
+def test_a_line_that_no_node_writes_is_left_out_and_the_next_is_read(tmp_path: Path, line: bytes) -> None:
+    run = SmallRun(tmp_path / "run", total=5)
+    with (run.root / "logs" / run.names[0] / "metrics.jsonl").open("ab") as file:
+        file.write(line + b'\n{"kind":"round","round":0,' + GOOD + b"}\n")
+    follower, _ = followed(run)
+    assert telling.lines(follower, "reward_local").mean == [0.5]
 
 
 def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ def status(
 
     with looked_at(address) as view:
         if as_json:
+            view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
         else:
             snapshot(view, Console(highlight=False))

@@ -4,32 +4,34 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from rl_swarm.cli import catch_signals
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.report import looked_at
 from rl_swarm.web import server
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 def watch(address: str, settings: Settings) -> None:
     """Serves the swarm at an address, whatever network it is on, until Ctrl-C."""
-    from rl_swarm.cli.running import catch_signals
-
     if not server.is_installed():
         raise UserError(server.MISSING)
     stop = catch_signals()
     with looked_at(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
         name = view.manifest.name if view.manifest else address
-        _say(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", Console(highlight=False))
+        print(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
         server.serve(view, listening, stop, settings.web_token)
 
 
 def watch_here(address: str) -> None:
     """Shows the swarm in the terminal, until it has finished or Ctrl-C."""
+    from rich.console import Console
+
     from rl_swarm.cli.live import watch
-    from rl_swarm.cli.running import catch_signals
 
     stop = catch_signals()
     with looked_at(address) as view:
@@ -37,7 +39,9 @@ def watch_here(address: str) -> None:
 
 
 @contextmanager
-def beside(root: Path, settings: Settings, console: Console, interrupted: threading.Event) -> Iterator[None]:
+def beside(
+    root: Path, settings: Settings, console: "Console", interrupted: threading.Event
+) -> Iterator[None]:
     """The dashboard of a run, where it is wanted and can be had. With a token the run can be interrupted there."""
     if not settings.web:
         yield
@@ -52,5 +56,5 @@ def beside(root: Path, settings: Settings, console: Console, interrupted: thread
             yield
 
 
-def _say(text: str, console: Console) -> None:
+def _say(text: str, console: "Console") -> None:
     console.print(text, markup=False, soft_wrap=True)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_swarm.cli import program
-from rl_swarm.cli.running import catch_signals
+from rl_swarm.cli import catch_signals, program
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.network.address import known_addresses

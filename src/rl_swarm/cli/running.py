@@ -3,9 +3,7 @@
 import os
 import random
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from rl_swarm.cli import dashboard, program
+from rl_swarm.cli import catch_signals, dashboard, program
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config import SECRETS, Settings
@@ -179,17 +177,3 @@ def _portable(settings: Settings) -> dict[str, object]:
         values.pop(name)
     values["identity_path"] = str(Path(settings.identity_path).absolute())
     return values
-
-
-def catch_signals() -> threading.Event:
-    """Set by the first Ctrl-C or SIGTERM; the second one ends the process."""
-    stop = threading.Event()
-
-    def handle(signum: int, frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
-    return stop

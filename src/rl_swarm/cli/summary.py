@@ -53,7 +53,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
             console.print(f"    {when:>6}  {mark}  {escape(_short(example['completion']) or '(nothing)')}")
 
     taken = sum(view.external_taken for view in views)
-    own = sum(line["local_with_signal"] for view in views for line in view.rounds)
+    own = sum(line.local_with_signal for view in views for line in view.rounds)
     if taken:
         console.print(
             f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups that had something to teach "

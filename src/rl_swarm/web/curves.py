@@ -3,9 +3,10 @@
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
-MOST_POINTS = 1024  # of one curve in memory
+MOST_POINTS = 512  # of one curve in memory
 Number = TypeVar("Number", int, float)
 LARGEST = 1e15  # a number beyond this is no measurement
 
@@ -25,23 +26,29 @@ class Curves:
         self.sums: dict[str, array[float]] = {}
         self.counts: dict[str, array[int]] = {}
 
-    def add(self, round: int, values: Mapping[str, float]) -> None:
-        while round // self.stride >= self.most:
+    def add(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float | None]]) -> None:
+        """Adds what some rounds measured: of every metric a value per round, None where there is none."""
+        newest = max(rounds, default=0)
+        while newest // self.stride >= self.most:
             self._merge()
-        place = round // self.stride
-        for name, value in values.items():
+        places, end = [played // self.stride for played in rounds], newest // self.stride + 1
+        for name, values in columns.items():
+            if all(value is None for value in values):
+                continue
             sums = self.sums.setdefault(name, array("d"))
-            counts = self.counts.setdefault(name, array("L"))
-            if (missing := place + 1 - len(sums)) > 0:
-                sums.extend([0.0] * missing)
-                counts.extend([0] * missing)
-            sums[place] += value
-            counts[place] += 1
+            counts = self.counts.setdefault(name, array("I"))
+            if (missing := end - len(sums)) > 0:
+                sums.frombytes(bytes(missing * sums.itemsize))
+                counts.frombytes(bytes(missing * counts.itemsize))
+            for place, value in zip(places, values, strict=True):
+                if value is not None:
+                    sums[place] += value
+                    counts[place] += 1
 
     def _merge(self) -> None:
         self.stride *= 2
-        self.sums = {name: array("d", _pairs(values)) for name, values in self.sums.items()}
-        self.counts = {name: array("L", _pairs(values)) for name, values in self.counts.items()}
+        self.sums = {name: array("d", _every(2, values)) for name, values in self.sums.items()}
+        self.counts = {name: array("I", _every(2, values)) for name, values in self.counts.items()}
 
     @property
     def end(self) -> int:
@@ -51,12 +58,9 @@ class Curves:
     def points(self, name: str, stride: int) -> list[float | None]:
         """The curve in steps of `stride` rounds, a multiple of its own; None where there is nothing."""
         step = stride // self.stride
-        sums, counts = self.sums.get(name, array("d")), self.counts.get(name, array("L"))
-        made: list[float | None] = []
-        for k in range(0, len(sums), step):
-            count = sum(counts[k : k + step])
-            made.append(sum(sums[k : k + step]) / count if count else None)
-        return made
+        sums = _every(step, self.sums.get(name, array("d")))
+        counts = _every(step, self.counts.get(name, array("I")))
+        return [float(f"{s / n:.6g}") if n else None for s, n in zip(sums, counts, strict=True)]
 
 
 def stride_for(curves: Sequence[Curves], points: int) -> int:
@@ -72,6 +76,19 @@ def filled(values: list[float | None], length: int) -> list[float | None]:
     return values + [None] * (length - len(values))
 
 
+def all_of(curves: Sequence[Curves], name: str, stride: int) -> Curves:
+    """A metric of several nodes as one curve, in steps of `stride` rounds: what any of them measured counts alike."""
+    whole = Curves()
+    whole.stride = stride
+    sums, counts = [], []
+    for own in {curve.stride for curve in curves}:
+        same = [curve for curve in curves if curve.stride == own and name in curve.sums]
+        sums.append(_every(stride // own, _added([curve.sums[name] for curve in same])))
+        counts.append(_every(stride // own, _added([curve.counts[name] for curve in same])))
+    whole.sums[name], whole.counts[name] = array("d", _added(sums)), array("I", _added(counts))
+    return whole
+
+
 def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
     """The mean of several curves, at every place of those that have a point there."""
     means: list[float | None] = []
@@ -81,5 +98,11 @@ def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
     return means
 
 
-def _pairs(values: Sequence[Number]) -> list[Number]:
-    return [sum(values[k : k + 2]) for k in range(0, len(values), 2)]
+def _every(step: int, values: Sequence[Number]) -> Sequence[Number]:
+    """The sums of every so many neighbours."""
+    return values if step == 1 else [sum(values[k : k + step]) for k in range(0, len(values), step)]
+
+
+def _added(rows: Sequence[Sequence[Number]]) -> list[Number]:
+    """The sums of the columns. Rows may end early. Of a thousand curves this is most of the work, hence by built-ins."""
+    return list(map(sum, zip_longest(*rows, fillvalue=0)))

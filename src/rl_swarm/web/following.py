@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rl_swarm.report import RunView
-from rl_swarm.rounds import Report
+from rl_swarm.report import NodeView, RunView
+from rl_swarm.rounds import State
 from rl_swarm.web.records import Event
 from rl_swarm.web.reports import Reports, add
 from rl_swarm.web.tracks import AHEAD, Track
@@ -18,6 +18,7 @@ PAUSE_SECONDS = 1.0  # between looks
 LONGEST_PAUSE = 5.0
 IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
 MOST_EVENTS = 2000  # remembered of all nodes together
+Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
 class Follower:
@@ -35,7 +36,7 @@ class Follower:
         self._next = -1.0
         self._reports = Reports()
         self._trouble = ""  # why it could not be read, said once
-        self._place: tuple[str, int, int, int] | None = None  # in the run, when it was looked at last
+        self._place: Place | None = None  # in the run, when it was looked at last
 
     def look(self) -> int:
         """Reads what is new, if it is time to and nobody else does; the version after that."""
@@ -45,12 +46,9 @@ class Follower:
         try:
             if not self.version or self.clock() >= self._next:
                 started, cost = self.clock(), time.thread_time()
-                reports = self._read()  # may take long over a network: others go on with what is known
+                changed = self._read()  # may take long: others go on with what is known
                 with self.lock:
-                    changed = self._take()
-                    for report in reports:
-                        add(report, self.tracks[report.node])
-                    self.version += changed or bool(reports) or not self.version
+                    self.version += changed or not self.version
                 ended, cost = self.clock(), time.thread_time() - cost
                 pause = max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
                 self._next = ended + min(pause, LONGEST_PAUSE)
@@ -63,36 +61,49 @@ class Follower:
         self._next = self.clock()
         return self.look()
 
-    def _read(self) -> list[Report]:
-        """Brings the view up to date; what nodes reported whose logs are not here."""
+    def _read(self) -> bool:
+        """Brings the view and the tracks up to date; whether there was anything new."""
+        view = self.view
         try:
-            self.view.refresh()
+            view.refresh_swarm()
             self._trouble = ""
-            return self._reports.read(self.view) if self.view.address.is_url else []
         except OSError as error:  # a store or peers that do not answer now: what was read before stands
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 log.warning("the swarm cannot be read now: %s", error)
-            return []
+            return False
+        place = _place(view.state)
+        changed, self._place = place != self._place, place
+        for node in list(view.nodes.values()):  # one at a time: all logs together may not fit into memory
+            view.refresh_node(node)
+            with self.lock:
+                changed |= self._take(node)
+        if view.address.is_url:
+            reports = self._reports.read(view)
+            with self.lock:
+                for report in reports:
+                    add(report, self.tracks[report.node])
+            changed |= bool(reports)
+        return changed
 
-    def _take(self) -> bool:
-        """Hands what the view has read to the tracks; whether there was anything."""
+    def _take(self, node: NodeView) -> bool:
+        """Hands what the view has read of a node to its track; whether there was anything."""
         view, state = self.view, self.view.state
-        place = (state.phase, state.round, state.stage, len(state.reports)) if state else None
-        changed = place != self._place
-        self._place = place
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0
-        for node in list(view.nodes.values()):
-            track = self.tracks.setdefault(node.node, Track())
-            events = track.new_events(node, view.root)
-            if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
-                said = f"with {node.peer.model}"
-                events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
-            if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
-                word = "came back" if node.alive else "gone"
-                events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
-            changed |= bool(track.take(node, most)) or bool(events) or track.alive != node.alive
-            track.alive = node.alive
-            self.events.extend(events)
+        track = self.tracks.setdefault(node.node, Track())
+        events = track.new_events(node, view.root)
+        if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+            said = f"with {node.peer.model}"
+            events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
+        if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
+            word = "came back" if node.alive else "gone"
+            events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
+        changed = bool(track.take(node, most)) or bool(events) or track.alive != node.alive
+        track.alive = node.alive
+        self.events.extend(events)
         return changed
+
+
+def _place(state: State | None) -> Place | None:
+    return (state.phase, state.round, state.stage, len(state.reports)) if state else None

@@ -1,6 +1,7 @@
 """Answers that many want at the same time are made once: all viewers ask for the same when something changed."""
 
 import asyncio
+import gzip
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 KEPT_SECONDS = 1.0
 MOST_KEPT = 200  # answers
 LARGEST_KEPT = 1 << 18  # bytes; larger ones are for a single reader
+SMALLEST_PACKED = 1 << 12  # bytes
 
 Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
 
@@ -18,7 +20,20 @@ Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
 class Answer:
     start: Message
     body: bytes
+    packed: bool  # by gzip, where that pays
     until: float
+
+    def messages(self, takes_gzip: bool) -> list[Message]:
+        """What is sent to one who asked. Others add headers to it, hence a list of its own."""
+        headers, body = list(self.start["headers"]), self.body
+        if self.packed:
+            headers.append((b"vary", b"Accept-Encoding"))
+        if self.packed and takes_gzip:
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+            headers += [(b"content-encoding", b"gzip"), (b"content-length", str(len(body)).encode())]
+        elif self.packed:
+            body = gzip.decompress(body)
+        return [{**self.start, "headers": headers}, {"type": "http.response.body", "body": body}]
 
 
 class Kept:
@@ -33,8 +48,8 @@ class Kept:
             await self.app(scope, receive, send)
             return
         answer = await asyncio.shield(self._wanted((self.version(), path, scope["query_string"]), scope))
-        await send({**answer.start, "headers": list(answer.start["headers"])})  # others add theirs
-        await send({"type": "http.response.body", "body": answer.body})
+        for message in answer.messages(_takes_gzip(scope)):
+            await send(message)
 
     def _wanted(self, key: Key, scope: Scope) -> "asyncio.Task[Answer]":
         """The answer that is kept or under way, or a new one."""
@@ -57,8 +72,15 @@ class Kept:
 
         await self.app(scope, receive, collect)
         body = b"".join(message.get("body", b"") for message in messages[1:])
+        packed = len(body) >= SMALLEST_PACKED
+        if packed:
+            body = await asyncio.to_thread(gzip.compress, body, 1)
         keep = KEPT_SECONDS if len(body) <= LARGEST_KEPT else 0.0
-        return Answer(messages[0], body, time.monotonic() + keep)
+        return Answer(messages[0], body, packed, time.monotonic() + keep)
+
+
+def _takes_gzip(scope: Scope) -> bool:
+    return any(name == b"accept-encoding" and b"gzip" in value for name, value in scope["headers"])
 
 
 def _is_old(task: "asyncio.Task[Answer]") -> bool:

@@ -58,5 +58,6 @@ class Reports:
 
 
 def add(report: Report, track: Track) -> None:
-    track.curves.add(report.round, {"reward_local": report.reward, "reward_training": report.training_reward})
+    rewards = {"reward_local": [report.reward], "reward_training": [report.training_reward]}
+    track.curves.add([report.round], rewards)
     track.rollouts += report.rollouts

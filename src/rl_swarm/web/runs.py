@@ -82,9 +82,7 @@ def _row(name: str, run: Follower, here: bool) -> RunRow:
 def _as_curves(lines: Lines) -> Curves:
     """A mean as a curve of its own, so that runs of different lengths can be told in the same steps."""
     curves = Curves()
-    for played, value in zip(lines.rounds, lines.mean, strict=True):
-        if value is not None:
-            curves.add(played, {lines.metric: value})
+    curves.add(lines.rounds, {lines.metric: lines.mean})
     return curves
 
 

@@ -9,6 +9,8 @@ from rl_swarm.web.following import PAUSE_SECONDS, Follower
 
 MOST_LISTENERS = 1000
 ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing
+# Who is told asks for a page, so not all are told at once: so many, and after so many seconds the next.
+AT_A_TIME, APART = 4, 0.02
 
 
 class Stream:
@@ -28,7 +30,7 @@ class Stream:
         changed = asyncio.Event()
         changed.set()
         self.listeners.add(changed)
-        if self._looking is None or self._looking.done():
+        if not self.looks:
             self._looking = asyncio.create_task(self._look())
         try:
             while not self.closed:
@@ -42,9 +44,16 @@ class Stream:
         finally:
             self.listeners.discard(changed)
 
-    def _tell(self) -> None:
-        for listener in self.listeners:
+    @property
+    def looks(self) -> bool:
+        """Whether the swarm is being looked at without anybody asking."""
+        return self._looking is not None and not self._looking.done()
+
+    async def _tell(self) -> None:
+        for number, listener in enumerate(list(self.listeners), 1):
             listener.set()
+            if number % AT_A_TIME == 0 and not self.closed:
+                await asyncio.sleep(APART)
 
     async def _look(self) -> None:
         told = self.follower.version
@@ -52,6 +61,7 @@ class Stream:
             version = await run_in_threadpool(self.follower.look)
             if version != told:  # by this look, or by somebody's who asked for a page
                 told = version
-                self._tell()
+                await self._tell()
             await asyncio.sleep(PAUSE_SECONDS)
-        self._tell()
+        for listener in self.listeners:
+            listener.set()

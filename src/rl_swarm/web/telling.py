@@ -9,7 +9,7 @@ from rl_swarm.config import tellable
 from rl_swarm.evaluation import mean
 from rl_swarm.network.address import is_url
 from rl_swarm.report import TREND_ROUNDS, NodeView
-from rl_swarm.web.curves import Curves, filled, mean_of, number, stride_for
+from rl_swarm.web.curves import all_of, filled, number, stride_for
 from rl_swarm.web.following import Follower
 from rl_swarm.web.records import (
     EventPage,
@@ -25,7 +25,6 @@ from rl_swarm.web.records import (
     Phase,
     TaskScore,
 )
-from rl_swarm.web.tracks import Track
 from rl_swarm.wire import Rejected, decode
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
@@ -82,7 +81,7 @@ def health(follower: Follower) -> Health:
         state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
         nodes = list(follower.view.nodes.values())
         signs = [node.peer.timestamp for node in nodes if node.peer]
-        signs += [when for node in nodes if (when := number(node.last.get("timestamp"))) is not None]
+        signs += [when for node in nodes if node.last and (when := node.last.timestamp) is not None]
         signs += [state.timestamp] if state else []
         since = max(0.0, now - max(signs)) if signs else None
         alive = sum(node.alive for node in nodes)
@@ -98,21 +97,20 @@ def health(follower: Follower) -> Health:
 
 def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:
     """The leaderboard, best first, or those of it whose name, id or model contains some text."""
-    with follower.lock:
-        rows = _rows(follower)
     sought = search.strip().lower()
-    found = [r for r in rows if sought in f"{r.name}\n{r.node}\n{r.peer_id}\n{r.model}".lower()]
-    return NodePage(len(found), offset, found[offset : offset + limit])
+    with follower.lock:
+        found = [(rank, view) for rank, view in enumerate(_ranked(follower), 1) if _fits(view, sought)]
+        rows = [_row(follower, rank, view) for rank, view in found[offset : offset + limit]]
+    return NodePage(len(found), offset, rows)
 
 
 def node(follower: Follower, name: str) -> NodeDetail | None:
     """All about one node, by its name in files or its peer id; None where there is no such node."""
     with follower.lock:
         view = find(follower, name)
-        rows = [row for row in _rows(follower) if view is not None and row.node == view.node]
-        if view is None or not rows:
+        if view is None or view.node not in follower.tracks:
             return None
-        row = rows[0]
+        row = _row(follower, _ranked(follower).index(view) + 1, view)
         track, peer = follower.tracks[view.node], view.peer
         scores = [_by_task(line) for line in (view.start, view.now)]
         memory = [value for value in track.curves.points("peak_memory", track.curves.stride) if value]
@@ -155,15 +153,17 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
 
 def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) -> Lines:
     """A metric of the best nodes over the rounds, and the mean of all."""
+    name = "sampled" if metric == HELD_OUT else metric
     with follower.lock:
-        rows = _rows(follower)
-        ordered = [(row, _curves(follower.tracks[row.node], metric)) for row in rows]
-        step = stride_for([curves for _, (curves, _) in ordered], points)
-        values = [curves.points(name, step) for _, (curves, name) in ordered]
-    length = max(map(len, values), default=0)
-    whole = [filled(line, length) for line in values]
-    shown = [Line(row.node, row.name, line) for (row, _), line in zip(ordered, whole, strict=True)]
-    return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown[:most])
+        views = _ranked(follower)
+        tracks = [follower.tracks[view.node] for view in views]
+        curves = [track.held_out if metric == HELD_OUT else track.curves for track in tracks]
+        step = stride_for(curves, points)
+        mean_line = all_of(curves, name, step).points(name, step)
+        lines = [curve.points(name, step) for curve in curves[:most]]
+    length = len(mean_line)
+    shown = [Line(v.node, v.name, filled(line, length)) for v, line in zip(views, lines, strict=False)]
+    return Lines(metric, [k * step for k in range(length)], mean_line, shown)
 
 
 def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 500) -> NodeCurves | None:
@@ -209,17 +209,22 @@ def find(follower: Follower, name: str) -> NodeView | None:
     return next((view for view in nodes if view.name == name), None)
 
 
-def _rows(follower: Follower) -> list[NodeRow]:
+def _ranked(follower: Follower) -> list[NodeView]:
+    """The nodes, best first."""
     state = follower.view.state
     order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
     views = [view for view in list(follower.view.nodes.values()) if view.node in follower.tracks]
     views.sort(key=lambda v: (order.get(v.peer.peer_id, len(order)) if v.peer else len(order), v.node))
-    return [_row(rank, view, follower.tracks[view.node]) for rank, view in enumerate(views, 1)]
+    return views
 
 
-def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
+def _fits(view: NodeView, sought: str) -> bool:
+    known = (view.peer.peer_id, view.peer.model) if view.peer else ()
+    return sought in "\n".join((view.name, view.node, *known)).lower()
+
+
+def _row(follower: Follower, rank: int, view: NodeView) -> NodeRow:
     trend = len(view.rounds) > TREND_ROUNDS
-    played = view.last.get("round")
     return NodeRow(
         rank=rank,
         node=view.node,
@@ -227,7 +232,7 @@ def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
         peer_id=view.peer.peer_id if view.peer else "",
         model=view.peer.model if view.peer else "",
         alive=view.alive,
-        round=played if isinstance(played, int) and abs(played) < 1 << 53 else None,
+        round=view.last.round if view.last else None,
         participation=view.member.participation if view.member else 0,
         reward=number(view.reward()) if view.has_reward else None,
         total_reward=(number(view.member.reward) or 0.0) if view.member else 0.0,
@@ -236,16 +241,12 @@ def _row(rank: int, view: NodeView, track: Track) -> NodeRow:
         held_out_start=number(view.start["sampled"]) if view.start else None,
         held_out_now=number(view.now["sampled"]) if view.now else None,
         tokens_per_second=_speed(view),
-        from_others=track.from_others,
+        from_others=follower.tracks[view.node].from_others,
     )
 
 
 def _speed(view: NodeView) -> float | None:
-    return number(view.last.get("tokens_per_second"))
-
-
-def _curves(track: Track, metric: str) -> tuple[Curves, str]:
-    return (track.held_out, "sampled") if metric == HELD_OUT else (track.curves, metric)
+    return view.last.tokens_per_second if view.last else None
 
 
 def _links(follower: Follower, groups: Mapping[str, int]) -> list[Link]:
@@ -281,7 +282,7 @@ def _pace(views: Iterable[NodeView]) -> float | None:
     """Seconds per round, as the last lines of the logs tell."""
     paces = []
     for view in list(views):
-        known = [(line["round"], when) for line in view.rounds if (when := number(line.get("timestamp")))]
+        known = [(line.round, line.timestamp) for line in view.rounds if line.timestamp]
         if len(known) > 1 and (played := known[-1][0] - known[0][0]) > 0:
             paces.append((known[-1][1] - known[0][1]) / played)
     return sorted(paces)[len(paces) // 2] if paces else None

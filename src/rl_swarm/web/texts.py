@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl_swarm.environments.base import PEER_SECONDS, Question
-from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
 from rl_swarm.manifest import Manifest, question_seed
 from rl_swarm.network.folder import rollouts_path
@@ -21,6 +21,9 @@ from rl_swarm.web.following import Follower
 from rl_swarm.web.records import RolloutPage, RolloutRow, Text
 from rl_swarm.web.telling import find
 from rl_swarm.wire import Rejected, unseal
+
+if TYPE_CHECKING:
+    from rl_swarm.environments.reasoning import Reasoning
 
 CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown
@@ -169,6 +172,8 @@ class Texts:
         return rows
 
     def _questions(self, manifest: Manifest, published: Publication, count: int) -> dict[int, Question]:
+        from rl_swarm.environments.reasoning import Reasoning
+
         if self._failed:
             return {}
         seeds = [question_seed(manifest, published.round, published.peer_id, k) for k in range(count)]

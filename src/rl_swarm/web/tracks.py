@@ -1,13 +1,14 @@
 """What is remembered of one node: its curves and sums, and not the lines of its log that they were made from."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rl_swarm.config import tellable
-from rl_swarm.report import TREND_ROUNDS, NodeView
+from rl_swarm.report import TREND_ROUNDS, NodeView, RoundLine
 from rl_swarm.telemetry.journal import read_lines
 from rl_swarm.web.curves import Curves, number
 from rl_swarm.web.records import Event
@@ -19,6 +20,8 @@ METRICS = (
 )  # fmt: skip
 LOADS = ("processor", "memory", "gpu", "gpu_memory")
 PHASES = ("questions", "generate", "score", "publish", "collect", "train", "report")
+MEASURED = (*METRICS, *(f"seconds.{phase}" for phase in PHASES), *(f"load.{part}" for part in LOADS))
+_values = attrgetter(*MEASURED)
 KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
 MOST_NAMES = 1024  # of peers or reasons that are counted for one node
 MOST_WORDS = 128  # settings of one node
@@ -56,36 +59,33 @@ class Track:
     def take(self, view: NodeView, most_rounds: int) -> int:
         """Adds what the view has read since the last time, and lets go of it; how much that was."""
         lines = view.rounds[self._rounds :]
-        for line in lines:
-            if 0 <= line["round"] < most_rounds:
-                self._add(line)
+        if lines:
+            self._add([line for line in lines if line.round < most_rounds])
         del view.rounds[:-KEPT_LINES]
         self._rounds = len(view.rounds)
         scores = view.held_out[self._scores :]
         for line in scores:
-            values = {key: value for key in ("sampled", "greedy") if (value := number(line[key])) is not None}
             played = number(line.get("round"))
             if played is not None and -1 <= played < most_rounds:
-                self.held_out.add(int(played) + 1, values)  # of so many rounds: 0 is before the first
+                values = {key: [number(line[key])] for key in ("sampled", "greedy")}
+                self.held_out.add([int(played) + 1], values)  # of so many rounds: 0 is before the first
         del view.held_out[1:-1]
         self._scores = len(view.held_out)
         return len(lines) + len(scores)
 
-    def _add(self, line: Mapping[str, Any]) -> None:
-        values = {name: value for name in METRICS if (value := number(line.get(name))) is not None}
-        for name, parts in (("seconds", PHASES), ("load", LOADS)):
-            if isinstance(found := line.get(name), dict):
-                values |= {f"{name}.{p}": v for p in parts if (v := number(found.get(p))) is not None}
-        self.curves.add(line["round"], values)
-        self.tokens += values.get("tokens_per_second", 0.0) * values.get("seconds.generate", 0.0)
-        self.rollouts += int(number(line.get("local_groups")) or 0)
-        self.own += int(number(line["local_with_signal"]) or 0)
-        self.taken += int(number(line["external_taken"]) or 0)
-        count(self.learned_from, line.get("external_from"))
-        count(self.rejected, line.get("external_rejected"))
+    def _add(self, lines: Sequence[RoundLine]) -> None:
+        columns = zip(*map(_values, lines), strict=True)
+        self.curves.add([line.round for line in lines], dict(zip(MEASURED, columns, strict=False)))
+        for line in lines:
+            self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
+            self.rollouts += line.local_groups
+            self.own += line.local_with_signal
+            self.taken += line.external_taken
+            count(self.learned_from, line.external_from)
+            count(self.rejected, line.external_rejected)
 
     def new_events(self, view: NodeView, root: Path) -> list[Event]:
-        lines, self._events = read_lines(root / "logs" / view.node / "training_events.jsonl", self._events)
+        lines, self._events = read_lines(root / f"logs/{view.node}/training_events.jsonl", self._events)
         return [event for line in lines if (event := self._event(line, view)) is not None]
 
     def _event(self, line: Mapping[str, Any], view: NodeView) -> Event | None:
@@ -110,14 +110,13 @@ class Track:
         return event
 
 
-def count(counter: Counter[str], found: object) -> None:
+def count(counter: Counter[str], found: Mapping[str, int]) -> None:
     """Adds what a log counted. Its names are a stranger's, hence not any number of them."""
-    if not isinstance(found, dict):
-        return
     for name, times in found.items():
-        amount = number(times)
-        if amount and len(name) <= 64 and (name in counter or len(counter) < MOST_NAMES):
-            counter[name] += int(amount)
+        if name in counter:
+            counter[name] += times
+        elif times and len(counter) < MOST_NAMES:
+            counter[name] = times
 
 
 def count_one(counter: Counter[Any], name: Any) -> None:
