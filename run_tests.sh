@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lints, checks types and runs the tests, two files at a time. Arguments go to pytest.
+# Sets up what is missing, then lints, checks types and runs the tests, three files at a time: many tests wait for processes
+# most of the time. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 (extra=dev && . scripts/setup.sh)
@@ -14,6 +15,6 @@ command -v chromium >/dev/null || echo "There is no chromium: the dashboard's pa
 .venv/bin/mypy &
 types=$!
 tests=0
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || tests=$?
+.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || tests=$?
 wait "$types"
 exit "$tests"

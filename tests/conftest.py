@@ -12,12 +12,16 @@ from hypothesis import settings
 settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=100)
 settings.load_profile("steady")
 
-# Files of few tests that take long. They begin first, so that no process is left with one of them at the end.
-LONG = ("test_swarm.py", "test_faults.py", "test_disk.py", "test_peers.py", "test_scale.py", "test_cuda.py")
+# Files that take longest begin first, so that no process is left with one of them at the end.
+LONG = (
+    "test_swarm.py", "test_cuda.py", "test_faults.py", "test_cli.py", "test_team.py", "test_scale.py", "test_page.py",
+    "test_warmup.py", "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py",
+    "test_fuzzed_api.py", "test_memory.py", "test_url_swarm.py", "test_api.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")
