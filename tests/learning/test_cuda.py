@@ -262,9 +262,7 @@ def test_training_passes_and_their_gradients_are_those_without_kernels(kind, mon
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "gemma3"]
-)  # the layers of the others have nothing that gemma's have not
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3"])  # whose layers have all that the others' have
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
     """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
     model = small_model(kind)
