@@ -44,7 +44,7 @@ def test_a_swarm_runs_to_its_end_and_tells_what_it_achieved(tmp_path: Path) -> N
 def test_lockstep_runs_with_one_seed_are_identical_and_another_seed_differs(tmp_path: Path) -> None:
     for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
         code, output = run(
-            tmp_path, "up", "--run", name, "--nodes", "3", "--rounds", "5", "--seed", seed, *QUICK
+            tmp_path, "up", "--run", name, "--nodes", "2", "--rounds", "4", "--seed", seed, *QUICK
         )
         assert code == 0, output
     first, second, other = (metrics(tmp_path / name) for name in "abc")

@@ -16,6 +16,7 @@ from transformers import (
 VOCABULARY = 48
 PAD = 0
 FAST = ("llama", "qwen2", "qwen3", "gpt2", "gemma3")  # the families that `decoder` knows
+DISTINCT = ("qwen2", "qwen3", "gpt2", "gemma3")  # llama's layers are qwen2's without biases
 KINDS = (*FAST, "gpt_neox")  # and one that goes through transformers
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
+from small_models import DISTINCT, FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
 
 triton = pytest.importorskip(
     "triton", "3.7", "needs Triton 3.7 or newer, which is made for Linux on x86-64; pip install triton"
@@ -106,7 +106,7 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
         assert list(found.tokens) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DISTINCT)
 def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
     model = small_model(kind)
     one = Engine(1, torch.float32)
@@ -248,7 +248,7 @@ def same_pass(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1, largest))
 
 
-@pytest.mark.parametrize("kind", FAST)  # of which gemma3 has a sliding window
+@pytest.mark.parametrize("kind", DISTINCT)  # of which gemma3 has a sliding window
 def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
     model = small_model(kind)
     monkeypatch.setattr(logprobs, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
@@ -413,7 +413,7 @@ def requests_of(models):
     ]
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DISTINCT)
 def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     requests = requests_of(different_models(3, kind))
