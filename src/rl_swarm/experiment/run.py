@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -248,7 +247,8 @@ class Runner:
         work = sum(self.costs.seconds(job) for job in left)
         self.console.print(
             f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
-            f"{child.told.free / 2**30:.1f} GiB; about {duration(work / self.at_once)}.",
+            f"{child.told.free / 2**30:.1f} GiB; about {duration(work / self.at_once)} "
+            "if the machine has nothing else to do.",
             highlight=False,
         )
 
@@ -327,13 +327,12 @@ class Shown:
             job.name: float(job.rounds) for job in jobs if is_finished(runner.experiment.folder(job))
         }
         self.said = -1
-        self.began, self.at_start = time.monotonic(), 0.0
+        self.weights: dict[str, float] = {}  # what a run takes beside the others, once that is known
 
     def show(self, running: Sequence[Child]) -> None:
         for child in running:
             self.done[child.job.name] = max(self.done.get(child.job.name, 0.0), child.told.done)
-        costs = self.runner.costs
-        weight = {job.name: costs.seconds(job) if costs else float(job.rounds) for job in self.jobs}
+        weight = self._weights()
         spent = sum(weight[job.name] * self.done.get(job.name, 0.0) / job.rounds for job in self.jobs)
         share = spent / sum(weight.values())
         self.bars.update(self.task, completed=share)
@@ -341,6 +340,13 @@ class Shown:
             self.said = int(share * 10)
             rounds = ", ".join(f"{c.job.name} {c.told.done}/{c.job.rounds}" for c in running)
             self.runner.console.print(f"{100 * share:.0f} %  {rounds}", highlight=False, soft_wrap=True)
+
+    def _weights(self) -> dict[str, float]:
+        costs = self.runner.costs
+        if costs is None:
+            return {job.name: float(job.rounds) for job in self.jobs}
+        self.weights = self.weights or {job.name: costs.seconds(job) for job in self.jobs}
+        return self.weights
 
 
 def is_finished(folder: Path) -> bool:
