@@ -93,7 +93,7 @@ def sapo(
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals
-    from rl_swarm.experiment.arms import GIVEN_BY_ARM, PRESET, arms, nodes_given
+    from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.run import Experiment, Runner
 
     flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
@@ -113,9 +113,7 @@ def sapo(
     explicit = {
         name: getattr(settings, name)
         for name, source in resolved.sources.items()
-        if source != "default"
-        and not source.startswith("preset")
-        and name not in (*GIVEN_BY_ARM, *config.SECRETS)
+        if source != "default" and not source.startswith("preset") and name not in (*GIVEN_BY_ARM, *ELSEWHERE)
     }
     if grid and "learning_rate" in explicit:
         raise UserError(f"--rates {rates} and a learning_rate contradict each other. Drop one of them.")

@@ -33,6 +33,14 @@ PRESET: dict[str, object] = {
     "threads": 1,
 }
 GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "local_epochs")
+HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
+# Of a machine or another command, whose environment variables may be set: no part of a run.
+ELSEWHERE = (
+    "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner", "test_mode",
+    "hub_repo", "hub_every", "network", "p2p_known", "p2p_listen", "p2p_announce", "p2p_relay", "cleanup", "keep_rounds",
+    "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
+    "connect_to_testnet", "round_interval",
+)  # fmt: skip
 FILE = "arm.json"
 
 
@@ -94,14 +102,17 @@ class Job(msgspec.Struct, frozen=True):
         }
         if self.rate is not None:
             arm["learning_rate"] = self.rate
+        layers = [Layer("experiment", PRESET), Layer("arm", arm)]
+        swarm = resolve(layers, Layer("flag", self.settings)).settings
         found = []
         for number in range(1, self.count + 1):
-            given = {**self.settings, **self.each.get(str(number), {})}
-            given.pop("tasks", None)  # of the swarm; what a node is asked of them is in the manifest
-            layers = [Layer("experiment", PRESET), Layer("arm", arm)]
-            if "tasks" in self.settings:
-                layers.append(Layer("flag", {"tasks": self.settings["tasks"]}))
-            found.append(resolve(layers, Layer("flag", given)).settings)
+            own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
+            given = {
+                **self.settings,
+                **own,
+                "tasks": list(swarm.task_list()),
+            }  # a specialist's stand in the manifest
+            found.append(_playable(resolve(layers, Layer("flag", given)).settings, number))
         return found
 
     def identities(self) -> list[Identity]:
@@ -189,9 +200,27 @@ def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, o
     return found
 
 
+def _playable(settings: Settings, number: int) -> Settings:
+    """The settings of a node, unless it could not be played in lock-step in one process."""
+    wrong = {
+        "round_end": settings.round_end != "lockstep",
+        "publish": settings.publish == "round",
+        "local": settings.local == 0,
+        "devices_per_node": settings.devices_per_node > 1,
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise UserError(
+            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one process, "
+            "publish before they learn, and answer at least one question each on one device."
+        )
+    return settings
+
+
 def differences(old: Job, new: Job) -> list[str]:
     """In what a run that exists differs from the one that is wanted."""
     before, after = (msgspec.to_builtins(job) for job in (old, new))
+    for job in (before, after):
+        job["settings"] = {k: v for k, v in job["settings"].items() if k not in HARMLESS}
     return [
         f"{key} was {_shown(before[key])}, not {_shown(after[key])}"
         for key in after
