@@ -115,9 +115,7 @@ class Node:
         self.rejected.clear()
 
         with watch("questions"):
-            numbers = range(settings.local)
-            seeds = [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
-            questions = self.environment.questions(seeds)
+            questions = self.environment.questions(self.seeds(state))
 
         local: list[Group] = []
         at_once = 1 if settings.publish == "generation" else max(len(questions), 1)
@@ -150,14 +148,18 @@ class Node:
         self.done = (state.round, state.stage)
         self.write_metrics(state, local, external, update, watch)
 
+    def seeds(self, state: State) -> list[int]:
+        """Of this node's questions in a round."""
+        numbers = range(self.settings.local)
+        return [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
+
     def answer(
         self, questions: list[Question], state: State, start: int, watch: Stopwatch
     ) -> Generator[Work, None, list[Group]]:
         """The node's own completions of the questions, scored."""
         self.check_stop()
         seed = derive(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
-        prompts = [question.prompt for question in questions]
-        yield (answering := Answering(self.policy, prompts, self.settings.generations, seed, watch))
+        yield (answering := Answering(self.policy, questions, self.settings.generations, seed, watch))
         with watch("score"):
             peer = self.identity.peer_id
             answered = [(peer, q, c) for q, c in zip(questions, answering.completions, strict=True)]

@@ -4,6 +4,7 @@ gathers it from all of them, and can do it for all together."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rl_swarm.environments.base import Question
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.trainer import Update
 from rl_swarm.rollouts import Completion, Group
@@ -12,14 +13,18 @@ from rl_swarm.telemetry.journal import Stopwatch
 
 @dataclass
 class Answering:
-    """Completions of these prompts."""
+    """Completions of these questions."""
 
     policy: Policy
-    prompts: Sequence[str]
+    questions: Sequence[Question]
     count: int
     seed: int
     watch: Stopwatch
     completions: list[list[Completion]] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[str]:
+        return [question.prompt for question in self.questions]
 
     def run(self) -> None:
         with self.watch("generate"):

@@ -163,6 +163,8 @@ class Swarm:
         """One round of all nodes: they answer and publish, then collect, then learn and report."""
         state = self.swarm.state
         self.environment.forget()
+        # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and back.
+        self.environment.questions([seed for node in self.nodes for seed in node.seeds(state)])
         turns = [node.turn(state) for node in self.nodes]
         waiting = {number: next(turn) for number, turn in enumerate(turns)}
         while waiting:
@@ -171,6 +173,14 @@ class Swarm:
             ready = list(waiting)
             if answering:  # those who have published wait for those who have not
                 self.engine.sample(list(answering.values()))
+                self.environment.score(
+                    [
+                        (question, completion.text)
+                        for work in answering.values()
+                        for question, group in zip(work.questions, work.completions, strict=True)
+                        for completion in group
+                    ]
+                )
                 ready = list(answering)
             elif not all(isinstance(work, Published) for work in waiting.values()):
                 self.engine.learn(list(learning.values()))

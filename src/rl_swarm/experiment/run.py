@@ -199,7 +199,7 @@ class Runner:
             chosen[arm.label] = Tuned(
                 best, {f"{rate:g}": score for rate, score in scores.items()}, seeds, experiment.tune_rounds
             )
-            self.console.print(f"{arm.label}: learning rate {best:g}, by held-out score", highlight=False)
+            self.console.print(f"{arm.label}: learning rate {best:g}, by held-out score", soft_wrap=True)
         (experiment.out / report.RATES).write_bytes(msgspec.json.format(msgspec.json.encode(chosen)))
         return {label: tuned.rate for label, tuned in chosen.items()}
 
@@ -249,7 +249,7 @@ class Runner:
             f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
             f"{child.told.free / 2**30:.1f} GiB; about {duration(work / self.at_once)} "
             "if the machine has nothing else to do.",
-            highlight=False,
+            soft_wrap=True,
         )
 
     def _start(self, job: Job) -> Child:
@@ -288,7 +288,7 @@ class Runner:
                             f"{child.process.exitcode}. {where} says why.")  # fmt: skip
         self.at_once = max(1, self.at_once - 1)  # it may have been memory
         self.console.print(
-            f"{name} ended with exit code {child.process.exitcode} and goes on", highlight=False
+            f"{name} ended with exit code {child.process.exitcode} and goes on", soft_wrap=True
         )
         return False
 
@@ -339,7 +339,7 @@ class Shown:
         if int(share * 10) > self.said and not self.runner.console.is_terminal:
             self.said = int(share * 10)
             rounds = ", ".join(f"{c.job.name} {c.told.done}/{c.job.rounds}" for c in running)
-            self.runner.console.print(f"{100 * share:.0f} %  {rounds}", highlight=False, soft_wrap=True)
+            self.runner.console.print(f"{100 * share:.0f} %  {rounds}", soft_wrap=True)
 
     def _weights(self) -> dict[str, float]:
         costs = self.runner.costs
