@@ -33,25 +33,24 @@ def refused(*arguments: str) -> str:
     return str(caught.value)
 
 
+def kill_once_saved(process: "subprocess.Popen[str]", folder: Path) -> None:
+    try:
+        until(lambda: process.poll() is not None or any(folder.glob("checkpoints/*/state.json")), 120)
+        children = family(process)
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive, "nothing survives"
+    finally:
+        end(process)
+
+
 def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_written(tmp_path: Path) -> None:
     common = ["--configs", "2/1", "--nodes", "2", "--rounds", "9", *SMALL, "--set", "checkpoint_every=3"]
-    for out in (
-        "e",
-        "again",
-        "and-again",
-    ):  # a machine may be so fast that the first has ended before it is killed
+    for out in ("e", "again", "and-again"):  # the first may have ended before it is killed
         command = ["experiment", "sapo", "--out", out, *common]
         folder = tmp_path / out / "runs" / "2-1-sapo-seed1"
-        process = start(tmp_path, *command)
-        try:
-            until(lambda: process.poll() is not None or any(folder.glob("checkpoints/*/state.json")), 120)
-            children = family(process)
-            process.kill()
-            process.wait()
-            _, alive = psutil.wait_procs(children, timeout=20)
-            assert not alive, "nothing survives"
-        finally:
-            end(process)
+        kill_once_saved(start(tmp_path, *command), folder)
         if not is_finished(folder):
             break
     assert not is_finished(folder) and any(folder.glob("checkpoints/*/state.json"))

@@ -1,10 +1,15 @@
 """A swarm in one process: the same results as separate ones, and the same whether it was stopped or not."""
 
+import json
+import sys
 import threading
 from pathlib import Path
 
 import msgspec
 from processes import QUICK, metrics, run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "learning"))
+from small_models import save_small
 
 from rl_swarm.config import UP_PRESET, Settings
 from rl_swarm.experiment.arms import Arm, Job
@@ -133,6 +138,24 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     names = [task.name for task in wanted.members()[0].task_list()]
     manifest = read_manifest(LocalFiles(tmp_path))
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
+
+
+def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: Path) -> None:
+    save_small(tmp_path / "other")
+    wanted = job(
+        Arm(4, 4),
+        rounds=2,
+        nodes=2,
+        generations=8,
+        each={"1": {"model": str(tmp_path / "other"), "max_new_tokens": "8"}},
+    )
+    found = played(wanted, tmp_path / "run")
+    first, second = (found[identity.node] for identity in wanted.identities())
+    names = {json.loads(path.read_bytes())["model"] for path in tmp_path.glob("run/peers/*.json")}
+    assert names == {"tiny", str(tmp_path / "other")}
+    taken = [line for line in first if line.get("external_taken")]
+    assert taken and taken[0]["trained_tokens"] > 0, "a model that is never right learns from one that is"
+    assert set(first[0]["by_task"]) == set(second[0]["by_task"]), "both are asked the swarm's tasks"
 
 
 def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path: Path) -> None:
