@@ -1,5 +1,6 @@
 """`rl-swarm experiment` as a user types it."""
 
+import io
 import json
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import end, family, metrics, run, start, status, until
+from rich.console import Console
 
 from rl_swarm.cli.app import app
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
-from rl_swarm.experiment.run import Costs, Experiment, duration, is_finished, play
+from rl_swarm.experiment.run import Child, Costs, Experiment, Runner, Told, duration, is_finished, play
 
 SMALL = [
     "--device",
@@ -164,6 +166,19 @@ def test_a_plan_follows_from_what_groups_cost() -> None:
     assert costs.seconds(alone) == pytest.approx(4 * (100 * (0.4 + 0.2) + 3 * 4))
     assert costs.seconds(sharing) == pytest.approx(4 * (100 * (0.4 + 0.2 + 0.4) + 3 * 4))
     assert (duration(20), duration(3600 + 300)) == ("1 min", "1 h 5 min")
+
+
+def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_path: Path) -> None:
+    settings = {"device": "cpu", "held_out_questions": 10, "held_out_samples": 1, "generations": 4}
+    wanted = Experiment(tmp_path, arms("1/0", "sapo"), [1], 1, 3, settings=settings)
+    (job,) = wanted.runs({})
+    job.write(wanted.folder(job))
+    play(job, wanted.folder(job), threading.Event(), keep_models=False)
+    runner = Runner(wanted, Console(file=io.StringIO()), threading.Event())
+    runner.all = [job]
+    ours, _ = runner.context.Pipe()
+    runner._plan(Child(job, runner.context.Process(), ours, Told(3, 0.1, 1 << 30, 8 << 30)))
+    assert runner.at_once == 1 and "Plan: 0 runs" in runner.console.file.getvalue()
 
 
 def test_tuning_is_done_on_other_seeds_than_those_reported(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ class Runner:
     def __init__(self, experiment: Experiment, console: Console, stop: threading.Event) -> None:
         self.experiment, self.console, self.stop = experiment, console, stop
         self.costs: Costs | None = None
+        self.all: list[Job] = []  # what the plan is for
         self.at_once = experiment.at_once
         self.failures: dict[str, int] = {}
         self.context: SpawnContext | ForkServerContext
@@ -243,7 +244,8 @@ class Runner:
         fits = max(1, int(child.told.free * 0.9 // need))
         left = [job for job in self.all if not is_finished(self.experiment.folder(job))]
         if not self.at_once:
-            self.at_once = 1 if self.on_gpu else min(os.cpu_count() or 1, fits, len(left))
+            most = 1 if self.on_gpu else min(os.cpu_count() or 1, fits)
+            self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
         work = sum(self.costs.seconds(job) for job in left)
         self.console.print(
             f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
