@@ -144,8 +144,8 @@ class Honest(Node):
     taken: Sequence[Group] = ()  # external groups of the last round
     stream: Any = None  # on a GPU
 
-    def collect(self, state: State) -> Selection:
-        found = super().collect(state)
+    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
+        found = super().collect(state, local)
         self.taken = found.chosen
         return found
 
@@ -155,7 +155,7 @@ class Gullible(Honest):
 
     runs_answers = False
 
-    def collect(self, state: State) -> Selection:
+    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         self.exchange.meet()
         rng = random.Random(
             derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage)

@@ -158,9 +158,9 @@ class Player(Node):
         now = self.clock()
         self.played.append(Round(state.round, now, now - started, 0.0, [], []))
 
-    def collect(self, state: State) -> Selection:
+    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         started, checking = self.clock(), self.environment.seconds
-        found = super().collect(state)
+        found = super().collect(state, local)
         this = self.played[-1]
         this.collect_s = self.clock() - started - (self.environment.seconds - checking)
         this.took = [(peer_id, number) for peer_id, number, _, _ in found.keys]

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from rl_swarm import strategies
 from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.errors import UserError
 
@@ -188,6 +189,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = "none"
 
+    strategy: Annotated[
+        str,
+        _setting(
+            "which groups of others are learned from, and how: `frugal`, `alone`, `sapo`, `uniform`, `top`, `top-signal`, "
+            "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
+        ),
+    ] = "frugal"
+    local_epochs: Annotated[
+        int, _setting("updates per round; those after the first are on own rollouts alone", ge=1, le=64)
+    ] = 1
     external_negatives: Annotated[
         float,
         _setting(
@@ -502,6 +513,9 @@ def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
     sources = {setting.name: "default" for setting in all_settings()}
 
     def apply(layer: Layer) -> None:
+        given = layer.values.get("strategy")
+        if isinstance(given, str):  # what it brings along is below what the layer says itself
+            apply(Layer(f"strategy {given}", strategies.named(given).settings))
         for name, value in layer.values.items():
             if name not in sources:
                 raise ConfigError(

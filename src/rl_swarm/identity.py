@@ -73,6 +73,11 @@ class Identity:
         return cls._of(Ed25519PrivateKey.generate())
 
     @classmethod
+    def derived(cls, *parts: str | int) -> "Identity":
+        """An identity that anybody can make again from its parts: for nodes of experiments, which keep no secret."""
+        return cls._of(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(repr(parts).encode()).digest()))
+
+    @classmethod
     def _of(cls, key: Ed25519PrivateKey | RSAPrivateKey) -> "Identity":
         if isinstance(key, RSAPrivateKey):
             check_rsa(key.public_key())

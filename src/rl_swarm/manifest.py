@@ -6,6 +6,8 @@ from the manifest, so every peer can make every question and its answer key agai
 
 import hashlib
 import importlib.metadata
+import random
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -13,10 +15,11 @@ from msgspec import Meta
 
 from rl_swarm.config import Admission, Name, RoundEnd, Settings
 from rl_swarm.environments.tasks import Task
-from rl_swarm.wire import canonical, digest
+from rl_swarm.wire import Id, canonical, digest
 
 # reasoning-gym adds the seed to an index and some tasks feed the sum to numpy, which takes 32 bits.
 SEED_BITS = 31
+MOST_DRAWS = 1000  # for a question of a specialist's tasks
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -45,6 +48,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     peer_timeout: float
     limits: Limits = Limits()
     admission: Admission = "open"
+    # Peers that are asked questions of some tasks only, by the tasks' numbers; not written where there are none.
+    specialists: Annotated[dict[Id, list[int]], Meta(max_length=1024)] | msgspec.UnsetType = msgspec.UNSET
 
     def swarm(self) -> str:
         """The id that every message of this swarm carries, so that none can be replayed in another."""
@@ -81,4 +86,17 @@ def derive(*parts: str | int | bytes) -> int:
 
 
 def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> int:
-    return derive(manifest.questions_root(), round, peer_id, number)
+    root = manifest.questions_root()
+    seed = derive(root, round, peer_id, number)
+    specialists = {} if manifest.specialists is msgspec.UNSET else manifest.specialists
+    theirs = specialists.get(peer_id, [])
+    for draw in range(1, MOST_DRAWS if theirs else 1):
+        if task_of(seed, manifest.tasks) in theirs:
+            break
+        seed = derive(root, round, peer_id, number, draw)
+    return seed
+
+
+def task_of(seed: int, tasks: Sequence[Task]) -> int:
+    """The number of the task that a question is of."""
+    return random.Random(seed).choices(range(len(tasks)), [task.weight for task in tasks])[0]

@@ -5,14 +5,14 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 
-from rl_swarm import selection
+from rl_swarm import selection, strategies
 from rl_swarm.config import Settings
 from rl_swarm.environments.base import Environment, Question
 from rl_swarm.evaluation import evaluate, mean
@@ -30,6 +30,7 @@ from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal, Stopwatch
 from rl_swarm.telemetry.machine import Load
 from rl_swarm.trust import Standing, in_turn
+from rl_swarm.turns import Answering, Learning, Published, Work
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
+        self.strategy = strategies.named(self.settings.strategy)
 
     def prepare(self) -> None:
         """What takes time before the first round: a node that has joined is ready to play."""
@@ -81,9 +83,7 @@ class Node:
                 self.play(state)
             except Stopped:
                 break
-            every = self.settings.held_out_every
-            if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
-                self.measure("now")
+            self.look(state)
             every = self.settings.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
             push = every > 0 and state.round % every == every - 1
             every = self.settings.checkpoint_every
@@ -98,33 +98,46 @@ class Node:
         if self.push:
             self.push.finish()
 
+    def look(self, state: State) -> None:
+        """The held-out score, after the rounds in which it is due."""
+        every = self.settings.held_out_every
+        if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
+            self.measure("now")
+
     def play(self, state: State) -> None:
-        """One stage of a round: answer, publish, collect, learn, report."""
+        """One stage of a round, by itself."""
+        for work in self.turn(state):
+            work.run()
+
+    def turn(self, state: State) -> Iterator[Work]:
+        """One stage of a round: answer, publish, collect, learn, report. Yields what is to be done with the model."""
         watch, settings = Stopwatch(), self.settings
         self.rejected.clear()
 
         with watch("questions"):
-            numbers = range(settings.local)
-            seeds = [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
-            questions = self.environment.questions(seeds)
+            questions = self.environment.questions(self.seeds(state))
 
         local: list[Group] = []
         at_once = 1 if settings.publish == "generation" else max(len(questions), 1)
         for start in range(0, len(questions), at_once):
-            local += self.answer(questions[start : start + at_once], state, start, watch)
+            local += yield from self.answer(questions[start : start + at_once], state, start, watch)
             if settings.publish != "round":
                 with watch("publish"):
                     self.publish(local, state)
 
+        yield Published()
         with watch("collect"):
-            external = self.collect(state)
+            external = self.collect(state, local)
         self.used = {key for key in self.used if key[1] >= state.round - settings.max_age} | set(
             external.keys
         )
 
-        with watch("train"):
-            training = [*local, *external.chosen]
-            update = self.policy.learn(training)
+        training = [*local, *external.chosen]
+        yield (learning := Learning(self.policy, training, watch))
+        update = learning.update
+        for _ in range(1, settings.local_epochs):
+            yield (again := Learning(self.policy, local, watch))
+            update.tokens += again.update.tokens
 
         if settings.publish == "round":
             with watch("publish"):
@@ -135,17 +148,21 @@ class Node:
         self.done = (state.round, state.stage)
         self.write_metrics(state, local, external, update, watch)
 
-    def answer(self, questions: list[Question], state: State, start: int, watch: Stopwatch) -> list[Group]:
+    def seeds(self, state: State) -> list[int]:
+        """Of this node's questions in a round."""
+        numbers = range(self.settings.local)
+        return [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
+
+    def answer(
+        self, questions: list[Question], state: State, start: int, watch: Stopwatch
+    ) -> Generator[Work, None, list[Group]]:
         """The node's own completions of the questions, scored."""
         self.check_stop()
-        with watch("generate"):
-            seed = derive(
-                self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start
-            )
-            completions = self.policy.sample([q.prompt for q in questions], self.settings.generations, seed)
+        seed = derive(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
+        yield (answering := Answering(self.policy, questions, self.settings.generations, seed, watch))
         with watch("score"):
             peer = self.identity.peer_id
-            answered = [(peer, q, c) for q, c in zip(questions, completions, strict=True)]
+            answered = [(peer, q, c) for q, c in zip(questions, answering.completions, strict=True)]
             return selection.score(answered, self.environment, external=False)
 
     def publish(self, groups: list[Group], state: State) -> None:
@@ -169,7 +186,7 @@ class Node:
             )
         )
 
-    def collect(self, state: State) -> Selection:
+    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         """Rollouts of others, checked and scored here."""
         self.check_stop()
         rng = random.Random(
@@ -178,7 +195,7 @@ class Node:
         settings, sources = self.settings, self.sources(state)
         found = selection.select(
             self.publications(state, rng, sources),
-            settings.external,
+            self.strategy.wanted(settings.external, local),
             self.manifest,
             self.environment,
             self.used,
@@ -191,6 +208,7 @@ class Node:
                 surprises=self.policy.surprises if settings.likelihood_gate else None,
                 most_nats=settings.gate_nats,
             ),
+            self.strategy,
         )
         for peer_id, failed in found.asked.items():
             if self.standing.note(peer_id, failed, state.round):
@@ -301,6 +319,7 @@ class Node:
             kl=update.kl,
             grad_norm=update.grad_norm,
             trained_tokens=update.tokens,
+            generated_tokens=int(sum(lengths)),
             tokens_per_second=round(sum(lengths) / max(watch.seconds["generate"], 1e-9), 1),
             seconds=watch.rounded(),
             began=watch.began,

@@ -96,6 +96,7 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: tuple[float, ...]
     external: bool
+    weight: float = 1.0  # what it counts in training
 
     @property
     def has_signal(self) -> bool:

@@ -1,12 +1,13 @@
-"""Which rollouts a node learns from: checked, made again and scored here, then `external` of them with signal.
+"""Which rollouts a node learns from: checked, made again and scored here, then those that its strategy chooses.
 
 Nothing a peer says is believed: its question is made again from the manifest and compared, its rewards
 are ignored, and a text that this node's model would hardly write is left out, whatever it earned. No source
-fills a batch alone. Peers are asked one after the other until enough was found, so a node's cost follows what
-it asks for and not the size of the swarm.
+fills a batch alone. Peers are asked one after the other, by most strategies only until enough was found.
 """
 
+import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from rl_swarm.environments.base import PEER_SECONDS, Environment, Question
 from rl_swarm.manifest import Manifest, question_seed
 from rl_swarm.network.base import OnReject
 from rl_swarm.rollouts import Completion, Group, Publication, Rollout, unpack
+from rl_swarm.strategies import Strategy
 from rl_swarm.trust import most_of_one
 from rl_swarm.wire import Rejected
 
@@ -63,13 +65,17 @@ def select(
     rng: random.Random,
     on_reject: OnReject,
     checks: Checks = Checks(),
+    strategy: Strategy = Strategy(),
 ) -> Selection:
-    """Looks at publications until `wanted` groups with signal were found, then draws that many uniformly."""
+    """Looks at publications until `wanted` groups were found, or at all, and lets the strategy choose that many."""
     selection = Selection()
     pool: list[Found] = []
     written: dict[tuple[str, str], str] = {}  # long texts and the source that showed them first
     taken: Counter[str] = Counter()
     most = most_of_one(wanted, checks.share, len(set(checks.sources.values())))
+    enough = math.inf if wanted and strategy.sees_all else wanted
+    if strategy.sees_all and checks.share == 1:
+        most = sys.maxsize  # or a group of a peer that has many would be chosen less often
 
     def reject(publication: Publication, reason: str, detail: str) -> None:
         selection.asked[publication.peer_id] = True
@@ -77,7 +83,7 @@ def select(
         on_reject(publication.node, reason, detail)
 
     left = iter(publications)
-    while len(pool) < wanted:
+    while len(pool) < enough:
         looked_at: list[Found] = []
         for publication in left:
             source = checks.sources.get(publication.peer_id, publication.peer_id)
@@ -98,17 +104,21 @@ def select(
                 reject(publication, "slow", why)
             selection.scored += groups
             scored = zip(rollouts, groups, strict=False)
-            found = [Found(key_of(r), group, publication) for r, group in scored if group.has_signal]
+            found = [
+                Found(key_of(r), group, publication)
+                for r, group in scored
+                if group.has_signal or not strategy.needs_signal
+            ]
             found = rng.sample(found, min(len(found), most - taken[source]))
             found = _without_copies(found, source, written, reject)
             taken[source] += len(found)
             looked_at += found
-            if len(pool) + len(looked_at) >= wanted:
+            if len(pool) + len(looked_at) >= enough:
                 break
         if not looked_at:
             break
         pool += _likely(looked_at, checks, selection, reject)
-    for one in rng.sample(pool, min(wanted, len(pool))):
+    for one in strategy.choose(pool, wanted, rng):
         selection.keys.append(one.key)
         selection.chosen.append(one.group)
     return selection

@@ -201,7 +201,7 @@ def _child_main(
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(pipe,), daemon=True).start()
     name, settings = next(iter(members.items()))
     start_logging(settings, address / "logs", name, terminal=False)
     crashes = (address / "logs" / "swarm.log").open("a")
@@ -222,7 +222,8 @@ def _child_main(
         os._exit(1)
 
 
-def _end_with_parent(pipe: Connection) -> None:
+def end_with_parent(pipe: Connection) -> None:
+    """Waits for the other end of a pipe to close, and ends this process."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from rl_swarm import __version__, config
+from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
@@ -59,6 +60,7 @@ OptionalAddress = Annotated[
 
 
 app.add_typer(identities.app, name="identity")
+app.add_typer(experiments.app, name="experiment")
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,8 @@ class Policy:
     def _lesson(self, group: Group) -> TrainingGroup:
         """What is learned from a group: of others', their better answers."""
         tokens, negatives = self._tokens(group), self.settings.external_negatives
+        if group.weight != 1:
+            tokens = replace(tokens, advantages=[group.weight * a for a in tokens.advantages])
         return tokens.leaning(negatives) if group.external and negatives < 1 else tokens
 
     def _tokens(self, group: Group) -> TrainingGroup:

@@ -1,0 +1,198 @@
+"""experiment sapo, experiment report."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_swarm import config
+from rl_swarm.cli import program
+from rl_swarm.errors import UserError
+
+app = typer.Typer(
+    help="Measure what sharing rollouts is worth: the SAPO experiment, and strategies of your own.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def sapo(
+    out: Annotated[
+        Path, typer.Option("--out", help="Directory of the experiment; an existing one is gone on with.")
+    ],
+    configs: Annotated[
+        str,
+        typer.Option(
+            "--configs",
+            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/0x2 (trains twice on its own), 4/0-pooled (one "
+            "learner with all questions); or presets: paper (8/0, 6/2, 4/4, 2/6), gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, "
+            "4/4, 4/12, 8/0, 8/8), controls (4/0x2, 4/0-pooled).",
+        ),
+    ] = "paper",
+    strategies: Annotated[
+        str,
+        typer.Option(
+            "--strategies",
+            help="How external groups are chosen and weighed, comma-separated: sapo, uniform, top, top-signal, capped, gated, "
+            "adaptive, frugal, or classes of yours as module:Class. Every configuration with external groups is run with "
+            "each.",
+        ),
+    ] = "sapo",
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of a swarm; 8 by default.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="Rounds of a run; 2000 by default.")] = None,
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="Seeds that are reported, such as 1,2,3 or 1-3.")
+    ] = "1",
+    model: Annotated[
+        str | None, typer.Option("--model", help="tiny, smollm2-135m, a directory or a hub name.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
+    ] = None,
+    rates: Annotated[
+        str,
+        typer.Option(
+            "--rates",
+            help="Learning rates to choose from for every arm, such as 3e-5,1e-4,3e-4; without, the model's own.",
+        ),
+    ] = "",
+    tune_seeds: Annotated[
+        int,
+        typer.Option("--tune-seeds", min=1, max=100, help="Seeds to choose them on, others than reported."),
+    ] = 2,
+    tune_rounds: Annotated[
+        int | None, typer.Option("--tune-rounds", min=1, help="Rounds for that; a fifth by default.")
+    ] = None,
+    each: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node",
+            metavar="K:NAME=VALUE",
+            help="A setting of one node, such as 1:learning_rate=3e-4, 2:model=DIR or 3:tasks=gcd,chain_sum (a specialist).",
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")] = None,
+    at_once: Annotated[
+        int, typer.Option("--at-once", min=0, max=64, help="Runs at the same time; 0: as many as fit.")
+    ] = 0,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Only say how long it may take; the rounds timed for that are kept."),
+    ] = False,
+    keep_models: Annotated[
+        bool, typer.Option("--keep-models", help="Keep the trained models of finished runs.")
+    ] = False,
+    config_file: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")
+    ] = None,
+) -> None:
+    """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command goes on."""
+    from rich.console import Console
+
+    from rl_swarm.cli import catch_signals
+    from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
+    from rl_swarm.experiment.run import Experiment, Runner
+
+    flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
+    given = {name: value for name, value in flags.items() if value is not None}
+    for assignment in sets or []:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--set {assignment}: write it as --set name=value.")
+        if name in ("local", "external", "strategy", "local_epochs", "seed"):
+            raise UserError(
+                f"--set {assignment}: an experiment has --configs, --strategies and --seeds for that."
+            )
+        given[name] = value
+    resolved = config.load(PRESET, config_file, given, command="experiment sapo")
+    settings = resolved.settings
+    grid = _rates(rates)
+    explicit = {
+        name: getattr(settings, name)
+        for name, source in resolved.sources.items()
+        if source != "default" and not source.startswith("preset") and name not in (*GIVEN_BY_ARM, *ELSEWHERE)
+    }
+    if grid and "learning_rate" in explicit:
+        raise UserError(f"--rates {rates} and a learning_rate contradict each other. Drop one of them.")
+    experiment = Experiment(
+        out=out,
+        arms=arms(configs, strategies),
+        seeds=_seeds(seeds),
+        nodes=settings.nodes,
+        rounds=settings.rounds,
+        settings=explicit,
+        each=nodes_given(each or [], settings.nodes),
+        rates=grid,
+        tune_seeds=tune_seeds,
+        tune_rounds=tune_rounds or max(1, settings.rounds // 5),
+        at_once=at_once,
+        keep_models=keep_models,
+    )
+    console = Console(highlight=False)
+    stop = catch_signals()
+    try:
+        path = Runner(experiment, console, stop).run(plan)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror or error}.") from error
+    if path is not None:
+        console.print(
+            f"Written: {path} and {path.with_suffix('.json').name}. Look at the runs with:", soft_wrap=True
+        )
+        console.print(f"  {program()} watch {next((out / 'runs').iterdir())}", soft_wrap=True)
+    elif stop.is_set():
+        console.print(f"Stopped. The same command goes on where it was: {out}", soft_wrap=True)
+        sys.exit(130)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What --out was, or single runs.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; the first DIR by default.")
+    ] = None,
+) -> None:
+    """Write the report of one or several experiments again, all arms beside each other."""
+    from rl_swarm.experiment.report import write
+
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder}: there is no such directory. Give what `experiment sapo --out` was given."
+            )
+    path = write(folders, out or folders[0])
+    print(path.read_text(), end="")
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        found = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        found = [0.0]
+    if any(not 0 < rate <= 1 for rate in found):
+        raise UserError(
+            f"--rates {text}: write numbers above 0, at most 1, comma-separated, such as 3e-5,1e-4,3e-4."
+        )
+    return found
+
+
+def _seeds(text: str) -> list[int]:
+    from rl_swarm.experiment.run import TUNING_SEEDS
+
+    found: dict[int, None] = {}
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            numbers = range(int(first), int(last if dash else first) + 1)
+            if not numbers or len(numbers) > TUNING_SEEDS:
+                raise ValueError
+            found |= dict.fromkeys(numbers)
+    except ValueError:
+        found = {}
+    if not found or min(found) < 0 or max(found) >= TUNING_SEEDS:
+        raise UserError(
+            f"--seeds {text}: write whole numbers from 0 to {TUNING_SEEDS - 1}, such as 1,2,3 or 1-3."
+        )
+    return list(found)

@@ -1,0 +1,234 @@
+"""What is compared: an arm is how many groups a node takes from where, by which strategy, and how it trains on them.
+
+Written `I/J`: own and external groups per round. `4/0x2` trains twice on its own groups, which costs as much training
+as 4/4; `4/0-pooled` is one learner that has the questions of all nodes to itself.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_swarm import strategies
+from rl_swarm.config import Layer, Settings, resolve
+from rl_swarm.errors import UserError
+from rl_swarm.identity import Identity
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "paper": ("8/0", "6/2", "4/4", "2/6"),  # at a fixed batch
+    "gpt2": ("4/0", "3/1", "2/2", "1/3"),  # the series of five nodes
+    "budget": ("4/0", "4/4", "4/12", "8/0", "8/8"),  # at a fixed number of generated answers
+    "controls": ("4/0x2", "4/0-pooled"),
+}
+CONFIGURATION = re.compile(r"(\d{1,3})/(\d{1,3})(?:x(\d{1,2})|(-pooled))?")
+# What all nodes of an experiment have, unless the user says otherwise.
+PRESET: dict[str, object] = {
+    "nodes": 8,
+    "rounds": 2000,
+    "round_end": "lockstep",
+    "external_negatives": 1.0,  # all nodes are one's own
+    "checkpoint_every": 50,
+    "keep_checkpoints": 2,
+    "threads": 1,
+}
+GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "local_epochs")
+HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
+# Of a machine or another command, whose environment variables may be set: no part of a run.
+ELSEWHERE = (
+    "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner", "test_mode",
+    "hub_repo", "hub_every", "network", "p2p_known", "p2p_listen", "p2p_announce", "p2p_relay", "cleanup", "keep_rounds",
+    "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
+    "connect_to_testnet", "round_interval",
+)  # fmt: skip
+FILE = "arm.json"
+
+
+class Arm(msgspec.Struct, frozen=True):
+    local: int
+    external: int
+    strategy: str = "sapo"
+    epochs: int = 1
+    pooled: bool = False
+
+    @property
+    def configuration(self) -> str:
+        more = f"x{self.epochs}" if self.epochs > 1 else "-pooled" if self.pooled else ""
+        return f"{self.local}/{self.external}{more}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.configuration} {self.strategy}" if self.external else self.configuration
+
+    @property
+    def slug(self) -> str:
+        """The label as part of a file's name."""
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", self.label)
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One run: an arm with a seed and a learning rate."""
+
+    arm: Arm
+    seed: int
+    rounds: int
+    nodes: int
+    rate: float | None = None  # the settings' where it is not given
+    tuning: bool = False  # a short one that finds out a learning rate
+    settings: dict[str, object] = {}  # that the user gave
+    each: dict[str, dict[str, object]] = {}  # settings of single nodes, by their numbers from 1
+
+    @property
+    def name(self) -> str:
+        rate = f"-lr{self.rate:g}" if self.tuning else ""
+        return f"{self.arm.slug}{rate}-seed{self.seed}"
+
+    @property
+    def count(self) -> int:
+        return 1 if self.arm.pooled else self.nodes
+
+    def members(self) -> list[Settings]:
+        """The settings of every node."""
+        arm: dict[str, object] = {
+            "strategy": self.arm.strategy,
+            "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
+            "external": self.arm.external,
+            "local_epochs": self.arm.epochs,
+            "fetch_max_peers": max(10, self.nodes),
+            "nodes_per_device": self.count,
+            "seed": self.seed,
+            "rounds": self.rounds,
+            "nodes": self.count,
+        }
+        if self.rate is not None:
+            arm["learning_rate"] = self.rate
+        layers = [Layer("experiment", PRESET), Layer("arm", arm)]
+        swarm = resolve(layers, Layer("flag", self.settings)).settings
+        found = []
+        for number in range(1, self.count + 1):
+            own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
+            given = {
+                **self.settings,
+                **own,
+                "tasks": list(swarm.task_list()),
+            }  # a specialist's stand in the manifest
+            found.append(_playable(resolve(layers, Layer("flag", given)).settings, number))
+        return found
+
+    def identities(self) -> list[Identity]:
+        return [Identity.derived("experiment", self.seed, number) for number in range(1, self.count + 1)]
+
+    def specialists(self) -> dict[str, list[int]]:
+        """Of nodes that are asked some tasks only, the numbers of these."""
+        names = [task.name for task in self.members()[0].task_list()]
+        found = {}
+        for identity, number in zip(self.identities(), range(1, self.count + 1), strict=True):
+            wanted = self.each.get(str(number), {}).get("tasks")
+            if wanted is None or self.arm.pooled:
+                continue
+            chosen = [name.strip() for name in str(wanted).split(",") if name.strip()]
+            unknown = [name for name in chosen if name not in names]
+            if unknown or not chosen:
+                raise UserError(
+                    f"--node {number}:tasks={wanted}: {', '.join(unknown) or 'nothing'} is no task of this swarm. It has "
+                    f"{', '.join(names)}."
+                )
+            found[identity.peer_id] = [k for k, name in enumerate(names) if name in chosen]
+        return found
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Job | None":
+        """What a folder is a run of; None if it is none."""
+        try:
+            return msgspec.json.decode((folder / FILE).read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise UserError(f"{folder / FILE} cannot be read: {error}.") from error
+
+
+def arms(configurations: str, names: str) -> list[Arm]:
+    """Every configuration, or those of a preset, with every strategy; without external groups there is no strategy."""
+    wanted = [strategy.strip() for strategy in names.split(",") if strategy.strip()]
+    for name in wanted:
+        strategies.named(name)
+    found: dict[Arm, None] = {}
+    for given in (part.strip() for part in configurations.split(",")):
+        for text in PRESETS.get(given, (given,)):
+            for arm in _arms_of(text, wanted):
+                found[arm] = None
+    return list(found)
+
+
+def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
+    match = CONFIGURATION.fullmatch(text)
+    local, external = (int(match[1]), int(match[2])) if match else (0, 0)
+    if match is None or local == 0:
+        raise UserError(
+            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/0x2 (trains twice on its own) or "
+            f"4/0-pooled (one learner with all questions), comma-separated, or a preset: {', '.join(PRESETS)}."
+        )
+    if external and (match[3] or match[4]):
+        raise UserError(
+            f"--configs {text}: the controls x2 and -pooled are for nodes without external groups."
+        )
+    if not external:
+        return [Arm(local, 0, "alone", int(match[3] or 1), match[4] is not None)]
+    if not names:
+        raise UserError(f"--strategies: {text} needs one, such as sapo.")
+    return [Arm(local, external, name) for name in names if name != "alone"]
+
+
+def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:
+    """Settings of single nodes, from `K:NAME=VALUE`."""
+    found: dict[str, dict[str, object]] = {}
+    for text in assignments:
+        number, colon, assignment = text.partition(":")
+        name, equals, value = assignment.partition("=")
+        if not (colon and equals and number.isdigit() and 1 <= int(number) <= nodes):
+            raise UserError(
+                f"--node {text}: write it as K:NAME=VALUE with a node's number from 1 to {nodes}, for example "
+                "--node 1:learning_rate=3e-4 or --node 2:tasks=gcd,chain_sum."
+            )
+        if name in GIVEN_BY_ARM and name not in ("local", "external", "strategy"):
+            raise UserError(f"--node {text}: {name} is the same for all nodes of a run.")
+        found.setdefault(str(int(number)), {})[name] = value
+    return found
+
+
+def _playable(settings: Settings, number: int) -> Settings:
+    """The settings of a node, unless it could not be played in lock-step in one process."""
+    wrong = {
+        "round_end": settings.round_end != "lockstep",
+        "publish": settings.publish == "round",
+        "local": settings.local == 0,
+        "devices_per_node": settings.devices_per_node > 1,
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise UserError(
+            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one process, "
+            "publish before they learn, and answer at least one question each on one device."
+        )
+    return settings
+
+
+def differences(old: Job, new: Job) -> list[str]:
+    """In what a run that exists differs from the one that is wanted."""
+    before, after = (msgspec.to_builtins(job) for job in (old, new))
+    for job in (before, after):
+        job["settings"] = {k: v for k, v in job["settings"].items() if k not in HARMLESS}
+    return [
+        f"{key} was {_shown(before[key])}, not {_shown(after[key])}"
+        for key in after
+        if before[key] != after[key]
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
+    return str(value)

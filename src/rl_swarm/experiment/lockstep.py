@@ -1,0 +1,312 @@
+"""A swarm in one process, its nodes in lock-step, with the same results as separate processes of `rl-swarm up`.
+
+The nodes share one scoring process. Each plays the real `Node.turn`; what they need done with their models is gathered
+and given to an engine, which may do it for all of them together. The folder is an ordinary run directory, so that
+`rl-swarm watch` shows it. Checkpoints of all nodes are of one round: a run that was stopped, or killed, goes on from
+the last one and writes what it would have written.
+"""
+
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.base import Question
+from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.environments.tasks import Task
+from rl_swarm.identity import Identity
+from rl_swarm.learning import checkpoints
+from rl_swarm.learning.devices import pick_device
+from rl_swarm.learning.policy import Policy
+from rl_swarm.manifest import Manifest, new_manifest
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
+from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.node import Node
+from rl_swarm.rounds import PeerInfo, State
+from rl_swarm.telemetry.journal import Journal, new_lines
+from rl_swarm.turns import Answering, Learning, Published
+from rl_swarm.wire import MAX_BYTES, Rejected, seal, unseal
+
+SHOWN_EVERY = 1.0  # seconds between states for onlookers
+
+
+class Engine(Protocol):
+    """Does what the nodes of a swarm need done with their models."""
+
+    def sample(self, work: Sequence[Answering]) -> None: ...
+
+    def learn(self, work: Sequence[Learning]) -> None: ...
+
+
+class OneByOne:
+    """Every node for itself, as a process of its own would."""
+
+    def sample(self, work: Sequence[Answering]) -> None:
+        for one in work:
+            one.run()
+
+    def learn(self, work: Sequence[Learning]) -> None:
+        for one in work:
+            one.run()
+
+
+class Shared(Reasoning):
+    """One scoring process for all nodes. What was made and scored for one is known to the others, for a round."""
+
+    def __init__(self, tasks: Sequence[Task], partial_rewards: bool) -> None:
+        super().__init__(tasks, partial_rewards)
+        self.made: dict[int, Question] = {}  # by seed
+        self.scored: dict[tuple[int, int, str], float] = {}  # by task, seed and answer
+
+    def forget(self) -> None:
+        self.made.clear()
+        self.scored.clear()
+
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
+        new = [seed for seed in dict.fromkeys(seeds) if seed not in self.made]
+        found = super().questions(new, seconds) if new else []
+        if len(found) < len(new):  # out of time, which is the node's own affair
+            return super().questions(seeds, seconds)
+        self.made.update(zip(new, found, strict=True))
+        return [self.made[seed] for seed in seeds]
+
+    def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
+        keys = [(question.number, question.seed, text) for question, text in answered]
+        asked = dict(zip(keys, answered, strict=True))
+        new = [key for key in asked if key not in self.scored]
+        found = super().score([asked[key] for key in new], seconds) if new else []
+        if len(found) < len(new):
+            return super().score(answered, seconds)
+        self.scored.update(zip(new, found, strict=True))
+        return [self.scored[key] for key in keys]
+
+
+@dataclass(frozen=True)
+class Member:
+    identity: Identity
+    settings: Settings
+
+
+class Swarm:
+    """The nodes of one run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        members: Sequence[Member],
+        owner: Identity,
+        specialists: Mapping[str, list[int]] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.folder, self.owner, self.engine = folder, owner, engine or OneByOne()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files, self.settings = LocalFiles(folder), members[0].settings
+        self.manifest = self._manifest(specialists or {})
+        if pick_device(self.settings).type == "cpu":
+            torch.set_num_threads(max(1, self.settings.threads))
+        self.environment = Shared(self.manifest.tasks, self.manifest.partial_rewards)
+        # The clock stands still: nobody is late where everybody waits for everybody.
+        self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)
+        self.looked = 0.0  # seconds spent on held-out questions
+        self._shown = 0.0
+        found = self._written(members)
+        self.nodes = [
+            self._node(member, found[1][member.identity.node] if found else None) for member in members
+        ]
+        self.done = self.nodes[0].done[0]
+        for node in self.nodes:
+            rewind(node.journal.metrics_path, self.done)
+            self._introduce(node)
+        if found:
+            self.swarm.state = found[0]
+        held_out = self.environment.held_out(self.settings.held_out_questions)
+        for node in self.nodes:
+            node.held_out = held_out
+
+    def run(self, stop: threading.Event, tell: Callable[["Swarm"], None] = lambda swarm: None) -> bool:
+        """Plays until all rounds are done (True), or until told to stop, after the round at hand (False)."""
+        if self.done < 0:
+            self._look("start")
+        self._show()
+        tell(self)
+        while self.swarm.state.phase == "running":
+            if stop.is_set():
+                if self.done >= 0:
+                    self.save()
+                return False
+            self.round()
+            every = self.settings.checkpoint_every
+            if every and self.done % every == every - 1 and self.swarm.state.phase == "running":
+                self.save()
+            running = self.swarm.state.phase == "running"  # the end is told when all is measured
+            if running and time.monotonic() - self._shown > SHOWN_EVERY:
+                self._show()
+            tell(self)
+        self._look("end")
+        for node in self.nodes:
+            node.journal.event("finished", round=self.done)
+        self._show()
+        return True
+
+    def round(self) -> None:
+        """One round of all nodes: they answer and publish, then collect, then learn and report."""
+        state = self.swarm.state
+        self.environment.forget()
+        # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and back.
+        self.environment.questions([seed for node in self.nodes for seed in node.seeds(state)])
+        turns = [node.turn(state) for node in self.nodes]
+        waiting = {number: next(turn) for number, turn in enumerate(turns)}
+        while waiting:
+            answering = {number: work for number, work in waiting.items() if isinstance(work, Answering)}
+            learning = {number: work for number, work in waiting.items() if isinstance(work, Learning)}
+            ready = list(waiting)
+            if answering:  # those who have published wait for those who have not
+                self.engine.sample(list(answering.values()))
+                self.environment.score(
+                    [
+                        (question, completion.text)
+                        for work in answering.values()
+                        for question, group in zip(work.questions, work.completions, strict=True)
+                        for completion in group
+                    ]
+                )
+                ready = list(answering)
+            elif not all(isinstance(work, Published) for work in waiting.values()):
+                self.engine.learn(list(learning.values()))
+                ready = list(learning)
+            for number in ready:
+                if (work := next(turns[number], None)) is None:
+                    del waiting[number]
+                else:
+                    waiting[number] = work
+        self.done = state.round
+        started = time.monotonic()
+        for node in self.nodes:
+            node.look(state)
+        self.looked += time.monotonic() - started
+
+    def save(self) -> None:
+        """A checkpoint of all nodes. It counts once the state, which is written last, is there."""
+        for node in self.nodes:
+            node.save()
+        root = self.folder / "checkpoints"
+        self.files.write(f"checkpoints/{_round(self.done)}/state.json", seal(self.swarm.state, self.owner))
+        for folder in root.glob("round_*"):
+            if not any(path.is_dir() for path in folder.iterdir()):  # the nodes keep their last ones only
+                shutil.rmtree(folder, ignore_errors=True)
+        self._show()
+
+    def close(self) -> None:
+        self.environment.close()
+        for node in self.nodes:
+            node.policy.close()
+
+    def _manifest(self, specialists: Mapping[str, list[int]]) -> Manifest:
+        try:
+            return read_manifest(self.files)
+        except FileNotFoundError:
+            manifest = new_manifest(
+                self.settings, self.folder.name, self.owner.peer_id, time.time(), Reasoning.stages
+            )
+            if specialists:
+                manifest = replace(manifest, specialists=dict(specialists))
+            self.files.write(MANIFEST, seal(manifest, self.owner))
+            return manifest
+
+    def _written(
+        self, members: Sequence[Member]
+    ) -> tuple[State, dict[str, tuple[Path, checkpoints.Place]]] | None:
+        """The newest checkpoint that all nodes have whole: the state after it, and where each node's lies."""
+        root, swarm = self.folder / "checkpoints", self.manifest.swarm()
+        known: dict[str, dict[int, tuple[Path, checkpoints.Place]]] = {}
+        for member in members:
+            identity = member.identity
+            found = checkpoints.written(root, identity.node, swarm, identity.peer_id)
+            known[identity.node] = {place.round: (folder, place) for folder, place in found}
+        common = set.intersection(*(set(places) for places in known.values()))
+        for number in sorted(common, reverse=True):
+            places = {node: of_node[number] for node, of_node in known.items()}
+            try:
+                state = unseal(self.files.read(f"checkpoints/{_round(number)}/state.json", MAX_BYTES), State)
+                for place in places.values():
+                    checkpoints.verify(*place)
+            except (OSError, Rejected, checkpoints.CheckpointError):
+                continue
+            if (state.swarm, state.peer_id) == (swarm, self.owner.peer_id):
+                return state, places
+        return None
+
+    def _node(self, member: Member, written: tuple[Path, checkpoints.Place] | None) -> Node:
+        identity, settings, never = member.identity, member.settings, threading.Event()
+        policy = Policy.load(settings, self.environment.system_prompt, written[0] if written else None)
+        node = Node(
+            name=identity.node,
+            identity=identity,
+            settings=settings,
+            manifest=self.manifest,
+            environment=self.environment,
+            policy=policy,
+            exchange=LocalExchange(self.swarm, never, settings.fetch_max_peers),
+            coordinator=LocalCoordinator(self.swarm, never),
+            journal=Journal(self.folder / "logs" / identity.node),
+            checkpoints=self.folder / "checkpoints",
+            stop=never,
+        )
+        if written:
+            folder, place = written
+            checkpoints.restore_optimizer(policy, folder)
+            policy.version, node.done = place.policy_version, (place.round, place.stage)
+            node.standing.restore(place.standing)
+        return node
+
+    def _introduce(self, node: Node) -> None:
+        peer = PeerInfo(
+            peer_id=node.identity.peer_id,
+            swarm=self.manifest.swarm(),
+            node=node.name,
+            model=node.policy.name,
+            tokenizer=node.policy.tokenizer_hash,
+            device=str(node.policy.device),
+            host=platform.node(),
+            pid=os.getpid(),
+            joined=time.time(),
+            timestamp=time.time(),
+        )
+        node.coordinator.register(peer)
+        self.files.write(f"peers/{node.name}.json", seal(peer, node.identity))
+
+    def _look(self, when: str) -> None:
+        started = time.monotonic()
+        for node in self.nodes:
+            node.measure(when)
+        self.looked += time.monotonic() - started
+
+    def _show(self) -> None:
+        """Tells onlookers where the swarm stands."""
+        self._shown = time.monotonic()
+        self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
+
+
+def rewind(path: Path, done: int) -> None:
+    """Leaves the lines of rounds up to `done`: those after it are played again."""
+    lines, end = new_lines(path)
+    kept = [line for line in lines if msgspec.json.decode(line)["round"] <= done] if done >= 0 else []
+    if path.exists() and (len(kept) < len(lines) or end < path.stat().st_size):
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(b"".join(line + b"\n" for line in kept))
+        os.replace(aside, path)
+
+
+def _round(number: int) -> str:
+    return f"round_{number}"

@@ -1,0 +1,312 @@
+"""What came of a run, as numbers. Pure functions over the lines that its nodes wrote.
+
+Everything is computed for every node of every seed first; a measure of an arm is the mean of those, with an interval
+by bootstrap: seeds are drawn anew, and within each seed its nodes. With one seed only nodes are, which share their
+questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says so.
+"""
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from rl_swarm.errors import UserError
+from rl_swarm.evaluation import mean
+from rl_swarm.experiment.arms import Arm, Job
+from rl_swarm.telemetry.journal import new_lines
+
+DRAWS = 1000  # of a bootstrap
+WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
+SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
+
+
+class RoundLine(msgspec.Struct, frozen=True, tag_field="kind", tag="round"):
+    round: int
+    reward_local: float
+    reward_training: float
+    local_groups: int
+    local_with_signal: int
+    external_taken: int
+    generated_tokens: int
+    trained_tokens: int
+    seconds: dict[str, float]
+
+
+class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out"):
+    round: int  # after which it was measured; -1: before the first
+    sampled: float
+    greedy: float | None
+    by_task: dict[str, float]
+    greedy_by_task: dict[str, float]
+
+
+_LINE = msgspec.json.Decoder(RoundLine | HeldOutLine)
+
+
+@dataclass
+class NodeLog:
+    rounds: list[RoundLine] = field(default_factory=list)
+    held_out: list[HeldOutLine] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "NodeLog":
+        log = cls()
+        for line in new_lines(path)[0]:
+            try:
+                found = _LINE.decode(line)
+            except msgspec.DecodeError as error:
+                raise UserError(f"{path}: a line cannot be read ({error}).") from error
+            if isinstance(found, RoundLine):
+                log.rounds.append(found)
+            else:
+                log.held_out.append(found)
+        return log
+
+    def up_to(self, rounds: int) -> "NodeLog":
+        return NodeLog(self.rounds[:rounds], [line for line in self.held_out if line.round < rounds])
+
+
+@dataclass
+class Run:
+    """One run: its nodes in the order of their names."""
+
+    job: Job
+    folder: Path
+    nodes: list[NodeLog]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run | None":
+        """The run in a folder, as far as all its nodes have got; None where there is none."""
+        job = Job.read(folder)
+        logs = [NodeLog.read(path) for path in sorted(folder.glob("logs/*/metrics.jsonl"))]
+        if job is None or not logs:
+            return None
+        played = min(len(log.rounds) for log in logs)
+        return cls(job, folder, [log.up_to(played) for log in logs]) if played else None
+
+    @property
+    def played(self) -> int:
+        return len(self.nodes[0].rounds)
+
+    @property
+    def share(self) -> float:
+        """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
+        return self.job.nodes / len(self.nodes)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A mean over seeds and nodes, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+Values = Sequence[Sequence[float]]  # of every seed, of every node
+
+
+def measured(values: Values, total: float = 1.0) -> Measure:
+    """The mean over nodes and seeds times `total`, and the interval of that."""
+    known = [list(of_seed) for of_seed in values if of_seed]
+    if not known:
+        return Measure(0.0, 0.0, 0.0)
+    rng = random.Random(0)
+    draws = sorted(total * _mean(_drawn(known, rng)) for _ in range(DRAWS))
+    return Measure(total * _mean(known), draws[int(0.025 * DRAWS)], draws[int(0.975 * DRAWS) - 1])
+
+
+def compared(values: Mapping[int, Sequence[float]], base: Mapping[int, Sequence[float]]) -> Measure | None:
+    """By which share the values are higher than the others, over the seeds that both have, seeds drawn together."""
+    seeds = sorted(values.keys() & base.keys())
+    if not seeds or _mean([list(base[seed]) for seed in seeds]) == 0:
+        return None
+    rng = random.Random(0)
+    draws = []
+    for _ in range(DRAWS):
+        drawn = [rng.choice(seeds) for _ in seeds]
+        ours, theirs = (
+            _mean([rng.choices(list(of[seed]), k=len(of[seed])) for seed in drawn]) for of in (values, base)
+        )
+        draws.append(ours / theirs - 1 if theirs else 0.0)
+    draws.sort()
+    ours, theirs = (_mean([list(of[seed]) for seed in seeds]) for of in (values, base))
+    return Measure(ours / theirs - 1, draws[int(0.025 * DRAWS)], draws[int(0.975 * DRAWS) - 1])
+
+
+def _drawn(values: Sequence[Sequence[float]], rng: random.Random) -> list[list[float]]:
+    seeds = rng.choices(values, k=len(values))
+    return [rng.choices(of_seed, k=len(of_seed)) for of_seed in seeds]
+
+
+def _mean(values: Sequence[Sequence[float]]) -> float:
+    return mean([mean(of_seed) for of_seed in values])
+
+
+def seconds(line: RoundLine) -> float:
+    """What a round took this node; the nodes of a run take their turns."""
+    return sum(line.seconds.values())
+
+
+def oscillation(rewards: Sequence[float]) -> float:
+    """How far the reward lies below the highest that it had reached before, on average: 0 if it only rises.
+
+    Rounds are averaged in windows first, because the reward of a few questions jumps by itself.
+    """
+    size = max(5, len(rewards) // WINDOWS)
+    windows = [mean(rewards[start : start + size]) for start in range(0, len(rewards) - size + 1, size)]
+    best, falls = 0.0, []
+    for value in windows:
+        best = max(best, value)
+        falls.append(best - value)
+    return mean(falls) if falls else 0.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How skills went round in one run: over all tasks that some node learned."""
+
+    tasks: int  # that some node learned
+    reach: float | None  # the share of the other nodes that had learned them by the end
+    rounds: float | None  # that it took them, from the first node to another
+
+
+def spread(nodes: Sequence[NodeLog]) -> Spread:
+    """A node has a skill from the first look at which its score in the task is `SKILL` above its own start."""
+    reached, lags, tasks = [], [], 0
+    for task in nodes[0].held_out[0].by_task if nodes[0].held_out else ():
+        since = [_learned(node, task) for node in nodes]
+        known = sorted(number for number in since if number is not None)
+        if not known:
+            continue
+        tasks += 1
+        if len(nodes) > 1:
+            reached.append((len(known) - 1) / (len(nodes) - 1))
+            lags += [number - known[0] for number in known[1:]]
+    return Spread(tasks, mean(reached) if reached else None, mean(lags) if lags else None)
+
+
+def _learned(node: NodeLog, task: str) -> int | None:
+    start = node.held_out[0].by_task[task] if node.held_out else 0.0
+    return next(
+        (line.round for line in node.held_out[1:] if line.by_task.get(task, 0.0) >= start + SKILL), None
+    )
+
+
+def held_out_at(node: NodeLog, spent: Sequence[float], budget: float) -> float:
+    """The held-out score when so much had been spent, between two looks on the line that joins them."""
+    points = [
+        (0.0 if line.round < 0 else spent[min(line.round, len(spent) - 1)], line.sampled)
+        for line in node.held_out
+    ]
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if x <= budget <= next_x and next_x > x:
+            return y + (next_y - y) * (budget - x) / (next_x - x)
+    return points[-1][1] if points else 0.0
+
+
+def fresh_until(node: NodeLog, spent: Sequence[float], budget: float) -> float:
+    """The mean reward of the fresh rollouts of the rounds until so much had been spent."""
+    count = max(1, min(len(spent), bisect_left(spent, budget * (1 - 1e-9)) + 1))
+    return mean([line.reward_local for line in node.rounds[:count]])
+
+
+def summed(values: Sequence[float]) -> list[float]:
+    found, total = [], 0.0
+    for value in values:
+        total += value
+        found.append(total)
+    return found
+
+
+def tokens_spent(run: Run, node: NodeLog) -> list[float]:
+    """Tokens generated so far, per node: a pooled learner's are those of all nodes."""
+    return summed([line.generated_tokens / run.share for line in node.rounds])
+
+
+def seconds_spent(run: Run, node: NodeLog) -> list[float]:
+    return summed([seconds(line) / run.share for line in node.rounds])
+
+
+@dataclass
+class ArmResult:
+    """An arm with all its runs."""
+
+    label: str
+    arm: Arm
+    runs: list[Run]
+
+    @property
+    def rounds(self) -> int:
+        return min(run.played for run in self.runs)
+
+    @property
+    def nodes(self) -> int:
+        return self.runs[0].job.nodes
+
+    def each(self, measure: Callable[[Run, NodeLog], float]) -> dict[int, list[float]]:
+        """A number of every node, by seed."""
+        return {run.job.seed: [measure(run, node) for node in run.nodes] for run in self.runs}
+
+    def of(self, measure: Callable[[Run, NodeLog], float], total: float = 1.0) -> Measure:
+        return measured(list(self.each(measure).values()), total)
+
+    def budget(self, spent: Callable[[Run, NodeLog], list[float]]) -> float:
+        """What a node of this arm spends in all its rounds, on average."""
+        return self.of(lambda run, node: spent(run, node)[-1]).mean
+
+    def curve(self, value: Callable[[RoundLine], float], points: int = 100) -> list[tuple[int, float]]:
+        """The mean over nodes and seeds, in windows of rounds: the last round of each, and the value."""
+        size = max(1, self.rounds // points)
+        found = []
+        for start in range(0, self.rounds - size + 1, size):
+            window = [
+                mean([value(line) for line in node.rounds[start : start + size]])
+                for run in self.runs
+                for node in run.nodes
+            ]
+            found.append((start + size, mean(window)))
+        return found
+
+    def held_out_curve(self) -> list[tuple[int, float]]:
+        """The sampled score after so many rounds, mean over nodes and seeds."""
+        found: dict[int, list[float]] = {}
+        for run in self.runs:
+            for node in run.nodes:
+                for line in node.held_out:
+                    found.setdefault(line.round + 1, []).append(line.sampled)
+        full = max(map(len, found.values()), default=0)
+        return [(after, mean(values)) for after, values in sorted(found.items()) if len(values) == full]
+
+    def by_task(self, greedy: bool = False) -> dict[str, tuple[Measure, Measure]]:
+        """Of every task the held-out score at the start and at the end."""
+
+        def scores(line: HeldOutLine) -> dict[str, float]:
+            return line.greedy_by_task if greedy else line.by_task
+
+        first = self.runs[0].nodes[0].held_out
+        if not first:
+            return {}
+        return {
+            task: (
+                self.of(lambda run, node, task=task: scores(node.held_out[0]).get(task, 0.0)),  # type: ignore[misc]
+                self.of(lambda run, node, task=task: scores(node.held_out[-1]).get(task, 0.0)),  # type: ignore[misc]
+            )
+            for task in first[0].by_task
+        }
+
+    def spread(self) -> tuple[Measure | None, Measure | None, float]:
+        """Reach and rounds of the skills' spread over the seeds, and how many tasks some node learned."""
+        found = [spread(run.nodes) for run in self.runs]
+        reach = [[one.reach] for one in found if one.reach is not None]
+        lag = [[one.rounds] for one in found if one.rounds is not None]
+        tasks = median(one.tasks for one in found)
+        return (measured(reach) if reach else None), (measured(lag) if lag else None), tasks

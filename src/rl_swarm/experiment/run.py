@@ -1,0 +1,416 @@
+"""Runs an experiment: plans, plays the runs that fit at once, goes on where it was stopped, and reports.
+
+Every run is a process of its own in a directory of its own. The first plays a few rounds alone; from those come the
+plan's hours and bytes. A run that is there already is finished or gone on with, so the same command can be given again
+after Ctrl-C, a crash or a power cut, with more seeds or arms too.
+"""
+
+import logging
+import math
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rl_swarm.errors import UserError
+from rl_swarm.evaluation import mean
+from rl_swarm.experiment import report
+from rl_swarm.experiment.arms import Arm, Job, differences
+from rl_swarm.experiment.measures import Run
+from rl_swarm.experiment.report import Tuned
+from rl_swarm.identity import Identity
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import read_manifest, read_state
+from rl_swarm.swarm import end_with_parent, uses_gpu
+from rl_swarm.telemetry.logs import start_logging
+from rl_swarm.wire import Rejected
+
+log = logging.getLogger(__name__)
+
+PLAN_ROUNDS = 3  # that are timed
+SCORER_BYTES = 400 << 20  # of the scoring process beside a run
+MOST_FAILURES = 3  # of one run, until that is no accident
+TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chosen
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a run says after every round."""
+
+    done: int = 0  # rounds
+    looked: float = 0.0  # seconds spent on held-out questions by this process
+    memory: int = 0  # bytes it needed at most
+    free: int = 0  # bytes that were free for it, its own included
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is to be run."""
+
+    out: Path
+    arms: Sequence[Arm]
+    seeds: Sequence[int]
+    nodes: int
+    rounds: int
+    settings: Mapping[str, object] = field(default_factory=dict)  # that the user gave
+    each: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    rates: Sequence[float] = ()
+    tune_seeds: int = 2
+    tune_rounds: int = 100
+    at_once: int = 0  # runs; 0: as many as fit
+    keep_models: bool = False
+
+    def job(self, arm: Arm, seed: int, rounds: int, rate: float | None, tuning: bool = False) -> Job:
+        each = {number: dict(given) for number, given in self.each.items()}
+        return Job(arm, seed, rounds, self.nodes, rate, tuning, dict(self.settings), each)
+
+    def tuning(self) -> list[Job]:
+        seeds = [TUNING_SEEDS + k for k in range(self.tune_seeds)] if self.rates else []
+        return [
+            self.job(arm, seed, self.tune_rounds, rate, tuning=True)
+            for arm in self.arms
+            for rate in self.rates
+            for seed in seeds
+        ]
+
+    def runs(self, rates: Mapping[str, float]) -> list[Job]:
+        return [
+            self.job(arm, seed, self.rounds, rates.get(arm.label)) for seed in self.seeds for arm in self.arms
+        ]
+
+    def folder(self, job: Job) -> Path:
+        return self.out / (report.TUNING if job.tuning else report.RUNS) / job.name
+
+
+@dataclass
+class Costs:
+    """Seconds that things take, per node; from some rounds of one run."""
+
+    local: float  # to ask, answer, score and publish one group
+    external: float  # to collect, per round
+    train: float  # per group
+    look: float  # at the held-out questions
+
+    @classmethod
+    def of(cls, run: Run, looked: float) -> "Costs":
+        lines = [line for node in run.nodes for line in node.rounds]
+        arm, members = run.job.arm, run.job.members()
+
+        def spent(*phases: str) -> float:
+            return mean([sum(line.seconds.get(phase, 0.0) for phase in phases) for line in lines])
+
+        groups = members[0].local * arm.epochs + arm.external
+        return cls(
+            spent("questions", "generate", "score", "publish", "report") / members[0].local,
+            spent("collect"),
+            spent("train") / groups,
+            looked / len(run.nodes),
+        )
+
+    def seconds(self, job: Job) -> float:
+        """What all rounds of a run may take."""
+        settings = job.members()[0]
+        each = self.local * settings.local + self.external * (job.arm.external > 0)
+        each += self.train * (settings.local * job.arm.epochs + job.arm.external)
+        looks = 2 + (job.rounds // settings.held_out_every if settings.held_out_every else 0)
+        return job.count * (each * job.rounds + self.look * looks)
+
+
+@dataclass
+class Child:
+    job: Job
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+    told: Told = field(default_factory=Told)
+
+
+class Runner:
+    def __init__(self, experiment: Experiment, console: Console, stop: threading.Event) -> None:
+        self.experiment, self.console, self.stop = experiment, console, stop
+        self.costs: Costs | None = None
+        self.all: list[Job] = []  # what the plan is for
+        self.at_once = experiment.at_once
+        self.failures: dict[str, int] = {}
+        self.context: SpawnContext | ForkServerContext
+        settings = experiment.job(experiment.arms[0], 0, 1, None).members()[0]
+        self.on_gpu = uses_gpu(settings)
+        if self.on_gpu:
+            self.context = multiprocessing.get_context("spawn")
+        else:
+            self.context = multiprocessing.get_context("forkserver")
+            self.context.set_forkserver_preload(["rl_swarm.learning.preload"])
+
+    def run(self, only_plan: bool = False) -> Path | None:
+        """Plays everything and writes the report; None when told to stop, or when only a plan was wanted."""
+        experiment = self.experiment
+        tuning = experiment.tuning()
+        rates = {arm.label: experiment.rates[0] for arm in experiment.arms} if experiment.rates else {}
+        self.all = [*tuning, *experiment.runs(rates)]
+        for job in tuning:
+            self._check(job)
+        for job in self.all:  # specialists and strategies that cannot be, before anything is started
+            job.specialists()
+        experiment.out.mkdir(parents=True, exist_ok=True)
+        if not self._play(tuning, only_plan):
+            return None
+        rates = self._choose(tuning)
+        jobs = experiment.runs(rates)
+        for job in jobs:
+            self._check(job)
+        self.all = [*tuning, *jobs]
+        if not self._play(jobs, only_plan):
+            return None
+        return report.write([experiment.out], experiment.out)
+
+    def _check(self, job: Job) -> None:
+        """A run that is there already must be the one that is wanted."""
+        folder = self.experiment.folder(job)
+        old = Job.read(folder)
+        if old is not None and (changed := differences(old, job)):
+            raise UserError(
+                f"{folder} is a run with other settings ({'; '.join(changed)}). Give the same ones, or another --out."
+            )
+
+    def _choose(self, tuning: Sequence[Job]) -> dict[str, float]:
+        """Every arm's best learning rate, by the held-out score at the end of its short runs."""
+        if not tuning:
+            return {}
+        experiment, chosen = self.experiment, report.read_rates(self.experiment.out)
+        for arm in experiment.arms:
+            scores = {}
+            for rate in sorted(experiment.rates):
+                jobs = [job for job in tuning if job.arm == arm and job.rate == rate]
+                runs = [run for job in jobs if (run := Run.read(experiment.folder(job)))]
+                scores[rate] = mean([mean([n.held_out[-1].sampled for n in run.nodes]) for run in runs])
+            best = max(scores, key=lambda rate: scores[rate])
+            seeds = sorted({job.seed for job in tuning})
+            chosen[arm.label] = Tuned(
+                best, {f"{rate:g}": score for rate, score in scores.items()}, seeds, experiment.tune_rounds
+            )
+            self.console.print(f"{arm.label}: learning rate {best:g}, by held-out score", soft_wrap=True)
+        (experiment.out / report.RATES).write_bytes(msgspec.json.format(msgspec.json.encode(chosen)))
+        return {label: tuned.rate for label, tuned in chosen.items()}
+
+    def _play(self, jobs: Sequence[Job], only_plan: bool) -> bool:
+        """Plays those that are not finished; whether all are."""
+        pending = [job for job in jobs if not is_finished(self.experiment.folder(job))]
+        if not pending:
+            return True
+        if self.costs is None:  # the one that needs most memory is timed
+            pending.sort(key=lambda job: -(job.arm.local + job.arm.external))
+        running: list[Child] = []
+        with self._progress(jobs) as progress:
+            try:
+                while pending or running:
+                    if self.stop.is_set():
+                        return False
+                    if self.costs is None and running and running[0].told.done >= PLAN_ROUNDS:
+                        self._plan(running[0])
+                        if only_plan:
+                            return False
+                    room = 1 if self.costs is None else max(1, self.at_once)
+                    while pending and len(running) < room:
+                        running.append(self._start(pending.pop(0)))
+                    for child in self._heard(running):
+                        running.remove(child)
+                        if not self._ended(child):
+                            pending.insert(0, child.job)
+                    progress.show(running)
+            finally:
+                self._stop(running)
+        return True
+
+    def _plan(self, child: Child) -> None:
+        """How long all of it may take, and how many runs there is room for."""
+        run = Run.read(self.experiment.folder(child.job))
+        if run is None:
+            return
+        looks = 1 + run.played // (run.job.members()[0].held_out_every or math.inf)
+        self.costs = Costs.of(run, child.told.looked / looks)
+        need = child.told.memory + SCORER_BYTES
+        fits = max(1, int(child.told.free * 0.9 // need))
+        left = [job for job in self.all if not is_finished(self.experiment.folder(job))]
+        if not self.at_once:
+            most = 1 if self.on_gpu else min(os.cpu_count() or 1, fits)
+            self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
+        work = sum(self.costs.seconds(job) for job in left)
+        self.console.print(
+            f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
+            f"{child.told.free / 2**30:.1f} GiB; about {duration(work / self.at_once)} "
+            "if the machine has nothing else to do.",
+            soft_wrap=True,
+        )
+
+    def _start(self, job: Job) -> Child:
+        folder = self.experiment.folder(job)
+        job.write(folder)
+        ours, theirs = self.context.Pipe()
+        arguments = (job, folder, self.experiment.keep_models, theirs)
+        process = self.context.Process(target=_child_main, args=arguments, name=job.name)
+        process.start()
+        theirs.close()
+        return Child(job, process, ours)
+
+    def _heard(self, running: Sequence[Child]) -> list[Child]:
+        """Takes in what the runs say; those that have ended."""
+        wait([child.pipe for child in running], timeout=0.25)
+        ended = []
+        for child in running:
+            try:
+                while child.pipe.poll():
+                    child.told = msgspec.json.decode(child.pipe.recv_bytes(1 << 16), type=Told)
+            except (EOFError, OSError):
+                child.process.join()
+                ended.append(child)
+        return ended
+
+    def _ended(self, child: Child) -> bool:
+        """Whether the run is over; one that failed by accident is started again, from its last checkpoint."""
+        if child.told.error:
+            raise UserError(f"{child.job.name}: {child.told.error}")
+        if child.process.exitcode == 0:
+            return True
+        name, where = child.job.name, self.experiment.folder(child.job) / "logs" / "swarm.log"
+        self.failures[name] = self.failures.get(name, 0) + 1
+        if self.failures[name] >= MOST_FAILURES:
+            raise UserError(f"{name} has failed {MOST_FAILURES} times, the last time with exit code "
+                            f"{child.process.exitcode}. {where} says why.")  # fmt: skip
+        self.at_once = max(1, self.at_once - 1)  # it may have been memory
+        self.console.print(
+            f"{name} ended with exit code {child.process.exitcode} and goes on", soft_wrap=True
+        )
+        return False
+
+    def _stop(self, running: Sequence[Child]) -> None:
+        """Lets the runs finish their rounds and save; a second Ctrl-C does not wait for that."""
+        for child in running:
+            child.process.terminate()
+        try:
+            for child in running:
+                child.process.join()
+        finally:
+            for child in running:
+                if child.process.is_alive():
+                    child.process.kill()
+
+    @contextmanager
+    def _progress(self, jobs: Sequence[Job]) -> Iterator["Shown"]:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(
+            *columns, console=self.console, speed_estimate_period=300, disable=not self.console.is_terminal
+        ) as bars:
+            yield Shown(self, bars, jobs)
+
+
+class Shown:
+    """The progress of some runs: a bar in a terminal, elsewhere a line now and then."""
+
+    def __init__(self, runner: Runner, bars: Progress, jobs: Sequence[Job]) -> None:
+        self.runner, self.bars, self.jobs = runner, bars, jobs
+        what = "learning rates" if jobs[0].tuning else "runs"
+        self.task: TaskID = bars.add_task(f"{len(jobs)} {what}", total=1.0)
+        self.done = {
+            job.name: float(job.rounds) for job in jobs if is_finished(runner.experiment.folder(job))
+        }
+        self.said = -1
+        self.weights: dict[str, float] = {}  # what a run takes beside the others, once that is known
+
+    def show(self, running: Sequence[Child]) -> None:
+        for child in running:
+            self.done[child.job.name] = max(self.done.get(child.job.name, 0.0), child.told.done)
+        weight = self._weights()
+        spent = sum(weight[job.name] * self.done.get(job.name, 0.0) / job.rounds for job in self.jobs)
+        share = spent / sum(weight.values())
+        self.bars.update(self.task, completed=share)
+        if int(share * 10) > self.said and not self.runner.console.is_terminal:
+            self.said = int(share * 10)
+            rounds = ", ".join(f"{c.job.name} {c.told.done}/{c.job.rounds}" for c in running)
+            self.runner.console.print(f"{100 * share:.0f} %  {rounds}", soft_wrap=True)
+
+    def _weights(self) -> dict[str, float]:
+        costs = self.runner.costs
+        if costs is None:
+            return {job.name: float(job.rounds) for job in self.jobs}
+        self.weights = self.weights or {job.name: costs.seconds(job) for job in self.jobs}
+        return self.weights
+
+
+def is_finished(folder: Path) -> bool:
+    files = LocalFiles(folder)
+    try:
+        return read_state(files, read_manifest(files)).phase == "finished"
+    except (OSError, Rejected):
+        return False
+
+
+def duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{max(1, minutes)} min"
+
+
+def play(
+    job: Job, folder: Path, stop: threading.Event, keep_models: bool, pipe: Connection | None = None
+) -> bool:
+    """One run, from where it stands to its end (True) or until told to stop."""
+    from rl_swarm.experiment import lockstep
+    from rl_swarm.learning.devices import peak_memory
+    from rl_swarm.learning.memory import available
+    from rl_swarm.telemetry.machine import hardware
+
+    members = [lockstep.Member(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    owner = Identity.derived("experiment", job.seed, 0)
+    swarm = lockstep.Swarm(folder, members, owner, job.specialists())
+    device = swarm.nodes[0].policy.device
+    free = available(device)
+    (folder / report.MACHINE).write_bytes(msgspec.json.encode(hardware([device])))
+
+    def tell(swarm: lockstep.Swarm) -> None:
+        if pipe is None:
+            return
+        unit = 1 if sys.platform == "darwin" else 1024
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        memory = peak_memory(device) if device.type == "cuda" else resident
+        pipe.send_bytes(msgspec.json.encode(Told(swarm.done + 1, swarm.looked, memory or 0, free)))
+
+    try:
+        finished = swarm.run(stop, tell)
+        if finished and keep_models:
+            swarm.save()
+        elif finished:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    finally:
+        swarm.close()
+    return finished
+
+
+def _child_main(job: Job, folder: Path, keep_models: bool, pipe: Connection) -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=end_with_parent, args=(pipe,), daemon=True).start()
+    start_logging(job.members()[0], folder / "logs", job.name, terminal=False)
+    try:
+        play(job, folder, stop, keep_models, pipe)
+    except UserError as error:
+        log.error("%s", error)
+        pipe.send_bytes(msgspec.json.encode(Told(error=str(error))))
+        os._exit(1)
+    except Exception:
+        log.exception("%s failed", job.name)
+        os._exit(1)

@@ -1,0 +1,55 @@
+"""What a node needs done in its turn. A node by itself does it at once; whoever plays several nodes in one process
+gathers it from all of them, and can do it for all together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rl_swarm.environments.base import Question
+from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.trainer import Update
+from rl_swarm.rollouts import Completion, Group
+from rl_swarm.telemetry.journal import Stopwatch
+
+
+@dataclass
+class Answering:
+    """Completions of these questions."""
+
+    policy: Policy
+    questions: Sequence[Question]
+    count: int
+    seed: int
+    watch: Stopwatch
+    completions: list[list[Completion]] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[str]:
+        return [question.prompt for question in self.questions]
+
+    def run(self) -> None:
+        with self.watch("generate"):
+            self.completions = self.policy.sample(self.prompts, self.count, self.seed)
+
+
+@dataclass
+class Published:
+    """Nothing: from here on the others' rollouts are needed."""
+
+    def run(self) -> None: ...
+
+
+@dataclass
+class Learning:
+    """An update on these groups."""
+
+    policy: Policy
+    groups: Sequence[Group]
+    watch: Stopwatch
+    update: Update = field(default_factory=Update)
+
+    def run(self) -> None:
+        with self.watch("train"):
+            self.update = self.policy.learn(self.groups)
+
+
+Work = Answering | Published | Learning

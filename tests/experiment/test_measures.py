@@ -1,0 +1,153 @@
+"""The numbers of a report, against what was computed by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_swarm.errors import UserError
+from rl_swarm.experiment import measures, report
+from rl_swarm.experiment.arms import Arm, Job
+from rl_swarm.experiment.measures import HeldOutLine, NodeLog, compared, measured
+
+
+def held(round: int, sampled: float, **tasks: float) -> HeldOutLine:
+    return HeldOutLine(round, sampled, None, tasks, {})
+
+
+def made(
+    folder: Path,
+    arm: Arm,
+    seed: int,
+    nodes: dict[str, list[tuple[float, float]]],
+    ends: dict[str, tuple[float, float]],
+    rounds: int = 2,
+    count: int = 2,
+) -> None:
+    """A finished run: of every node fresh local and training-set reward by round, and held-out score before and after."""
+    job = Job(arm, seed, rounds, count)
+    path = folder / "runs" / job.name
+    job.write(path)
+    for node, rewards in nodes.items():
+        lines: list[dict] = []
+        for number, (local, training) in enumerate(rewards):
+            lines.append(
+                dict(
+                    kind="round", round=number, reward_local=local, reward_training=training, local_groups=4,
+                    local_with_signal=number + 1, external_taken=1, generated_tokens=100, trained_tokens=50,
+                    seconds={"generate": 1.5, "train": 0.5}, entropy=1.0,
+                )
+            )  # fmt: skip
+        for at, where, score in ((0, -1, ends[node][0]), (len(lines) + 1, rounds - 1, ends[node][1])):
+            lines.insert(
+                at,
+                dict(kind="held_out", round=where, sampled=score, greedy=2 * score, by_task={"gcd": score},
+                     greedy_by_task={"gcd": 2 * score}),
+            )  # fmt: skip
+        (path / "logs" / node).mkdir(parents=True)
+        (path / "logs" / node / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+
+
+def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
+    alone = {"ann": [(0.1, 0.1), (0.3, 0.3)], "bob": [(0.2, 0.2), (0.2, 0.2)]}
+    made(tmp_path, Arm(4, 0, "alone"), 1, alone, {"ann": (0.1, 0.2), "bob": (0.1, 0.4)})
+    sharing = {"ann": [(0.2, 0.4), (0.4, 0.6)], "bob": [(0.2, 0.4), (0.4, 0.6)]}
+    made(tmp_path, Arm(4, 4, "sapo"), 1, sharing, {"ann": (0.1, 0.45), "bob": (0.1, 0.45)})
+    text = report.write([tmp_path], tmp_path).read_text()
+    found = json.loads((tmp_path / "report.json").read_text())["configurations"]
+    assert list(found) == ["4/0", "4/4 sapo"]
+    base, other = found["4/0"], found["4/4 sapo"]
+    assert base["training_set"]["total"]["mean"] == pytest.approx(0.8)
+    assert other["training_set"]["total"]["mean"] == pytest.approx(2.0)
+    assert other["fresh_local"]["total"]["mean"] == pytest.approx(1.2)
+    assert other["fresh_local"]["per_round"]["mean"] == pytest.approx(0.3)
+    assert other["fresh_local"]["per_1000_tokens"]["mean"] == pytest.approx(0.6 / 200 * 1000)
+    assert other["fresh_local"]["per_second"]["mean"] == pytest.approx(0.6 / 4)
+    assert other["fresh_local"]["by_round"] == [[1, pytest.approx(0.2)], [2, pytest.approx(0.4)]]
+    assert other["against"]["4/0"]["training_set"]["mean"] == pytest.approx(1.5)
+    assert other["against"]["4/0"]["fresh_local"]["mean"] == pytest.approx(0.5)
+    assert other["against"]["4/0"]["held_out"]["mean"] == pytest.approx(0.5)
+    score = base["held_out"]["sampled"]
+    assert (score["start"]["mean"], score["end"]["mean"]) == (pytest.approx(0.1), pytest.approx(0.3))
+    assert (score["end"]["low"], score["end"]["high"]) == (pytest.approx(0.2), pytest.approx(0.4))
+    assert base["held_out"]["greedy"]["end"]["mean"] == pytest.approx(0.6)
+    assert base["held_out"]["by_task"]["gcd"]["sampled"]["end"]["mean"] == pytest.approx(0.3)
+    assert base["held_out"]["gain_per_million_tokens"]["mean"] == pytest.approx(0.2 / 200 * 1e6)
+    assert base["held_out"]["gain_per_hour"]["mean"] == pytest.approx(0.2 / 4 * 3600)
+    assert base["groups_with_signal"]["mean"] == pytest.approx(3 / 8)
+    # In 4/4 both rose by 0.35 in the one task; in 4/0 one of two nodes did.
+    assert other["spread_of_skills"]["reach"]["mean"] == 1.0
+    assert base["spread_of_skills"]["reach"]["mean"] == 0.0
+    assert "+150 %" in text and "+50 %" in text and "too narrow" in text
+    assert (tmp_path / "held_out.png").stat().st_size > 5000
+    assert "![Held-out score by task](by_task.png)" in text
+
+
+def test_a_pooled_learner_counts_as_all_nodes(tmp_path: Path) -> None:
+    made(tmp_path, Arm(4, 0, "alone", pooled=True), 1, {"ann": [(0.5, 0.5), (0.7, 0.7)]}, {"ann": (0.1, 0.2)})
+    report.write([tmp_path], tmp_path)
+    found = json.loads((tmp_path / "report.json").read_text())["configurations"]["4/0-pooled"]
+    assert found["fresh_local"]["total"]["mean"] == pytest.approx(2.4), "two nodes, two rounds, 0.6"
+    assert found["generated_tokens_per_node"]["mean"] == pytest.approx(100), "half of its 200"
+
+
+def test_several_experiments_stand_beside_each_other_and_unfinished_runs_are_named(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        made(tmp_path / name, Arm(4, 0, "alone"), 1, {"ann": [(0.1, 0.1), (0.3, 0.3)]}, {"ann": (0.1, 0.2)})
+    made(tmp_path / "two", Arm(8, 0, "alone"), 1, {"ann": [(0.1, 0.1)]}, {"ann": (0.1, 0.2)})
+    path = report.write([tmp_path / "one", tmp_path / "two"], tmp_path / "both")
+    found = json.loads(path.with_suffix(".json").read_text())
+    assert list(found["configurations"]) == ["one: 4/0", "two: 4/0"]
+    assert found["unfinished"] == ["two: 8-0-seed1"] and "8-0-seed1" in path.read_text()
+    with pytest.raises(UserError, match="holds no run"):
+        report.write([tmp_path], tmp_path)
+
+
+def test_intervals_are_over_seeds_and_the_nodes_within_them() -> None:
+    assert (measured([[0.5, 0.5], [0.5, 0.5]]).low, measured([[0.5]]).high) == (0.5, 0.5)
+    seeds = measured([[0.0, 0.0], [1.0, 1.0]])
+    assert (seeds.mean, seeds.low, seeds.high) == (0.5, 0.0, 1.0)
+    many = measured([[0.4, 0.6]] * 20)
+    assert many.mean == pytest.approx(0.5) and 0.45 < many.low < 0.5 < many.high < 0.55
+    assert measured([[2.0]], total=8).mean == 16
+
+
+def test_a_change_is_compared_seed_by_seed() -> None:
+    """Twice as good with every seed is twice as good, however much seeds differ."""
+    change = compared({1: [0.2], 2: [1.0]}, {1: [0.1], 2: [0.5], 3: [9.0]})
+    assert change is not None
+    assert (change.mean, change.low, change.high) == (pytest.approx(1.0),) * 3
+    assert compared({1: [0.2]}, {2: [0.1]}) is None and compared({1: [0.2]}, {1: [0.0]}) is None
+
+
+def test_oscillation_is_how_far_a_curve_is_below_its_best() -> None:
+    rising = [k / 100 for k in range(100)]
+    assert measures.oscillation(rising) == 0
+    falling = [0.5] * 50 + [0.25] * 50  # in ten of twenty windows a quarter below
+    assert measures.oscillation(falling) == pytest.approx(0.125)
+    assert measures.oscillation([0.5]) == 0
+
+
+def test_a_skill_spreads_from_the_first_node_to_others() -> None:
+    ann = NodeLog(
+        [], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.5, sum=0.1), held(19, 0, gcd=0.5, sum=0.2)]
+    )
+    bob = NodeLog(
+        [], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.2, sum=0.1), held(19, 0, gcd=0.4, sum=0.3)]
+    )
+    eve = NodeLog(
+        [], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.1, sum=0.1), held(19, 0, gcd=0.1, sum=0.1)]
+    )
+    found = measures.spread([ann, bob, eve])
+    assert (found.tasks, found.reach, found.rounds) == (1, 0.5, 10)
+    assert measures.spread([eve]).reach is None
+
+
+def test_scores_at_a_budget_lie_on_the_line_between_two_looks() -> None:
+    node = NodeLog([], [held(-1, 0.2), held(1, 0.4), held(3, 0.5)])
+    spent = [10.0, 20.0, 30.0, 40.0]
+    assert measures.held_out_at(node, spent, 10) == pytest.approx(0.3)
+    assert measures.held_out_at(node, spent, 30) == pytest.approx(0.45)
+    assert measures.held_out_at(node, spent, 99) == 0.5
