@@ -129,7 +129,7 @@ def up(
 
     preset: dict[str, object] = dict(config.UP_PRESET)
     if resume is not None:
-        preset |= running.settings_of(resume)
+        preset |= running.settings_of(resume, any(given.startswith("strategy=") for given in sets or []))
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
         learning_rate=learning_rate, tasks=tasks, device=device, admission=admission, network=network,

@@ -111,7 +111,7 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
 
 
-def settings_of(run: Path) -> dict[str, object]:
+def settings_of(run: Path, strategy_given: bool = False) -> dict[str, object]:
     """The settings that a run was started with."""
     try:
         values: dict[str, object] = msgspec.json.decode((run / SETTINGS_FILE).read_bytes())
@@ -119,6 +119,11 @@ def settings_of(run: Path) -> dict[str, object]:
         raise UserError(
             f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours."
         ) from error
+    name = values.get("strategy")
+    if isinstance(name, str) and ":" in name and not strategy_given:  # others may write to a shared folder
+        raise UserError(
+            f"--resume {run}: its strategy is {name}. Code is only run that is named here: add --set strategy={name}"
+        )
     return values
 
 
