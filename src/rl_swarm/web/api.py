@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from anyio.to_thread import current_default_thread_limiter
 from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -39,7 +38,6 @@ STOP_RESPONSES: dict[int | str, dict[str, object]] = {
     403: {"description": "No token is set: it can only be read."},
     409: {"description": "There is nothing to stop from here."},
 }
-THREADS = 8  # that answer: one at a time computes, so more of them would only take memory
 OR_NOT: dict[int | str, dict[str, object]] = {404: {"description": "There is no such node."}}
 
 
@@ -60,7 +58,6 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        current_default_thread_limiter().total_tokens = THREADS
         yield
         for ending in (close, *runs.closing):
             ending()
