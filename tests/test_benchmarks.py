@@ -21,6 +21,7 @@ def figures(script: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_a_round_of_ours_is_measured_in_both_cases() -> None:
     result = figures("round.py", "--systems", "ours")
     fixed, natural = result["cases"]["fixed"]["ours"], result["cases"]["natural"]["ours"]
@@ -33,6 +34,7 @@ def test_a_round_of_ours_is_measured_in_both_cases() -> None:
     assert result["ratios"] == {}
 
 
+@pytest.mark.slow
 def test_our_sampler_is_measured_against_transformers() -> None:
     result = figures("sampler.py", "--samplers", "ours,dynamic")
     samplers = result["samplers"]
@@ -64,6 +66,7 @@ def test_unknown_systems_are_refused_with_the_known_ones() -> None:
     assert "--systems theirs: choose from ours, genrl, trl" in done.stderr
 
 
+@pytest.mark.slow
 def test_nodes_that_share_a_device_are_measured_against_one_alone() -> None:
     result = figures("together.py", "--nodes", "3")
     one, three = result["runs"]

@@ -67,6 +67,7 @@ def test_dry_run_prints_every_value_and_where_it_came_from(tmp_path: Path) -> No
     assert not list(tmp_path.glob("runs*")), "a dry run starts nothing"
 
 
+@pytest.mark.slow
 def test_evaluate_scores_the_bundled_model_within_its_range(tmp_path: Path) -> None:
     code, output = run(tmp_path, "evaluate", "tiny", "--questions", "200", "--samples", "4", "--json")
     assert code == 0, output
@@ -97,6 +98,7 @@ def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None
     assert "All is well" in output and "listens at /ip4/127.0.0.1/tcp/" in output
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
     nobody = f"p2p:///ip4/127.0.0.1/tcp/9/p2p/{Identity.new().peer_id}"
     wrong = {"GDRIVE_PATH": "/nowhere/at/all", "EXPERIMENT_NAME": "x", "P2P_KNOWN": nobody}

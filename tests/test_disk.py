@@ -64,6 +64,7 @@ def test_a_folder_that_disappears_is_said_clearly_and_not_made_anew(tmp_path: Pa
         process.wait(60)
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: Path) -> None:
     address = tmp_path / "drive" / "experiments" / "open"
     quick = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.1"]
@@ -83,6 +84,7 @@ def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: P
     assert not (tmp_path / "drive").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A node whose newest checkpoint was damaged goes on from an older one or from the start."""
     code, output = run(

@@ -223,6 +223,7 @@ def test_a_folder_swarm_lives_through_faults(tmp_path: Path) -> None:
     assert figures["restarts"] == 2 and figures["node_rounds"] >= 10
 
 
+@pytest.mark.slow
 def test_a_swarm_among_peers_lives_through_faults_without_bootnodes(tmp_path: Path) -> None:
     plan = [
         fault("hang", 1, "node-02", seconds=2.0),

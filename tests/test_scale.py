@@ -81,6 +81,7 @@ def test_a_swarm_goes_on_while_a_third_leaves_and_others_come() -> None:
     assert swarm["bytes_by_kind"]["connect"] > 0
 
 
+@pytest.mark.slow
 def test_a_missed_bar_is_the_exit_status() -> None:
     command = [sys.executable, str(BENCHMARKS / "scale.py"), "simulate", "--rounds", "1", "--check"]
     done = subprocess.run([*command, "--peers", "2,12"], capture_output=True, text=True, timeout=240)
@@ -88,6 +89,7 @@ def test_a_missed_bar_is_the_exit_status() -> None:
     assert "12 peers send" in done.stderr and done.stdout.startswith("| peers |")
 
 
+@pytest.mark.slow
 def test_three_real_peers_publish_and_collect() -> None:
     command = [sys.executable, str(BENCHMARKS / "scale.py"), "real", "--peers", "3", "--rounds", "1"]
     command += ["--interval", "3", "--processes", "1", "--json", "-"]

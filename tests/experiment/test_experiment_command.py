@@ -47,6 +47,7 @@ def kill_once_saved(process: "subprocess.Popen[str]", folder: Path) -> None:
         end(process)
 
 
+@pytest.mark.slow
 def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_written(tmp_path: Path) -> None:
     common = ["--configs", "2/1", "--nodes", "2", "--rounds", "9", *SMALL, "--set", "checkpoint_every=3"]
     for out in ("e", "again", "and-again"):  # the first may have ended before it is killed

@@ -106,7 +106,7 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
         assert list(found.tokens) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3"])
 def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
     model = small_model(kind)
     one = Engine(1, torch.float32)
@@ -413,7 +413,7 @@ def requests_of(models):
     ]
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3"])
 def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     requests = requests_of(different_models(3, kind))

@@ -225,6 +225,7 @@ print(status("VmHWM") - before, sum(group.size for group in large))
 
 
 @linux
+@pytest.mark.slow
 def test_two_hundred_rounds_need_no_more_memory_than_forty():
     after_40, after_200 = output_of("""
 settings = Settings(model="tiny", cpu_only=True, max_new_tokens=8)

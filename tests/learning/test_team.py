@@ -171,6 +171,7 @@ def test_a_helper_that_is_killed_is_an_error_and_not_a_wait(settings, lead):
         leader.sample(PROMPTS, 4, 0)
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed_during_an_update_is_one_too(settings, lead, monkeypatch):
     leader = lead(settings)
     groups = groups_of(leader)
@@ -204,6 +205,7 @@ def test_weights_that_differ_are_noticed(settings, lead):
         leader.learn(groups)
 
 
+@pytest.mark.slow
 def test_helpers_end_with_their_leader_however_it_ends(settings):
     script = (
         "import sys, time; from rl_swarm.config import Settings; from rl_swarm.learning.team import Leader\n"

@@ -156,6 +156,7 @@ def ids(peers):
     return {one.peer_id for one in peers}
 
 
+@pytest.mark.slow
 def test_what_a_node_reads_and_leaves_does_not_grow_with_the_swarm(world):
     read, left = {}, {}
     for count in (10, 100, 1000):

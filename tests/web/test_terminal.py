@@ -158,6 +158,7 @@ def test_without_a_terminal_it_is_shown_once(tmp_path: Path) -> None:
     assert code == 1 and "nowhere is no swarm" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path: Path) -> None:
     swarm = SmallRun(tmp_path / "run", total=9)
     swarm.play()
