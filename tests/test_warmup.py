@@ -10,11 +10,11 @@ from processes import end, family, run, start, until
 
 from rl_swarm.cli.warmup import warmup
 from rl_swarm.config import Settings
+from rl_swarm.environments.held_out import is_held_out
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.learning.policy import Policy, is_tiny
 from rl_swarm.learning.warmup import BATCH, Example, WarmUpError, make_examples, save, step_count, train
-from rl_swarm.scoring.worker import is_held_out
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""A task: what to write, and the tests that tell whether it was written."""
+
+from dataclasses import dataclass
+
+from rl_swarm.environments.held_out import is_held_out
+
+LEVELS = ("beginner", "easy", "medium", "hard", "expert")
+
+
+@dataclass(frozen=True)
+class Test:
+    """A call and the value it should have, both as Python text."""
+
+    call: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class CodingTask:
+    """`reference` is a program that passes all tests, or empty where none is known."""
+
+    name: str
+    level: str
+    subject: str
+    description: str
+    shown: tuple[Test, ...]
+    hidden: tuple[Test, ...]
+    reference: str = ""
+
+    @property
+    def prompt(self) -> str:
+        examples = [f"{test.call} == {test.expected}" for test in self.shown]
+        return "\n".join([self.description, *(f"For example, {example}" for example in examples)])
+
+    @property
+    def tests(self) -> tuple[Test, ...]:
+        return (*self.shown, *self.hidden)
+
+    @property
+    def held_out(self) -> bool:
+        """By the solution where there is one: other words or other tests make no other task of it."""
+        return is_held_out("\n".join((self.reference or self.description).split()))
