@@ -7,6 +7,7 @@ installed here can run: a manifest names an environment and brings no code.
 import importlib
 import importlib.metadata
 import re
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment
+    from rl_swarm.manifest import Manifest
 
 GROUP = "rl_swarm.environments"
 # Registered in pyproject.toml like any other; here too, so that no other package can take their names.
@@ -62,3 +64,43 @@ def named(name: str) -> "type[Environment]":
             f"The environment {name!r} ({where}) is no class made from rl_swarm.environments.base.Environment."
         )
     return found
+
+
+def roles() -> dict[str, list[str]]:
+    """The roles of all installed environments that have more than one."""
+    found = {}
+    for name in installed():
+        with suppress(NoEnvironment):  # who wants that one is told
+            found[name] = list(named(name).roles)
+    return {name: theirs for name, theirs in found.items() if len(theirs) > 1}
+
+
+def versions(name: str) -> dict[str, str]:
+    """Of what the questions of an environment depend on: its package, and what it names itself."""
+    point = None if name in BUILT_IN else _registered().get(name)
+    package = {point.dist.name: point.dist.version} if point is not None and point.dist is not None else {}
+    return {**package, **named(name).versions()}
+
+
+def made(manifest: "Manifest") -> "Environment":
+    """The environment of a swarm, as far as it is installed here."""
+    kind = of_swarm(manifest)
+    return kind(manifest.tasks, manifest.partial_rewards)
+
+
+def of_swarm(manifest: "Manifest") -> "type[Environment]":
+    """Its class. Packages that the manifest names are the founder's word: they are told and not fetched."""
+    try:
+        kind = named(manifest.environment)
+    except NoEnvironment as error:
+        package = ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
+        raise NoEnvironment(
+            f"This swarm plays {manifest.environment!r}. {error} Its founder had {package or 'no package to name'}: look at it "
+            "before you install it."
+        ) from error
+    if manifest.stages != kind.stages:
+        raise NoEnvironment(
+            f"This swarm plays {manifest.environment!r} in {manifest.stages} stages, and the version that is installed here "
+            f"has {kind.stages}. The manifest names {manifest.versions}; here it is {versions(manifest.environment)}."
+        )
+    return kind
