@@ -233,6 +233,7 @@ def _take_part(
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(written, settings, prompt, sharing)
     environment = environments.made(manifest)
+    environment.settle(settings)
     role = role_kind(environment)
     devices = devices_of(policy.device, settings)
     node = Node(

@@ -13,6 +13,7 @@ from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
+    from rl_swarm.config import Settings
     from rl_swarm.node import Node
     from rl_swarm.rounds import State
     from rl_swarm.turns import Work
@@ -101,6 +102,9 @@ class Environment:
     shared: ClassVar[bool] = (
         False  # whether all peers are asked the same questions, to judge each other's answers
     )
+    ending: ClassVar[float] = (
+        0.0  # what an answer earns on top by ending by itself, and loses when it was cut
+    )
     system_prompt: ClassVar[str] = ""
     roles: ClassVar[Mapping[str, type[Role]]] = {"worker": Role}  # by name; the first is the ordinary one
 
@@ -122,6 +126,9 @@ class Environment:
         """Of the packages on which the questions depend."""
         return {}
 
+    def settle(self, settings: "Settings") -> None:
+        """Takes what only concerns this node: where its files are, what it may do. Called once, before all else."""
+
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         """The training question of every seed; never one of the held-out set. Asked in the first stage."""
         raise NotImplementedError
@@ -140,6 +147,10 @@ class Environment:
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         """A reward for every (question, completion)."""
         raise NotImplementedError
+
+    def credit(self, reward: float) -> float:
+        """What a reward of `score` counts in the held-out score: there it should be a share of right answers."""
+        return reward
 
     def well_formed(self, text: str) -> bool:
         """Whether a completion has the form of an answer, right or wrong."""

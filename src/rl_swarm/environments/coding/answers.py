@@ -1,6 +1,7 @@
 """A solver's answer: the fenced program in it, and what it earns."""
 
-NOT_TEXT, NO_CODE, RIGHT, WRONG, ENDED = -1.2, -1.0, 1.0, 0.0, 0.2
+NOT_TEXT, NO_CODE, WRONG, RIGHT = -1.2, -1.0, 0.0, 1.0
+ENDED = 0.2  # on top where the answer ended by itself; less where it was cut
 MAX_PROGRAM = 8192  # characters
 _OPENING = ("```python", "```py", "```")
 
@@ -29,12 +30,10 @@ def fenced(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def reward(answer: str, ended: bool, right: bool) -> float:
-    """What an answer earns; `right` says whether its program passed every test."""
+def earned(answer: str, right: bool) -> float:
+    """What an answer earns, without what its ending adds; `right` says whether its program passed every test."""
     if not is_text(answer):
-        earned = NOT_TEXT
-    elif program(answer) is None:
-        earned = NO_CODE
-    else:
-        earned = RIGHT if right else WRONG
-    return earned + (ENDED if ended else -ENDED)
+        return NOT_TEXT
+    if program(answer) is None:
+        return NO_CODE
+    return RIGHT if right else WRONG

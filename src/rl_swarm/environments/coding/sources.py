@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rl_swarm.environments.base import TaskError
-from rl_swarm.environments.coding.task import CodingTask, Test
+from rl_swarm.environments.coding.task import CodingTask, Test, is_plain
 from rl_swarm.environments.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ def _cases(cases: Cases) -> list[Test]:
 def _task(
     name: str, subject: str, description: str, shown: Sequence[Test], hidden: Sequence[Test], reference: str
 ) -> CodingTask | None:
-    if len(description) > LONGEST_TEXT or len(reference) > LONGEST_TEXT:
+    texts = [description, *(text for test in shown for text in (test.call, test.expected))]
+    if max(len(description), len(reference)) > LONGEST_TEXT or not all(map(is_plain, texts)):
         return None
     return CodingTask(
         name=name,

@@ -1,0 +1,259 @@
+"""CodeZero: solvers write Python, proposers invent tasks for them, evaluators guess what execution will say.
+
+A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones. In the
+second, solvers answer what was proposed. So half of what a solver learns from is local and half proposed. What solvers
+made of a proposal is in the rollouts that they publish: its proposer reads them, runs them itself, and moves its level.
+
+An answer is right if its fenced program passes all tests, shown and hidden, in the sandbox.
+"""
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_swarm.environments.base import Cue, Environment, Question, Role, Statement, TaskError
+from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
+from rl_swarm.environments.coding.roles import Evaluator, Proposer, Solver
+from rl_swarm.environments.coding.task import LEVELS, CodingTask, Test
+from rl_swarm.environments.tasks import Task
+from rl_swarm.scoring.sandbox import Program, Sandbox
+
+if TYPE_CHECKING:
+    from rl_swarm.config import Settings
+
+log = logging.getLogger(__name__)
+
+MOST_DRAWS = 1000  # of a task that is not held out
+MOST_CHECKED = 2048  # proposals whose check is remembered
+PROPOSING, SOLVING = 0, 1  # the stages
+
+
+class Coding(Environment):
+    stages: ClassVar[int] = 2
+    hears: ClassVar[int] = 8
+    ending: ClassVar[float] = answers.ENDED
+    system_prompt: ClassVar[str] = prompts.SOLVER
+    roles: ClassVar[Mapping[str, type[Role]]] = {
+        "solver": Solver,
+        "proposer": Proposer,
+        "evaluator": Evaluator,
+    }
+
+    def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
+        super().__init__(tasks, partial_rewards)
+        for task in tasks:
+            if task.name not in LEVELS and task.name not in sources.FORMATS:
+                known = ", ".join((*LEVELS, *sources.FORMATS))
+                raise TaskError(f"the coding environment has no task {task.name!r}; it has {known}")
+        self.data, self.token = Path("data"), None
+        self.level = LEVELS[1]  # at which a proposer of this node proposes
+        self.loaded = lru_cache(maxsize=None)(self._load)
+        self.made = lru_cache(maxsize=8192)(self._make)
+        self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
+        self._sandbox: Sandbox | None = None
+
+    @classmethod
+    def preset(cls, model: str) -> Sequence[Task]:
+        return tuple(Task(level) for level in LEVELS)
+
+    @classmethod
+    def cast(cls, nodes: int) -> Sequence[str]:
+        """One proposer and one evaluator, as soon as there are solvers for them."""
+        others = ["proposer", "evaluator"][: max(0, nodes - 1)]
+        return ["solver"] * (nodes - len(others)) + others
+
+    def settle(self, settings: "Settings") -> None:
+        self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
+        for number, task in enumerate(self.tasks):
+            if task.name in sources.FORMATS:
+                self.loaded(number)
+
+    @property
+    def sandbox(self) -> Sandbox:
+        if self._sandbox is None:
+            self._sandbox = Sandbox()
+        return self._sandbox
+
+    def close(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
+        until, found = _until(seconds), list[Question]()
+        for seed in seeds:
+            if time.monotonic() > until:
+                break
+            found.append(self._question(seed))
+        return found
+
+    def held_out(self, count: int) -> list[Question]:
+        found: list[Question] = []
+        for number in range(len(self.tasks)):
+            wanted = count // len(self.tasks) + (number < count % len(self.tasks))
+            seen: set[str] = set()
+            for draw in range(100 * wanted):
+                task = self.made(number, -1 - draw)  # seeds of training questions are not negative
+                if task is not None and task.held_out and task.description not in seen:
+                    seen.add(task.description)
+                    found.append(self._asked(task, number, -1 - draw))
+                if len(seen) == wanted:
+                    break
+        return found
+
+    def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
+        """Proposers are asked for tasks; solvers are asked what was proposed, or one of their own where nothing was."""
+        if cues and cues[0].role == "proposer":
+            return [self._invitation(cue) for cue in cues]
+        if not cues or cues[0].stage != SOLVING:
+            return self.questions([cue.seed for cue in cues], seconds)
+        tasks = self.proposed(cues[0].heard, seconds)
+        questions = []
+        for cue in cues:
+            ranked = sorted(tasks, key=lambda said: _rank(cue.peer_id, said.digest))
+            if not ranked:
+                questions.append(self._question(cue.seed + 1))
+                continue
+            said = ranked[cue.number % len(ranked)]
+            task = tasks[said]
+            questions.append(
+                Question("proposed", len(self.tasks), cue.seed, task.prompt, task.reference, parents=(said,))
+            )
+        return questions
+
+    def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
+        if answered and answered[0][0].role == "proposer":
+            return self._score_proposals(answered, seconds)
+        codes = [answers.program(text) if answers.is_text(text) else None for _, text in answered]
+        tests = [self.task(question).tests for question, _ in answered]
+        run = [(code, t) for code, t in zip(codes, tests, strict=True) if code is not None]
+        verdicts = iter(self.judge(run, seconds))
+        rewards: list[float] = []
+        for (_, text), code in zip(answered, codes, strict=True):
+            right = False if code is None else next(verdicts)
+            if right is None:
+                break
+            rewards.append(answers.earned(text, right))
+        return rewards
+
+    def credit(self, reward: float) -> float:
+        return 1.0 if reward >= answers.RIGHT - answers.ENDED else 0.0
+
+    def well_formed(self, text: str) -> bool:
+        return answers.program(text) is not None
+
+    def solutions(self, questions: Sequence[Question]) -> list[str | None]:
+        """A completion of every question that earns the full reward, or None where none is known."""
+        references = [self.task(question).reference for question in questions]
+        completions = [answers.fenced(code) if code else None for code in references]
+        asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
+        rewards = iter(self.score(asked))
+        return [text if text is not None and self.credit(next(rewards)) else None for text in completions]
+
+    def judge(
+        self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None
+    ) -> list[bool | None]:
+        """Whether each program passes its tests, by running it; None where time was up."""
+        if not programs:
+            return []
+        verdicts = self.sandbox.judge([Program(code, tuple(tests)) for code, tests in programs], seconds)
+        return [verdict.right if verdict.judged else None for verdict in verdicts]
+
+    def task(self, question: Question) -> CodingTask:
+        """The task of a question, made again."""
+        if question.parents:
+            parent = question.parents[0]
+            task = self.check([parent])[0].task
+        else:
+            task = self.made(question.number, question.seed)
+        if task is None:
+            raise TaskError(f"the question {question.seed} has no task")  # never: it was asked
+        return task
+
+    def check(self, said: Sequence[Statement], seconds: float | None = None) -> list[proposals.Checked]:
+        """What becomes of the proposals of statements; each text is judged once."""
+        keys = [(one.texts[0], *_level_and_subject(one.question)) for one in said]
+        self._check(keys, seconds)
+        return [self._checked.get(_name(key), _LATE) for key in keys]
+
+    def _check(self, keys: Sequence[tuple[str, str, str]], seconds: float | None) -> None:
+        fresh = [key for key in dict.fromkeys(keys) if _name(key) not in self._checked]
+        found = proposals.check_all(fresh, lambda programs: self.judge(programs, seconds)) if fresh else []
+        for key, result in zip(fresh, found, strict=True):
+            if result.judged:
+                self._checked[_name(key)] = result
+        while len(self._checked) > MOST_CHECKED:
+            self._checked.popitem(last=False)
+
+    def proposed(
+        self, heard: Sequence[Statement], seconds: float | None = None
+    ) -> dict[Statement, CodingTask]:
+        """The statements that propose something sound."""
+        said = [one for one in heard if one.question.role == "proposer" and one.texts]
+        checked = self.check(said, seconds)
+        return {one: c.task for one, c in zip(said, checked, strict=True) if c.task is not None}
+
+    def _score_proposals(
+        self, answered: Sequence[tuple[Question, str]], seconds: float | None
+    ) -> list[float]:
+        """1 for a proposal that counts."""
+        keys = [(text, *_level_and_subject(question)) for question, text in answered]
+        self._check(keys, seconds)
+        return [float(self._checked.get(_name(key), _LATE).task is not None) for key in keys]
+
+    def _invitation(self, cue: Cue) -> Question:
+        """What a proposer is asked. The subject follows from the seed; the level is its own choice."""
+        subject = prompts.SUBJECTS[cue.seed % len(prompts.SUBJECTS)]
+        asked = {prompts.proposer_prompt(level, subject): level for level in LEVELS}
+        level = asked.get(cue.claimed, self.level)
+        return Question(
+            f"{level} {subject}", len(self.tasks), cue.seed, prompts.proposer_prompt(level, subject), None
+        )
+
+    def _question(self, seed: int) -> Question:
+        from rl_swarm.manifest import task_of
+
+        number = task_of(seed, self.tasks)
+        for draw in range(MOST_DRAWS):
+            at = seed if draw == 0 else generator.Draw("again", seed, draw).between(0, 2**62)
+            task = self.made(number, at)
+            if task is not None and not task.held_out:
+                return self._asked(task, number, at)
+        raise TaskError(f"the task {self.tasks[number].name} has too few different questions")
+
+    def _asked(self, task: CodingTask, number: int, seed: int) -> Question:
+        return Question(self.tasks[number].name, number, seed, task.prompt, task.reference or None)
+
+    def _make(self, number: int, seed: int) -> CodingTask | None:
+        name = self.tasks[number].name
+        if name in LEVELS:
+            return generator.make(name, seed, 0)
+        found = self.loaded(number)
+        return found[generator.Draw(name, seed).below(len(found))]
+
+    def _load(self, number: int) -> list[CodingTask]:
+        return sources.load(self.tasks[number], self.data, self.token)
+
+
+_LATE = proposals.Checked(None, "there was no time to check it", judged=False)
+
+
+def _until(seconds: float | None) -> float:
+    return float("inf") if seconds is None else time.monotonic() + seconds
+
+
+def _rank(peer_id: str, digest: str) -> str:
+    return hashlib.sha256(f"{peer_id} {digest}".encode()).hexdigest()
+
+
+def _level_and_subject(question: Question) -> tuple[str, str]:
+    level, _, subject = question.task.partition(" ")
+    return level, subject
+
+
+def _name(key: tuple[str, str, str]) -> str:
+    return hashlib.sha256("\0".join(key).encode()).hexdigest()
