@@ -21,7 +21,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import TINY, pick_device, pick_model, release_memory
-from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.rollouts import Completion, Group
@@ -118,16 +118,7 @@ class Policy:
         self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False
     ) -> list[list[Completion]]:
         """`count` completions of every prompt, `batch` at a time; fewer when memory runs out."""
-        settings = self.settings
-        decoding = Decoding(
-            settings.completion_tokens(),
-            self.eos,
-            self.pad,
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
-            greedy,
-        )
+        decoding = self.decoding(greedy)
         if self.model.training:
             self.model.eval()
         done: list[list[Completion]] = []
@@ -144,9 +135,26 @@ class Policy:
                 traceback.clear_frames(error.__traceback__)  # they hold what did fit
                 release_memory()
                 continue
-            texts = iter(self.decode([s.tokens for group in samples for s in group]))
-            done += [[Completion(next(texts), s.ended, s.tokens, s.logprobs) for s in g] for g in samples]
+            done += self.completions(samples)
         return done
+
+    def decoding(self, greedy: bool = False) -> Decoding:
+        """How this policy's tokens are drawn."""
+        settings = self.settings
+        return Decoding(
+            settings.completion_tokens(),
+            self.eos,
+            self.pad,
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
+            greedy,
+        )
+
+    def completions(self, samples: Sequence[Sequence[Sample]]) -> list[list[Completion]]:
+        """What was drawn, with its text."""
+        texts = iter(self.decode([s.tokens for group in samples for s in group]))
+        return [[Completion(next(texts), s.ended, s.tokens, s.logprobs) for s in group] for group in samples]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """What the tokens say, control tokens left out; all at once, while other threads go on."""
@@ -159,15 +167,19 @@ class Policy:
 
     def learn(self, groups: Sequence[Group]) -> Update:
         """One update on the groups that carry signal; the others cost nothing."""
-        lessons = (self._lesson(group) for group in groups if group.has_signal)
-        training = [
-            lesson for lesson in lessons if lesson.completions
-        ]  # of claimed rewards that are no numbers, none
-        if not training:
+        lessons = self.lessons(groups)
+        if not lessons:
             return Update()
-        update = self.trainer.update(training)
+        update = self.trainer.update(lessons)
         self.version += 1
         return update
+
+    def lessons(self, groups: Sequence[Group]) -> list[TrainingGroup]:
+        """What there is to learn from groups, in this model's tokens."""
+        found = (self._lesson(group) for group in groups if group.has_signal)
+        return [
+            lesson for lesson in found if lesson.completions
+        ]  # of claimed rewards that are no numbers, none
 
     def surprises(self, groups: Sequence[Group]) -> list[list[float]]:
         """By how many nats the strangest stretch of every completion is less likely than what this model writes."""
