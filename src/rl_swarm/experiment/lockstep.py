@@ -318,7 +318,7 @@ def sharing(members: Sequence[Member]) -> dict[str, Sharing]:
     if pick_device(members[0].settings).type != "cuda":
         return {}
     models = Counter(member.settings.model for member in members)
-    return {model: Sharing(count) for model, count in models.items() if count > 1}
+    return {model: Sharing(count, threads=False) for model, count in models.items() if count > 1}
 
 
 def rewind(path: Path, done: int) -> None:

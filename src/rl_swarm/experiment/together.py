@@ -68,10 +68,12 @@ def sample(party: Sequence[Answering]) -> list[list[list[Completion]]]:
     """Completions of all questions of several nodes, whose models one engine serves, in one pass."""
     engine = sampler.engine_of(party[0].policy.model)
     assert engine is not None
-    requests = [
-        Request(one.policy.model.eval(), [one.policy.prompt_ids(p) for p in one.prompts], one.count, one.seed)
-        for one in party
-    ]
+    requests = []
+    for one in party:
+        if one.policy.model.training:
+            one.policy.model.eval()
+        prompts = [one.policy.prompt_ids(prompt) for prompt in one.prompts]
+        requests.append(Request(one.policy.model, prompts, one.count, one.seed))
     found = engine.sample_all(requests, party[0].policy.decoding())
     return [one.policy.completions(samples) for one, samples in zip(party, found, strict=True)]
 

@@ -106,9 +106,11 @@ class Engine:
     words_Z: Tensor  # addresses
     places_Z: Tensor | None
 
-    def __init__(self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0) -> None:
+    def __init__(
+        self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0, threads: bool = True
+    ) -> None:
         self.nodes, self.dtype = nodes, dtype
-        self.meeting = Meeting[Request, Groups](self._serve)
+        self.meeting = Meeting[Request, Groups](self._serve, waits=threads)
         self.stack, self.scratch = Stack(nodes), Scratch(nodes, sequences)
         self.seats: list[Weights | None] = [None] * nodes
         self.graphs = dict[object, Any]()
