@@ -413,7 +413,7 @@ class Node:
             external_surprise=round(external.surprise, 2),
             peak_memory=peak_memory(self.policy.device),
             load=self.load.read(),
-            **({"figures": figures} if figures else {}),
+            **self.of_stage(state, local, figures or {}),
         )
         self.rejected.clear()
 
@@ -426,6 +426,16 @@ class Node:
             len(external.chosen),
             sum(watch.seconds.values()),
         )
+
+    def of_stage(
+        self, state: State, local: Sequence[Group], figures: Mapping[str, float]
+    ) -> dict[str, object]:
+        """What else is told of a stage, where a round has several, and by its role."""
+        told: dict[str, object] = {"figures": dict(figures)} if figures else {}
+        if self.manifest.stages > 1:
+            reward = mean([g.mean_reward for g in local])
+            told |= {"reward_by_stage": {str(state.stage): reward}} if local else {"passed": True}
+        return told
 
     def measure(self, when: str) -> None:
         """The held-out score; greedy answers too at the start and the end."""

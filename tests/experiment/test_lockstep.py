@@ -15,6 +15,7 @@ from rl_swarm.config import UP_PRESET, Settings
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import Member, OneByOne, Swarm, rewind
 from rl_swarm.experiment.run import is_finished, play
+from rl_swarm.experiment.together import Together
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest
@@ -102,25 +103,39 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2), rounds=1)
     members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
 
-    class Counting(OneByOne):
-        def __init__(self) -> None:
-            self.calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
+    class Counting(OneByOne):
         def sample(self, work) -> None:
-            self.calls.append(("sample", len(work)))
+            calls.append(("sample", len(work)))
             super().sample(work)
 
         def learn(self, work) -> None:
-            self.calls.append(("learn", len(work)))
+            calls.append(("learn", len(work)))
             super().learn(work)
 
-    engine = Counting()
-    swarm = Swarm(tmp_path, members, members[0].identity, engine=engine)
+    swarm = Swarm(tmp_path, members, members[0].identity, engine=Counting)
     try:
         swarm.round()
     finally:
         swarm.close()
-    assert engine.calls == [("sample", 3), ("learn", 3)]
+    assert calls == [("sample", 3), ("learn", 3)]
+
+
+def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp_path: Path) -> None:
+    wanted = job(Arm(2, 2), rounds=4)
+    members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
+    for name, last in (("whole", 9), ("stopped", 1), ("stopped", 9)):
+        stop.clear()
+        swarm = Swarm(tmp_path / name, members, owner, engine=Together)
+        finished = swarm.run(stop, lambda swarm, last=last: stop.set() if swarm.done == last else None)
+        swarm.close()
+        assert finished == (last == 9)
+    whole, stopped = (metrics(tmp_path / name) for name in ("whole", "stopped"))
+    assert whole == stopped
+    rounds = [line for lines in whole.values() for line in lines if line["kind"] == "round"]
+    assert len(rounds) == 12 and any(line["grad_norm"] > 0 for line in rounds)
 
 
 def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rl_swarm.learning.policy import Policy, load_model
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.sharing import Sharing, own_stream
 from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.stacked import Stack
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.rollouts import Group
 
@@ -356,3 +357,24 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
         sampler.release(model)
     assert found == together
     assert len({len(tokens) for groups in found.values() for group in groups for tokens in group}) > 5
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen2", "qwen3", "gpt2"))
+def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monkeypatch):
+    monkeypatch.setattr("rl_swarm.learning.devices.prefers_bfloat16", lambda model: False)
+    plain = [small_model(kind, seed=seed) for seed in range(4)]
+    stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, Settings()) for model in plain]
+    stack = Stack(stacked)
+    stack._step = lambda active_Z: torch.zeros(4, device="cuda")
+    for turn in range(3):  # recorded, replayed, and of another size
+        given = [random_groups(number + turn, model, 2 + turn) for number, model in enumerate(plain)]
+        given[turn] = []
+        stack.update(given)
+        for place, (model, groups) in enumerate(zip(plain, given, strict=True)):
+            alone = Trainer(model, PAD, Settings())
+            tokens = sum(len(ids) for group in groups for ids in group.completions)
+            alone.optimizer.zero_grad()
+            alone._gradients(groups, tokens)
+            for parameter, leaf in zip(alone.parameters(), stack.decoder.weights.values(), strict=True):
+                expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                assert torch.allclose(leaf.grad[place].cpu(), expected, atol=1e-4)

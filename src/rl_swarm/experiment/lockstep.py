@@ -11,6 +11,7 @@ import platform
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.devices import pick_device
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.sharing import Sharing
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
@@ -52,6 +54,8 @@ class Engine(Protocol):
 class OneByOne:
     """Every node for itself, as a process of its own would."""
 
+    def __init__(self, policies: Sequence[Policy]) -> None: ...
+
     def sample(self, work: Sequence[Answering]) -> None:
         for one in work:
             one.run()
@@ -59,6 +63,15 @@ class OneByOne:
     def learn(self, work: Sequence[Learning]) -> None:
         for one in work:
             one.run()
+
+
+def fitting(policies: Sequence[Policy]) -> Engine:
+    """On a GPU all nodes together."""
+    if any(policy.device.type != "cuda" for policy in policies):
+        return OneByOne(policies)
+    from rl_swarm.experiment.together import Together
+
+    return Together(policies)
 
 
 class Shared(Reasoning):
@@ -107,23 +120,24 @@ class Swarm:
         members: Sequence[Member],
         owner: Identity,
         specialists: Mapping[str, list[int]] | None = None,
-        engine: Engine | None = None,
+        engine: Callable[[Sequence[Policy]], Engine] | None = None,
     ) -> None:
-        self.folder, self.owner, self.engine = folder, owner, engine or OneByOne()
+        self.folder, self.owner = folder, owner
         folder.mkdir(parents=True, exist_ok=True)
         self.files, self.settings = LocalFiles(folder), members[0].settings
         self.manifest = self._manifest(specialists or {})
-        if pick_device(self.settings).type == "cpu":
-            torch.set_num_threads(max(1, self.settings.threads))
+        torch.set_num_threads(max(1, self.settings.threads))
         self.environment = Shared(self.manifest.tasks, self.manifest.partial_rewards)
         # The clock stands still: nobody is late where everybody waits for everybody.
         self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)
         self.looked = 0.0  # seconds spent on held-out questions
         self._shown = 0.0
         found = self._written(members)
+        self.sharing = sharing(members)
         self.nodes = [
             self._node(member, found[1][member.identity.node] if found else None) for member in members
         ]
+        self.engine = (engine or fitting)([node.policy for node in self.nodes])
         self.done = self.nodes[0].done[0]
         for node in self.nodes:
             rewind(node.journal.metrics_path, self.done)
@@ -249,7 +263,8 @@ class Swarm:
 
     def _node(self, member: Member, written: tuple[Path, checkpoints.Place] | None) -> Node:
         identity, settings, never = member.identity, member.settings, threading.Event()
-        policy = Policy.load(settings, self.environment.system_prompt, written[0] if written else None)
+        sharing, path = self.sharing.get(settings.model), written[0] if written else None
+        policy = Policy.load(settings, self.environment.system_prompt, path, sharing)
         node = Node(
             name=identity.node,
             identity=identity,
@@ -296,6 +311,14 @@ class Swarm:
         """Tells onlookers where the swarm stands."""
         self._shown = time.monotonic()
         self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
+
+
+def sharing(members: Sequence[Member]) -> dict[str, Sharing]:
+    """What the nodes with one model share on a GPU."""
+    if pick_device(members[0].settings).type != "cuda":
+        return {}
+    models = Counter(member.settings.model for member in members)
+    return {model: Sharing(count, threads=False) for model, count in models.items() if count > 1}
 
 
 def rewind(path: Path, done: int) -> None:

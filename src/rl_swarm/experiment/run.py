@@ -34,13 +34,14 @@ from rl_swarm.experiment.report import Tuned
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest, read_state
-from rl_swarm.swarm import end_with_parent, uses_gpu
+from rl_swarm.swarm import SHARED, end_with_parent, uses_gpu
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.wire import Rejected
 
 log = logging.getLogger(__name__)
 
 PLAN_ROUNDS = 3  # that are timed
+CUDA_BYTES = 1 << 30  # of a GPU's memory beside what a run allocates
 SCORER_BYTES = 400 << 20  # of the scoring process beside a run
 MOST_FAILURES = 3  # of one run, until that is no accident
 TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chosen
@@ -240,12 +241,13 @@ class Runner:
             return
         looks = 1 + run.played // (run.job.members()[0].held_out_every or math.inf)
         self.costs = Costs.of(run, child.told.looked / looks)
-        need = child.told.memory + SCORER_BYTES
+        need = child.told.memory + (CUDA_BYTES if self.on_gpu else SCORER_BYTES)
         fits = max(1, int(child.told.free * 0.9 // need))
         left = [job for job in self.all if not is_finished(self.experiment.folder(job))]
         if not self.at_once:
-            most = 1 if self.on_gpu else min(os.cpu_count() or 1, fits)
-            self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
+            self.at_once = max(
+                1, min(os.cpu_count() or 1, fits, len(left))
+            )  # the last may have finished by now
         work = sum(self.costs.seconds(job) for job in left)
         self.console.print(
             f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
@@ -400,6 +402,7 @@ def play(
 
 
 def _child_main(job: Job, folder: Path, keep_models: bool, pipe: Connection) -> None:
+    os.environ.update({name: value for name, value in SHARED.items() if name not in os.environ})
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

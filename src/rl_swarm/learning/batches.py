@@ -85,7 +85,7 @@ class Batch:
             tuple(len(g.prompt) for g in groups), tuple(len(ids) - 1 for ids in completions), tuple(rows)
         )
         ends = list(accumulate(map(len, fed)))
-        before, here = list[int](), ends[len(groups) - 1]
+        before, here = list[int](), sum(shape.prompts)
         for row, ids in zip(rows, completions, strict=True):
             before.append(ends[row] - 1)
             before += range(here, here + len(ids) - 1)
@@ -126,6 +126,19 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(value.to(device, non_blocking=True) for value in vars(self).values()))
+
+
+def side_by_side(batches: Sequence[Batch], tokens: int, targets: int) -> Batch:
+    """One row of several, each filled up with zeros to so many tokens, and so many of them learned from."""
+    fields = {}
+    for name in vars(batches[0]):
+        each = [getattr(batch, name) for batch in batches]
+        size = tokens if name.endswith("_N") else targets
+        values = torch.zeros(len(batches), size, dtype=each[0].dtype)
+        for number, row in enumerate(each):
+            values[number, : len(row)] = row + number * tokens if name == "before_M" else row
+        fields[name] = values.flatten()
+    return Batch(**fields)
 
 
 def flat(rows: Sequence[Sequence[float]], dtype: type) -> Tensor:

@@ -149,7 +149,7 @@ def restore_optimizer(policy: "Policy", folder: Path) -> None:
 def _flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     parameters = optimizer.param_groups[0]["params"]
     return {
-        f"{number}/{name}": value.detach().contiguous().cpu()
+        f"{number}/{name}": value.detach().to("cpu", copy=True).contiguous()
         for number, parameter in enumerate(parameters)
         for name, value in optimizer.state.get(parameter, {}).items()
     }

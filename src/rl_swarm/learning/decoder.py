@@ -34,6 +34,8 @@ class Decoder:
     `frugal`, the inside of a layer is computed again on the way back instead of kept.
     """
 
+    exact = False  # whether products are in float32 where bfloat16 is faster
+
     def __init__(self, model: Any, fused: bool | None = None, frugal: bool = False) -> None:
         self.fused, self.frugal = has_kernels(model) if fused is None else fused, frugal
         config = model.config
@@ -178,8 +180,7 @@ class Decoder:
 
             kind = "silu" if self.family in LLAMA_LIKE else "gelu"
             return fused.gated_product(gate, up, down.weight, kind)
-        out: Tensor = down(mlp.act_fn(gate) * up)
-        return out
+        return self._linear(down, mlp.act_fn(gate) * up)
 
     def _llama_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
         attention = layer.self_attn

@@ -134,7 +134,10 @@ def free_disk(path: Path) -> int:
 def peak_memory(device: torch.device) -> int:
     """The most memory this process has used so far, in bytes."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        found = torch.cuda.memory.memory_stats_as_nested_dict(
+            device
+        )  # several times as fast as the flat ones
+        return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
     import resource
     import sys
 

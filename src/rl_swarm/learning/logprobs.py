@@ -4,6 +4,7 @@ The logits of all tokens never exist at the same time: the head is done a chunk 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def packed_logprobs(
     decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of every token learned from and the entropy there, [M], without gradients."""
-    with torch.no_grad(), low_precision(decoder.model):
+    with torch.no_grad(), precision(decoder):
         states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
         parts = [
             head_logprobs(decoder, states_ME[here], batch.targets_M[here], temperature)
@@ -40,16 +41,20 @@ def add_gradients(
 ) -> None:
     """Adds the gradients of a loss that is a sum over tokens. A chunk goes back through the head before the next one
     goes there; then all go back through the layers."""
-    with low_precision(decoder.model):
+    with precision(decoder):
         states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
     leaves = []
     for here in chunks(decoder, len(states_ME)):
         leaf = states_ME[here].detach().requires_grad_()
-        with low_precision(decoder.model):
+        with precision(decoder):
             found = head_logprobs(decoder, leaf, batch.targets_M[here], temperature)
         loss_of(here, *found).backward()  # type: ignore[no-untyped-call]
         leaves.append(leaf)
     states_ME.backward(torch.cat([leaf.grad for leaf in leaves]))  # type: ignore[no-untyped-call, misc]
+
+
+def precision(decoder: Decoder) -> AbstractContextManager[object]:
+    return nullcontext() if decoder.exact else low_precision(decoder.model)
 
 
 def attention_of(decoder: Decoder, shape: Shape) -> tuple[Attend, Tensor]:

@@ -34,8 +34,10 @@ class Ticket(Generic[Order, Result]):
 
 
 class Meeting(Generic[Order, Result]):
-    def __init__(self, serve: Callable[[Hashable, list[Order]], Iterable[Result]]) -> None:
-        self.serve = serve
+    def __init__(
+        self, serve: Callable[[Hashable, list[Order]], Iterable[Result]], waits: bool = True
+    ) -> None:
+        self.serve, self.waits = serve, waits  # for others
         self.members = set[object]()  # all who have asked and not left
         self.waiting = list[Ticket[Order, Result]]()
         self.busy = False
@@ -73,7 +75,7 @@ class Meeting(Generic[Order, Result]):
 
     def _wait_for_others(self) -> None:
         seen = 0
-        while seen < len(self.waiting) < len(self.members):
+        while self.waits and seen < len(self.waiting) < len(self.members):
             seen = len(self.waiting)
             self.changed.wait_for(lambda seen=seen: len(self.waiting) > seen, self.pause)  # type: ignore[misc]
 

@@ -1,6 +1,5 @@
 """A model that answers questions and gets better: loading, prompts, sampling, learning, saving."""
 
-import hashlib
 import logging
 import os
 import threading
@@ -8,7 +7,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,8 @@ from rl_swarm.errors import UserError
 from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import TINY, pick_device, pick_model, release_memory
-from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.reader import Reader
+from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.rollouts import Completion, Group
@@ -59,13 +58,13 @@ class Policy:
         nodes = sharing.nodes if sharing else 1
         self.plan = memory.plan(Shape.of(model.config), free, settings, device.type, nodes)
         self.batch = self.plan.sequences  # sampled at once
-        self.tokenizer_hash = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
         eos = model.generation_config.eos_token_id
         self.eos = frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
         self.eos -= {None}
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._prompt_ids = lru_cache(maxsize=1024)(self._read_prompt)
+        self.reader = Reader.of(tokenizer, system_prompt)
+        self.tokenizer_hash = self.reader.hash
         planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
         if sharing:
             self.trainer = sharing.admit(model, self.pad, planned, self.plan)
@@ -100,34 +99,13 @@ class Policy:
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """A question as tokens; it is asked for again when it is learned from."""
-        return self._prompt_ids(prompt)
-
-    def _read_prompt(self, prompt: str) -> list[int]:
-        messages = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": prompt}]
-        if self.tokenizer.chat_template is None:
-            text = f"{self.system_prompt}\n\n{prompt}\n"
-            return list(self.tokenizer(text)["input_ids"])
-        try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception:  # noqa: BLE001 some templates refuse a system message, each with an error of its own
-            merged = [{"role": "user", "content": f"{self.system_prompt}\n\n{prompt}"}]
-            text = self.tokenizer.apply_chat_template(merged, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.reader.prompt_ids(prompt)
 
     def sample(
         self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False
     ) -> list[list[Completion]]:
         """`count` completions of every prompt, `batch` at a time; fewer when memory runs out."""
-        settings = self.settings
-        decoding = Decoding(
-            settings.completion_tokens(),
-            self.eos,
-            self.pad,
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
-            greedy,
-        )
+        decoding = self.decoding(greedy)
         if self.model.training:
             self.model.eval()
         done: list[list[Completion]] = []
@@ -144,9 +122,26 @@ class Policy:
                 traceback.clear_frames(error.__traceback__)  # they hold what did fit
                 release_memory()
                 continue
-            texts = iter(self.decode([s.tokens for group in samples for s in group]))
-            done += [[Completion(next(texts), s.ended, s.tokens, s.logprobs) for s in g] for g in samples]
+            done += self.completions(samples)
         return done
+
+    def decoding(self, greedy: bool = False) -> Decoding:
+        """How this policy's tokens are drawn."""
+        settings = self.settings
+        return Decoding(
+            settings.completion_tokens(),
+            self.eos,
+            self.pad,
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
+            greedy,
+        )
+
+    def completions(self, samples: Sequence[Sequence[Sample]]) -> list[list[Completion]]:
+        """What was drawn, with its text."""
+        texts = iter(self.decode([s.tokens for group in samples for s in group]))
+        return [[Completion(next(texts), s.ended, s.tokens, s.logprobs) for s in group] for group in samples]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """What the tokens say, control tokens left out; all at once, while other threads go on."""
@@ -159,15 +154,19 @@ class Policy:
 
     def learn(self, groups: Sequence[Group]) -> Update:
         """One update on the groups that carry signal; the others cost nothing."""
-        lessons = (self._lesson(group) for group in groups if group.has_signal)
-        training = [
-            lesson for lesson in lessons if lesson.completions
-        ]  # of claimed rewards that are no numbers, none
-        if not training:
+        lessons = self.lessons(groups)
+        if not lessons:
             return Update()
-        update = self.trainer.update(training)
+        update = self.trainer.update(lessons)
         self.version += 1
         return update
+
+    def lessons(self, groups: Sequence[Group]) -> list[TrainingGroup]:
+        """What there is to learn from groups, in this model's tokens."""
+        found = (self._lesson(group) for group in groups if group.has_signal)
+        return [
+            lesson for lesson in found if lesson.completions
+        ]  # of claimed rewards that are no numbers, none
 
     def surprises(self, groups: Sequence[Group]) -> list[list[float]]:
         """By how many nats the strangest stretch of every completion is less likely than what this model writes."""
@@ -224,12 +223,8 @@ class Policy:
 
     def encode(self, completion: Completion) -> tuple[int, ...]:
         """A text as tokens. Control tokens spelt out in it stay text; the end is added if it ended by itself."""
-        ids = self.tokenizer(completion.text, add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
-        if completion.ended or not ids:
-            ids = [*ids, self.tokenizer.eos_token_id]
-        return tuple(ids)
+        ids = self.reader.text_ids(completion.text)
+        return (*ids, self.tokenizer.eos_token_id) if completion.ended or not ids else ids
 
     def save(self, path: Path) -> None:
         if lora.is_adapted(self.model):

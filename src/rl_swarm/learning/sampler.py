@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,20 @@ class Decoding:
     top_p: float = 1.0
     top_k: int = 0
     greedy: bool = False
+
+
+class Request(NamedTuple):
+    """What one node wants in a pass."""
+
+    model: Model
+    prompts: Sequence[Sequence[int]]
+    each: int  # completions of every prompt
+    seed: int
+    ready: Any = None  # an event: the GPU has done what the asking thread gave it to do
+
+    @property
+    def total(self) -> int:
+        return len(self.prompts) * self.each
 
 
 class Continuation(Protocol):

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Sharing:
     """What so many nodes share, all with a model of one shape."""
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: int, threads: bool = True) -> None:
+        self.nodes, self.threads = nodes, threads  # whether every node has a thread of its own
         self.desks: queue.LifoQueue[Desk] | None = None
         self.engine: Engine | None = None
         self.lock = threading.Lock()
@@ -47,7 +47,9 @@ class Sharing:
             from rl_swarm.learning.cuda.engine import Engine
 
             with self.lock:
-                self.engine = self.engine or Engine(self.nodes, sequences=plan.sequences)
+                self.engine = self.engine or Engine(
+                    self.nodes, sequences=plan.sequences, threads=self.threads
+                )
             sampler.share(model, self.engine)
         return SharedTrainer(model, pad, settings, self.desks)
 

@@ -46,6 +46,16 @@ class Update:
     mismatch: float = 0.0  # mean |sampler - trainer| of own tokens' log-probabilities
     kl: float = 0.0
 
+    def filled(self, found: Sequence[float]) -> "Update":
+        """With the figures, and behind them the gradient's norm."""
+        *means, own_tokens, self.grad_norm = found
+        for name, value in zip(FIGURES, means, strict=False):
+            setattr(self, name, value)
+        self.mismatch /= max(own_tokens, 1)
+        if not math.isfinite(self.grad_norm):
+            log.error("the gradient is not finite: this update is left out")
+        return self
+
 
 # What a micro-batch adds to the figures of its update; the last is the number of tokens sampled here.
 FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_tokens")
@@ -118,13 +128,7 @@ class Trainer:
         report = Update(tokens=count_tokens(groups))
         if report.tokens == 0:
             return report
-        *found, own_tokens, report.grad_norm = self._launched(groups, report.tokens).tolist()
-        for name, value in zip(FIGURES, found, strict=False):
-            setattr(report, name, value)
-        report.mismatch /= max(own_tokens, 1)
-        if not math.isfinite(report.grad_norm):
-            log.error("the gradient is not finite: this update is left out")
-        return report
+        return report.filled(self._launched(groups, report.tokens).tolist())
 
     def _launched(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
         """Gives the device all of an update to do, without waiting for it; the figures and the gradient's norm."""
@@ -193,24 +197,9 @@ class Trainer:
         self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None
     ) -> Tensor:
         """The loss of some tokens, which are added to the figures."""
-        settings, detached_M, weights_M = self.settings, logprobs_M.detach(), batch.weights_M
-        # A stranger's numbers stay out of the ratio: where it overflows, the gradient of all others is lost too.
-        behaviour_M = torch.where(batch.own_M, batch.sampled_M, detached_M)
-        loss_M, clip_M = grpo.clipped_loss(
-            logprobs_M, behaviour_M, batch.advantages_M, settings.clip_low, settings.clip_high
-        )
-        capped_M = grpo.capped_loss(logprobs_M, batch.sampled_M, batch.advantages_M, 1 + settings.clip_high)
-        loss_M = torch.where(batch.claimed_M, capped_M, loss_M)
-        kl_M = torch.zeros_like(detached_M)
-        if reference_M is not None:
-            kl_M = grpo.kl_k3(logprobs_M, reference_M)
-            loss_M = loss_M + settings.kl_weight * kl_M
-
-        own_M = (batch.own_M & (weights_M > 0)).float()
-        means = torch.stack([loss_M, entropy_M, -detached_M, clip_M.float(), kl_M]).detach() @ weights_M
-        mismatch = (detached_M - behaviour_M).abs() @ own_M
-        self.figures += torch.cat([means, torch.stack([mismatch, own_M.sum()])])
-        return (loss_M * weights_M).sum()
+        loss_M, figures_FM = token_losses(batch, logprobs_M, entropy_M, reference_M, self.settings)
+        self.figures += figures_FM.sum(1)
+        return loss_M.sum()
 
     @torch.no_grad()
     def excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
@@ -247,3 +236,26 @@ class Trainer:
         there_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
         logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
         return logprobs_BT[there_BT], entropy_BT[there_BT]
+
+
+def token_losses(
+    batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """What every token adds to the loss, and to the figures."""
+    detached_M, weights_M = logprobs_M.detach(), batch.weights_M
+    # A stranger's numbers stay out of the ratio: where it overflows, the gradient of all others is lost too.
+    behaviour_M = torch.where(batch.own_M, batch.sampled_M, detached_M)
+    loss_M, clip_M = grpo.clipped_loss(
+        logprobs_M, behaviour_M, batch.advantages_M, settings.clip_low, settings.clip_high
+    )
+    capped_M = grpo.capped_loss(logprobs_M, batch.sampled_M, batch.advantages_M, 1 + settings.clip_high)
+    loss_M = torch.where(batch.claimed_M, capped_M, loss_M)
+    kl_M = torch.zeros_like(detached_M)
+    if reference_M is not None:
+        kl_M = grpo.kl_k3(logprobs_M, reference_M)
+        loss_M = loss_M + settings.kl_weight * kl_M
+
+    own_M = (batch.own_M & (weights_M > 0)).float()
+    means_FM = torch.stack([loss_M, entropy_M, -detached_M, clip_M.float(), kl_M]).detach() * weights_M
+    mismatch_M = (detached_M - behaviour_M).abs() * own_M
+    return loss_M * weights_M, torch.cat([means_FM, torch.stack([mismatch_M, own_M])])

@@ -54,9 +54,12 @@ class Stopwatch:
         try:
             yield
         finally:
-            ended = time.perf_counter()
-            self.seconds[phase] += ended - started
-            self.phases.append((phase, round(started - self.zero, 4), round(ended - self.zero, 4)))
+            self.add(phase, started, time.perf_counter())
+
+    def add(self, phase: str, started: float, ended: float, share: float = 1.0) -> None:
+        """Time that has passed, of which this much was spent on the round."""
+        self.seconds[phase] += share * (ended - started)
+        self.phases.append((phase, round(started - self.zero, 4), round(ended - self.zero, 4)))
 
     def rounded(self) -> dict[str, float]:
         return {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}

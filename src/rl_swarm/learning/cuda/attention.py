@@ -67,6 +67,17 @@ class Segments:
             flat([places], np.int64),
         )
 
+    @classmethod
+    def side_by_side(cls, rows: Sequence["Segments"], tokens: int) -> "Segments":
+        """Those of rows of so many tokens each, laid end to end."""
+        shift, count = torch.tensor([tokens, 0] * 3, dtype=torch.int32), len(rows[0].table)
+        segment = torch.tensor([count, 0], dtype=torch.int32)
+        return cls(
+            torch.cat([row.table + number * shift for number, row in enumerate(rows)]),
+            torch.cat([row.blocks + number * segment for number, row in enumerate(rows)]),
+            torch.cat([row.positions_N for row in rows]),
+        )
+
     @staticmethod
     def most_blocks(tokens: int, count: int) -> int:
         return tokens // BLOCK + count

@@ -24,7 +24,7 @@ from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.meeting import Meeting
-from rl_swarm.learning.sampler import Decoding, Sample, samples, truncated
+from rl_swarm.learning.sampler import Decoding, Request, Sample, samples, truncated
 from rl_swarm.learning.weights import Layer, Linear, Norm, Stack, Weights
 
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
@@ -42,20 +42,6 @@ class Room(NamedTuple):
     tokens: int = 0  # of a completion
     prompt_tokens: int = 0  # of all prompts together
     length: int = 0  # of the longest prompt and its completion
-
-
-class Request(NamedTuple):
-    """What one node wants in a pass."""
-
-    model: Any
-    prompts: Sequence[Sequence[int]]
-    each: int  # completions of every prompt
-    seed: int
-    ready: Any = None  # an event: the GPU has done what the asking thread gave it to do
-
-    @property
-    def total(self) -> int:
-        return len(self.prompts) * self.each
 
 
 class Scratch:
@@ -120,9 +106,11 @@ class Engine:
     words_Z: Tensor  # addresses
     places_Z: Tensor | None
 
-    def __init__(self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0) -> None:
+    def __init__(
+        self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0, threads: bool = True
+    ) -> None:
         self.nodes, self.dtype = nodes, dtype
-        self.meeting = Meeting[Request, Groups](self._serve)
+        self.meeting = Meeting[Request, Groups](self._serve, waits=threads)
         self.stack, self.scratch = Stack(nodes), Scratch(nodes, sequences)
         self.seats: list[Weights | None] = [None] * nodes
         self.graphs = dict[object, Any]()
@@ -142,6 +130,11 @@ class Engine:
             ready = torch.cuda.Event()
             ready.record()
         return self.meeting.ask(model, decoding, Request(model, prompts, count, seed, ready))
+
+    @torch.no_grad()
+    def sample_all(self, requests: Sequence[Request], decoding: Decoding) -> list[Groups]:
+        """What several models are asked, in one pass, for a thread that speaks for all of them."""
+        return list(self._serve(decoding, list(requests)))
 
     def leave(self, model: Any) -> None:
         """Gives back this model's seat, and when it was the last, the memory."""

@@ -6,7 +6,7 @@ where there is none, one is made that fits. All recordings share one pool of mem
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Batch, Shape
+from rl_swarm.learning.batches import Batch, Shape, side_by_side
 from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
 Step = Callable[..., None]  # of a batch, its segments, and what else a recording is made for
@@ -133,13 +133,16 @@ class Recorder:
         return Recording(graph, inputs)
 
     def _nothing(self, tokens: int, targets: int, count: int) -> Inputs:
+        return Inputs(*self._empty(tokens, targets, count), self.device)
+
+    def _empty(self, tokens: int, targets: int, count: int) -> tuple[Batch, Segments]:
         """A batch of this size that changes nothing: its tokens have weight 0."""
         whole = torch.zeros(targets, dtype=torch.int64)
         real, truth = torch.zeros(targets), torch.zeros(targets, dtype=torch.bool)
         batch = Batch(torch.zeros(tokens, dtype=torch.int64), whole, whole, real, real, real, truth, truth)
         stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
         shape = Shape(tuple(len(stretch) for stretch in stretches), (), ())
-        return Inputs(batch, Segments.of(shape, tokens, count), self.device)
+        return batch, Segments.of(shape, tokens, count)
 
     def _rehearse(self, inputs: Inputs, *whose: Hashable) -> None:
         """Compiles kernels and sets up libraries, which a recording must not. A small batch is enough."""
@@ -148,6 +151,33 @@ class Recorder:
             self.step(inputs.batch, inputs.segments, *whose)
         torch.cuda.current_stream(self.device).wait_stream(self.aside)
         torch.cuda.empty_cache()
+
+
+class StackedRecorder(Recorder):
+    """For rows of several models side by side, each of which is filled up by itself. Sizes are those of one model."""
+
+    def __init__(self, step: Step, device: torch.device, models: int) -> None:
+        super().__init__(step, device)
+        self.models = models
+
+    def run_all(self, batches: Sequence[tuple[Batch, Shape]]) -> None:
+        tokens = max(LEAST, rounded(max(len(batch.ids_N) for batch, _ in batches)))
+        targets = rounded(max(len(batch.targets_M) for batch, _ in batches))
+        key = self._fitting(tokens, targets, max(self._segments(shape, tokens) for _, shape in batches), ())
+        if key not in self.recordings:
+            self.recordings[key] = self._record(*key)
+        recorded, (tokens, targets, count) = self.recordings[key], key
+        each = [Segments.of(shape, tokens, count) for _, shape in batches]
+        batch = side_by_side([batch for batch, _ in batches], tokens, targets)
+        recorded.inputs.fill(batch, Segments.side_by_side(each, tokens))
+        recorded.graph.replay()
+
+    def _empty(self, tokens: int, targets: int, count: int) -> tuple[Batch, Segments]:
+        batch, segments = super()._empty(tokens, targets, count)
+        return (
+            side_by_side([batch] * self.models, tokens, targets),
+            Segments.side_by_side([segments] * self.models, tokens),
+        )
 
 
 def rounded(tokens: int) -> int:

@@ -1,0 +1,84 @@
+"""What the nodes of a run need done with their models, done for all of them at once on one GPU.
+
+One engine samples from all models in the same kernels. Small models of one shape are trained in the same kernels
+too; larger ones, which keep the GPU busy, one after the other.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from rl_swarm.learning import sampler
+from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.sampler import Request
+from rl_swarm.learning.stacked import Stack, kind_of
+from rl_swarm.rollouts import Completion
+from rl_swarm.telemetry.journal import Stopwatch
+from rl_swarm.turns import Answering, Learning
+
+
+class Together:
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        kinds = defaultdict[Hashable, list[Policy]](list)
+        for policy in policies:
+            kinds[kind_of(policy.trainer)].append(policy)
+        self.parties = [(alike, Stack([p.trainer for p in alike])) for kind, alike in kinds.items()
+                        if kind is not None and len(alike) > 1]  # fmt: skip
+
+    def sample(self, work: Sequence[Answering]) -> None:
+        parties = defaultdict[Hashable, list[Answering]](list)
+        for one in work:
+            engine = sampler.engine_of(one.policy.model)
+            if engine is None or len(one.questions) * one.count > one.policy.batch:
+                one.run()
+            else:
+                parties[engine, one.policy.decoding()].append(one)
+        for party in parties.values():
+            started = time.perf_counter()
+            try:
+                found = sample(party)
+            except torch.OutOfMemoryError:  # by itself every node makes do with what there is
+                for one in party:
+                    one.run()
+                continue
+            for one, completions in zip(party, found, strict=True):
+                one.completions = completions
+            share([one.watch for one in party], "generate", started)
+
+    def learn(self, work: Sequence[Learning]) -> None:
+        waiting = {one.policy: one for one in work}
+        for policies, stack in self.parties:
+            party = [waiting.pop(policy, None) for policy in policies]
+            started = time.perf_counter()
+            lessons = [[] if one is None else one.policy.lessons(one.groups) for one in party]
+            if not any(lessons):
+                continue
+            for one, update in zip(party, stack.update(lessons), strict=True):
+                if one is not None and update.tokens:
+                    one.update = update
+                    one.policy.version += 1
+            share([one.watch for one in party if one is not None], "train", started)
+        for one in waiting.values():
+            one.run()
+
+
+def sample(party: Sequence[Answering]) -> list[list[list[Completion]]]:
+    """Completions of all questions of several nodes, whose models one engine serves, in one pass."""
+    engine = sampler.engine_of(party[0].policy.model)
+    assert engine is not None
+    requests = []
+    for one in party:
+        if one.policy.model.training:
+            one.policy.model.eval()
+        prompts = [one.policy.prompt_ids(prompt) for prompt in one.prompts]
+        requests.append(Request(one.policy.model, prompts, one.count, one.seed))
+    found = engine.sample_all(requests, party[0].policy.decoding())
+    return [one.policy.completions(samples) for one, samples in zip(party, found, strict=True)]
+
+
+def share(watches: Sequence[Stopwatch], phase: str, started: float) -> None:
+    """What has been done for several since then is time of each, in equal parts."""
+    for watch in watches:
+        watch.add(phase, started, time.perf_counter(), 1 / len(watches))
