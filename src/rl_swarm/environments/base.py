@@ -82,6 +82,11 @@ class Role:
         """One stage. Yields what is to be done with the model; every stage ends with `node.turn` or `node.show`."""
         return node.turn(state)
 
+    @classmethod
+    def summary(cls, figures: Mapping[str, float]) -> str:
+        """The last figures that a node in this role has told, for the person who started it."""
+        return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+
     def kept(self) -> dict[str, object]:
         """What outlives a restart: a small JSON object."""
         return {}
@@ -107,6 +112,8 @@ class Environment:
     )
     system_prompt: ClassVar[str] = ""
     roles: ClassVar[Mapping[str, type[Role]]] = {"worker": Role}  # by name; the first is the ordinary one
+
+    up: ClassVar[Mapping[str, object]] = {}  # settings that `rl-swarm up` begins with in a swarm of this kind
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
         self.tasks, self.partial_rewards = tasks, partial_rewards

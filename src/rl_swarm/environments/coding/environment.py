@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rl_swarm.environments.base import Cue, Environment, Question, Role, Statement, TaskError
 from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
-from rl_swarm.environments.coding.roles import Evaluator, Proposer, Solver
+from rl_swarm.environments.coding.grammar import Draw
+from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import LEVELS, CodingTask, Test
 from rl_swarm.environments.tasks import Task
 from rl_swarm.scoring.sandbox import Program, Sandbox
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
-PROPOSING, SOLVING = 0, 1  # the stages
 
 
 class Coding(Environment):
@@ -50,7 +50,8 @@ class Coding(Environment):
             if task.name not in LEVELS and task.name not in sources.FORMATS:
                 known = ", ".join((*LEVELS, *sources.FORMATS))
                 raise TaskError(f"the coding environment has no task {task.name!r}; it has {known}")
-        self.data, self.token = Path("data"), None
+        self.data = Path("data")
+        self.token: str | None = None
         self.level = LEVELS[1]  # at which a proposer of this node proposes
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.made = lru_cache(maxsize=8192)(self._make)
@@ -219,7 +220,7 @@ class Coding(Environment):
 
         number = task_of(seed, self.tasks)
         for draw in range(MOST_DRAWS):
-            at = seed if draw == 0 else generator.Draw("again", seed, draw).between(0, 2**62)
+            at = seed if draw == 0 else Draw("again", seed, draw).between(0, 2**62)
             task = self.made(number, at)
             if task is not None and not task.held_out:
                 return self._asked(task, number, at)
@@ -233,7 +234,7 @@ class Coding(Environment):
         if name in LEVELS:
             return generator.make(name, seed, 0)
         found = self.loaded(number)
-        return found[generator.Draw(name, seed).below(len(found))]
+        return found[Draw(name, seed).below(len(found))]
 
     def _load(self, number: int) -> list[CodingTask]:
         return sources.load(self.tasks[number], self.data, self.token)

@@ -5,7 +5,6 @@ that control tokens spelt out in it stay text, and the verdict is the probabilit
 token. So a program can lie to the model as any text can, but it cannot answer in its place.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -104,9 +103,7 @@ class Quality:
 
 
 def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
-    """Of probabilities beside what execution said."""
-    if not guesses:
-        return Quality(0, math.nan, math.nan, math.nan, math.nan, math.nan, math.nan)
+    """Of probabilities beside what execution said; of one at least."""
     hits = [(p > 0.5) == right for p, right in guesses]
     kinds = [
         [hit for hit, (_, right) in zip(hits, guesses, strict=True) if right == kind]
@@ -120,7 +117,7 @@ def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
         guesses=len(guesses),
         right_share=_mean([right for _, right in guesses]),
         accuracy=_mean(hits),
-        balanced=_mean([_mean(kind) for kind in kinds if kind]) if all(kinds) else math.nan,
+        balanced=_mean([_mean(kind) for kind in kinds if kind]),
         disagreement=1 - _mean(hits),
         calibration=sum(gaps) / len(guesses),
         brier=_mean([(p - right) ** 2 for p, right in guesses]),

@@ -6,11 +6,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from rl_swarm.environments.base import Question, Role, Statement
-from rl_swarm.environments.coding import answers, generator, prompts, proposals
+from rl_swarm.environments.coding import answers, generator, proposals
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.evaluation import mean
+from rl_swarm.rollouts import Completion
 
 if TYPE_CHECKING:
     from rl_swarm.environments.coding.environment import Coding
@@ -22,7 +23,7 @@ CANDIDATES = 4  # proposals that a model writes for one that is published
 MOST_REMEMBERED = 4096  # digests of what was proposed
 MOST_GUESSES = 512  # that an evaluator's figures are of
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
-PROPOSING, SOLVING = 0, 1
+PROPOSING, SOLVING = 0, 1  # the stages
 
 
 class Solver(Role):
@@ -67,8 +68,8 @@ class Proposer(Role):
         }
         if results:
             figures |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
-        groups = [node.group(q, [text]) for q, (text, _) in zip(questions, chosen, strict=True)]
-        yield from node.show(groups, state, **figures)
+        groups = node.scored(questions, [[Completion(text, ended=True)] for text, _ in chosen])
+        yield from node.show(groups, state, None, **figures)
 
     def _results(self, node: "Node", state: "State") -> list[float]:
         """The share of right answers to each of this node's proposals of the round before, by own execution."""
@@ -145,7 +146,7 @@ class Evaluator(Role):
         for p, reward in zip(stated, rewards, strict=True):
             self.guesses.append((p, bool(self.coding.credit(reward))))
         figures = quality(list(self.guesses)).figures() if self.guesses else {}
-        yield from node.show([], state, **figures)
+        yield from node.show([], state, None, **figures)
 
     def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:
         """Different programs of solvers, some of each question."""
@@ -158,6 +159,3 @@ class Evaluator(Role):
                 if code is not None and len(found) < FEW_ANSWERS:
                     found.setdefault((said.question.prompt, code), (said.question, code.rstrip("\n")))
         return list(found.values())
-
-
-__all__ = ["Evaluator", "Proposer", "Solver", "prompts"]
