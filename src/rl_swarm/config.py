@@ -109,6 +109,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     data_path: Annotated[
         str, _setting("the folder with the files that a swarm's tasks name (docs/coding.md)", "DATA_PATH")
     ] = "data"
+    guess_with: Annotated[
+        str | None,
+        _setting(
+            "where programs must not be run: a model whose guess is the verdict on them (`coder`, a directory, a hub name); "
+            "see docs/coding.md",
+            "GUESS_WITH",
+        ),
+    ] = None
     partial_rewards: Annotated[bool, _setting("pay the task's fractional scores instead of 0 or 1")] = False
     held_out_questions: Annotated[
         int, _setting("questions of the held-out set, never trained on", ge=1, le=10000)

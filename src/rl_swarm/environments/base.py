@@ -108,7 +108,7 @@ class Environment:
         False  # whether all peers are asked the same questions, to judge each other's answers
     )
     ending: ClassVar[float] = (
-        0.0  # what an answer earns on top by ending by itself, and loses when it was cut
+        0.0  # what an ordinary answer earns on top by ending by itself, and loses when it was cut
     )
     system_prompt: ClassVar[str] = ""
     roles: ClassVar[Mapping[str, type[Role]]] = {"worker": Role}  # by name; the first is the ordinary one

@@ -16,16 +16,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from msgspec.structs import replace
+
 from rl_swarm.environments.base import Cue, Environment, Question, Role, Statement, TaskError
 from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
 from rl_swarm.environments.coding.grammar import Draw
+from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
-from rl_swarm.environments.coding.task import LEVELS, CodingTask, Test
+from rl_swarm.environments.coding.task import LEVELS, CodingTask
 from rl_swarm.environments.tasks import Task
-from rl_swarm.scoring.sandbox import Program, Sandbox
+from rl_swarm.errors import UserError
+from rl_swarm.scoring.sandbox import Program, Sandbox, Test
 
 if TYPE_CHECKING:
     from rl_swarm.config import Settings
+    from rl_swarm.learning.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,7 @@ class Coding(Environment):
     hears: ClassVar[int] = 8
     ending: ClassVar[float] = answers.ENDED
     system_prompt: ClassVar[str] = prompts.SOLVER
+    up: ClassVar[Mapping[str, object]] = {"model": "coder", "rounds": 60}
     roles: ClassVar[Mapping[str, type[Role]]] = {
         "solver": Solver,
         "proposer": Proposer,
@@ -57,6 +63,7 @@ class Coding(Environment):
         self.made = lru_cache(maxsize=8192)(self._make)
         self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
         self._sandbox: Sandbox | None = None
+        self.guesser: Policy | None = None  # whose guess stands in for running a program
 
     @classmethod
     def preset(cls, model: str) -> Sequence[Task]:
@@ -70,6 +77,11 @@ class Coding(Environment):
 
     def settle(self, settings: "Settings") -> None:
         self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
+        if settings.guess_with is not None:
+            from rl_swarm.learning.policy import Policy
+
+            self.guesser = Policy.load(replace(settings, model=settings.guess_with, lora_rank=0), "")
+            log.warning("no program is run here: %s guesses whether they are right", self.guesser.name)
         for number, task in enumerate(self.tasks):
             if task.name in sources.FORMATS:
                 self.loaded(number)
@@ -77,7 +89,10 @@ class Coding(Environment):
     @property
     def sandbox(self) -> Sandbox:
         if self._sandbox is None:
-            self._sandbox = Sandbox()
+            try:
+                self._sandbox = Sandbox()
+            except UserError as error:
+                raise UserError(f"{error}. Or let a model guess what is right: GUESS_WITH=coder") from error
         return self._sandbox
 
     def close(self) -> None:
@@ -130,9 +145,8 @@ class Coding(Environment):
         if answered and answered[0][0].role == "proposer":
             return self._score_proposals(answered, seconds)
         codes = [answers.program(text) if answers.is_text(text) else None for _, text in answered]
-        tests = [self.task(question).tests for question, _ in answered]
-        run = [(code, t) for code, t in zip(codes, tests, strict=True) if code is not None]
-        verdicts = iter(self.judge(run, seconds))
+        asked = [(q, code) for (q, _), code in zip(answered, codes, strict=True) if code is not None]
+        verdicts = iter(self._verdicts(asked, seconds))
         rewards: list[float] = []
         for (_, text), code in zip(answered, codes, strict=True):
             right = False if code is None else next(verdicts)
@@ -154,6 +168,12 @@ class Coding(Environment):
         asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
         rewards = iter(self.score(asked))
         return [text if text is not None and self.credit(next(rewards)) else None for text in completions]
+
+    def _verdicts(self, asked: Sequence[tuple[Question, str]], seconds: float | None) -> list[bool | None]:
+        if self.guesser is None:
+            return self.judge([(code, self.task(question).tests) for question, code in asked], seconds)
+        stated = probabilities(self.guesser, [(question.prompt, code) for question, code in asked])
+        return [p > 0.5 for p in stated]
 
     def judge(
         self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None
@@ -194,6 +214,8 @@ class Coding(Environment):
         self, heard: Sequence[Statement], seconds: float | None = None
     ) -> dict[Statement, CodingTask]:
         """The statements that propose something sound."""
+        if self.guesser is not None:  # what was not run is not known to be sound
+            return {}
         said = [one for one in heard if one.question.role == "proposer" and one.texts]
         checked = self.check(said, seconds)
         return {one: c.task for one, c in zip(said, checked, strict=True) if c.task is not None}

@@ -24,7 +24,8 @@ from rl_swarm.environments.coding.grammar import (
     solution,
 )
 from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
-from rl_swarm.environments.coding.task import LEVELS, CodingTask, Test
+from rl_swarm.environments.coding.task import LEVELS, CodingTask
+from rl_swarm.scoring.sandbox import Test
 
 STARTS = ("list", "full", "full", "full", "str", "str", "words", "dict", "int", "nat")
 GIVEN = {

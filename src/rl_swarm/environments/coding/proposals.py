@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rl_swarm.environments.coding.task import CodingTask, Test, is_plain
+from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.environments.coding.wrong import slips
+from rl_swarm.scoring.sandbox import Test
 
 MOST_TESTS, FEWEST_TESTS = 4, 2
 LONGEST = 6000  # characters of a proposal
 LONGEST_TEST = 400
-MOST_SLIPS = 8
+MOST_SLIPS = 6
 CAUGHT = 0.5  # the share of the slips that tests must notice: some slips change nothing
 CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\(")
 

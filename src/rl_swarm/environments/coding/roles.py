@@ -106,6 +106,14 @@ class Proposer(Role):
             del self.known[next(iter(self.known))]
         return True
 
+    @classmethod
+    def summary(cls, figures: Mapping[str, float]) -> str:
+        level = LEVELS[int(figures.get("level", 0))]
+        return (
+            f"proposes at the level {level}; a model wrote {figures.get('model_share_so_far', 0):.0%} of its tasks; solvers "
+            f"got {figures.get('solved', 0):.0%} of the last right, worth {figures.get('proposer_reward', 0):.2f} to a proposer"
+        )
+
     def kept(self) -> dict[str, object]:
         now = self.difficulty
         return {
@@ -147,6 +155,14 @@ class Evaluator(Role):
             self.guesses.append((p, bool(self.coding.credit(reward))))
         figures = quality(list(self.guesses)).figures() if self.guesses else {}
         yield from node.show([], state, None, **figures)
+
+    @classmethod
+    def summary(cls, figures: Mapping[str, float]) -> str:
+        told = {"balanced": 0.5, "right_share": 0.0, "calibration": 0.0, "disagreement": 0.0, **figures}
+        return (
+            f"guessed {told['balanced']:.0%} right, balanced over right and wrong programs (always the same guess: 50%); "
+            f"disagreed with execution on {told['disagreement']:.0%}; its probabilities are off by {told['calibration']:.2f}"
+        )
 
     def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:
         """Different programs of solvers, some of each question."""

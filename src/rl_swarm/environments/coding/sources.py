@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from rl_swarm.environments.base import TaskError
-from rl_swarm.environments.coding.task import CodingTask, Test, is_plain
+from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.environments.tasks import Task
+from rl_swarm.scoring.sandbox import Test
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 SETTINGS = ("file", "dataset", "split", "sha256")
 
 
-class MbppRow(msgspec.Struct):
+class MbppRow(msgspec.Struct, frozen=True):
     test_list: list[str]
     text: str = ""
     prompt: str = ""  # the sanitized edition calls it so
@@ -43,17 +44,17 @@ class MbppRow(msgspec.Struct):
     task_id: int = 0
 
 
-class Cases(msgspec.Struct):
+class Cases(msgspec.Struct, frozen=True):
     input: list[str] = []
     output: list[str] = []
 
 
-class Solutions(msgspec.Struct):
+class Solutions(msgspec.Struct, frozen=True):
     language: list[int | str] = []
     solution: list[str] = []
 
 
-class ContestRow(msgspec.Struct):
+class ContestRow(msgspec.Struct, frozen=True):
     name: str
     description: str
     public_tests: Cases = Cases()

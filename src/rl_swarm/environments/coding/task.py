@@ -4,18 +4,11 @@ import re
 from dataclasses import dataclass
 
 from rl_swarm.environments.held_out import is_held_out
+from rl_swarm.scoring.sandbox import Test
 
 # What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
 _CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")
 LEVELS = ("beginner", "easy", "medium", "hard", "expert")
-
-
-@dataclass(frozen=True)
-class Test:
-    """A call and the value it should have, both as Python text."""
-
-    call: str
-    expected: str
 
 
 @dataclass(frozen=True)

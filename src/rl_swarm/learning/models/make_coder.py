@@ -35,7 +35,7 @@ from rl_swarm.environments.coding.answers import program
 from rl_swarm.environments.coding.generator import GIVEN, generate
 from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
-from rl_swarm.environments.coding.task import LEVELS, CodingTask, Test
+from rl_swarm.environments.coding.task import LEVELS, CodingTask
 from rl_swarm.environments.coding.wrong import slips
 from rl_swarm.learning.models.pretraining import (
     ASSISTANT,
@@ -50,6 +50,7 @@ from rl_swarm.learning.models.pretraining import (
     pretrain,
     save,
 )
+from rl_swarm.scoring.sandbox import Test
 
 REMARKS = ("I hope this helps!", "Is that right?", "Next task: ", "Explanation: ")
 OPENINGS = ("Sure, here it is:\n", "I think this works:\n", "The code is:\n")
