@@ -184,7 +184,9 @@ def _walk(kind: str, plan: Sequence[str], argument: str | None, draw: Draw) -> l
         piece = choose(step, draw, argument)
         if wanted == "choice":
             conditions = [s for s in SIMPLE if fits(kind, s.takes) and s.gives == "bool"]
-            others = [s for s in SIMPLE if s is not step and (s.takes, s.gives) == (step.takes, step.gives)]
+            others = [
+                s for s in SIMPLE if s.code != step.code and (s.takes, s.gives) == (step.takes, step.gives)
+            ]
             if step.gives == "bool" or not conditions or not others:
                 return None
             piece = branch(choose(draw.one(conditions), draw), piece, choose(draw.one(others), draw))
@@ -226,14 +228,14 @@ def _tests(
 
 
 def _slips(pieces: list[Piece], arguments: list[str]) -> Iterator[str]:
-    """Programs that are nearly the solution: a step left out, or a parameter off by one."""
+    """Programs that are nearly the solution: a step or a condition left out, or a parameter off by one."""
     for at, piece in enumerate(pieces):
         step = piece.step
         if len(pieces) > 1 and fits(IS_ALSO.get(step.gives, step.gives), IS_ALSO.get(step.takes, step.takes)):
             rest = pieces[:at] + pieces[at + 1 :]
             if all(fits(a.step.gives, b.step.takes) for a, b in pairwise(rest)):
                 yield solution(rest, arguments)
-        for other in piece.neighbours():
+        for other in (*piece.parts[1:], *piece.neighbours()):
             yield solution([*pieces[:at], other, *pieces[at + 1 :]], arguments)
 
 
@@ -272,7 +274,8 @@ def _value(kind: str, near: list[int], letters: list[str], short: bool, draw: Dr
     if kind == "str":
         count = 1 if short or draw.happens(0.5) else draw.between(2, 3)
         text = " ".join(_word(letters, draw) for _ in range(count))
-        return text.capitalize() if draw.happens(0.2) else text
+        # A capital vowel would be a riddle: is it a vowel?
+        return text.capitalize() if text[0] not in "aeiou" and draw.happens(0.2) else text
     if kind == "words":
         words = [_word(letters, draw) for _ in range(2 if short else draw.between(1, 5))]
         return [*words, words[0]] if draw.happens(0.2) else words

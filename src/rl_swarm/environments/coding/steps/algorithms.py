@@ -27,7 +27,7 @@ ALGORITHMS = (
                 "$v",
             ),
             "the greatest common divisor of it and $j": ("m = $j\nwhile m:\n    $v, m = m, $v % m", "$v"),
-            "the least common multiple of it and $k": ("r = $k\nwhile r % max($v, 1):\n    r += $k", "r"),
+            "the least common multiple of it and $k": ("r = $k\nwhile r % $v:\n    r += $k", "r"),
             "how many primes there are up to it": (
                 "r = 0\nfor p in range(2, $v + 1):\n    r += all(p % q for q in range(2, p))",
                 "r",
@@ -36,7 +36,7 @@ ALGORITHMS = (
                 "$v += 1\nwhile $v < 2 or any($v % q == 0 for q in range(2, $v)):\n    $v += 1",
                 "$v",
             ),
-            "the number of coins of 5, 2 and 1 that make it": (
+            "the fewest coins of 5, 2 and 1 that make it": (
                 "r = 0\nfor c in (5, 2, 1):\n    r += $v // c\n    $v %= c",
                 "r",
             ),
@@ -142,7 +142,7 @@ ALGORITHMS = (
                 "r = 0\nfor x in $v:\n    r = r * $k + x",
                 "r",
             ),
-            "the largest sum of $i neighbours, or 0": (
+            "the largest sum of $i neighbours, at least 0": (
                 "r = 0\nfor i in range(len($v) - $i + 1):\n    r = max(r, sum($v[i:i + $i]))",
                 "r",
             ),

@@ -42,7 +42,6 @@ DICTIONARIES = (
             "append $c to each key": "{w + '$c': x for w, x in $v.items()}",
             "add the key's length to each value": "{w: x + len(w) for w, x in $v.items()}",
             "set '$c' to $k": "{**$v, '$c': $k}",
-            "sort the entries by key": "dict(sorted($v.items()))",
         },
     ),
     *table(

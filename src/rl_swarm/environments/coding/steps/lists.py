@@ -150,7 +150,7 @@ TEXTS = {
     "write them in a row": "''.join(str(x) for x in $v)",
 }
 COUNTS = {
-    "count how often each occurs, in order": "{x: $v.count(x) for x in sorted(set($v))}",
+    "count how often each number occurs": "{x: $v.count(x) for x in $v}",
     "map each to its square": "{x: x ** 2 for x in $v}",
     "map each to its first position": "{x: $v.index(x) for x in $v}",
     "map each to whether it is even": "{x: x % 2 == 0 for x in $v}",
