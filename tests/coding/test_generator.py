@@ -1,6 +1,5 @@
 """Generated coding tasks: the same wherever they are made, sound, and of great variety."""
 
-import hashlib
 import os
 import re
 import subprocess

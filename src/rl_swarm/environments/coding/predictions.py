@@ -1,8 +1,8 @@
 """A frozen model's guess whether a program is right, and how good such guesses are.
 
-The guess is not read from anything the model writes. The program stands in the prompt as a JSON string, encoded so
-that control tokens spelt out in it stay text, and the verdict is the probability of `yes` against `no` as the very next
-token. So a program can lie to the model as any text can, but it cannot answer in its place.
+The guess is not read from anything the model writes. The program stands in the prompt as a JSON string, in which no
+control token survives, and the verdict is the probability of `yes` against `no` as the very next token. So a program can
+lie to the model as any text can, but it cannot answer in its place.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,14 @@ if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
 
 BATCH_TOKENS = 8192  # of a forward pass
-LONGEST = 1024  # tokens of a prompt; of a longer one the middle is left out
 BINS = 10
-_PLACE = "PROGRAM-AND-TASK"
 
 
 def probabilities(policy: "Policy", asked: Sequence[tuple[str, str]]) -> list[float]:
     """For every task and program, how likely the model holds the program to be right."""
     import torch
 
-    before, after = _frame(policy)
-    rows = [_row(policy, before, after, *pair) for pair in asked]
+    rows = [policy.prompt_ids(prompts.evaluator_prompt(task, program)) for task, program in asked]
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
     yes, no = (_first_tokens(policy, word) for word in (prompts.YES, prompts.NO))
     found = [0.5] * len(rows)
@@ -51,28 +48,6 @@ def probabilities(policy: "Policy", asked: Sequence[tuple[str, str]]) -> list[fl
         for number, odds in zip(batch, odds_B.sigmoid().tolist(), strict=True):
             found[number] = odds
     return found
-
-
-def _frame(policy: "Policy") -> tuple[list[int], list[int]]:
-    """The tokens before and behind the quotation, as the model's chat template has them."""
-    opening, _, closing = prompts.evaluator_prompt("", "")
-    text = f"{opening}{_PLACE}{closing}"
-    tokenizer: Any = policy.tokenizer
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    before, _, after = text.partition(_PLACE)
-    return tuple(list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after))  # type: ignore[return-value]
-
-
-def _row(policy: "Policy", before: list[int], after: list[int], task: str, program: str) -> list[int]:
-    quoted = prompts.evaluator_prompt(task, program)[1]
-    tokenizer: Any = policy.tokenizer
-    ids = list(tokenizer(quoted, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-    room = max(LONGEST - len(before) - len(after), 2)
-    if len(ids) > room:
-        ids = ids[: room // 2] + ids[-(room // 2) :]
-    return before + ids + after
 
 
 def _first_tokens(policy: "Policy", word: str) -> list[int]:

@@ -23,13 +23,14 @@ _JUDGED = (
 _VERDICT = "\nDoes the program do what the task asks for, for every input? Answer with one word, yes or no."
 EVALUATOR_PHRASES = (_JUDGED, _VERDICT, '{"task": "', '", "program": "', '"}')
 YES, NO = "yes", "no"
+LONGEST = 4000  # characters of a task or a program that an evaluator reads
 
 
 def proposer_prompt(level: str, subject: str) -> str:
     return f"{_INVENT}{level}{_ABOUT}{subject}{_FORM}"
 
 
-def evaluator_prompt(task: str, program: str) -> tuple[str, str, str]:
-    """What stands before, inside and behind the quotation. The middle is all that a solver can choose, and as JSON it
-    can close neither its quotes nor its line."""
-    return _JUDGED, json.dumps({"task": task, "program": program}, ensure_ascii=False), _VERDICT
+def evaluator_prompt(task: str, program: str) -> str:
+    """The quotation is all that a solver can choose, and as JSON it can close neither its quotes nor its line."""
+    quoted = {"task": task[:LONGEST], "program": program[:LONGEST]}
+    return _JUDGED + json.dumps(quoted, ensure_ascii=False) + _VERDICT

@@ -200,7 +200,7 @@ def make_texts(sheets: Sequence[Sheet], count: int, rng: random.Random) -> Itera
 
 
 def judge_prompt(task: CodingTask, code: str) -> str:
-    return "".join(prompts.evaluator_prompt(task.prompt, code))
+    return prompts.evaluator_prompt(task.prompt, code)
 
 
 def chat(prompt: str) -> str:
