@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
 
@@ -132,7 +133,7 @@ class Coding(Environment):
         for cue in cues:
             ranked = sorted(tasks, key=lambda said: _rank(cue.peer_id, said.digest))
             if not ranked:
-                questions.append(self._question(cue.seed + 1))
+                questions.append(self._question(cue.seed ^ SECOND))
                 continue
             said = ranked[cue.number % len(ranked)]
             task = tasks[said]
@@ -233,9 +234,8 @@ class Coding(Environment):
         subject = prompts.SUBJECTS[cue.seed % len(prompts.SUBJECTS)]
         asked = {prompts.proposer_prompt(level, subject): level for level in LEVELS}
         level = asked.get(cue.claimed, self.level)
-        return Question(
-            f"{level} {subject}", len(self.tasks), cue.seed, prompts.proposer_prompt(level, subject), None
-        )
+        prompt = prompts.proposer_prompt(level, subject)
+        return Question(f"{level} {subject}", len(self.tasks), cue.seed, prompt, None, role="proposer")
 
     def _question(self, seed: int) -> Question:
         from rl_swarm.manifest import task_of
