@@ -24,6 +24,7 @@ def evaluate(model: str, settings: Settings, questions: int, samples: int, as_js
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(settings.task_list(), settings.partial_rewards)
     try:
+        environment.settle(settings)
         console = Console(highlight=False)
         held_out = environment.held_out(questions)
         if not held_out:
