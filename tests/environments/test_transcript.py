@@ -62,8 +62,9 @@ class Swarm:
 
         return Transcript(MANIFEST, Chain([]), ROUND, fetch, reject, members=self.members)
 
-    def publish(self, peer_id, stage, count=2, at=0.0, hidden=(), role="", prompt=None):
+    def publish(self, peer_id, stage, count=2, at=0.0, hidden=(), role="", prompt=None, hears=3):
         transcript = self.transcript(hidden)
+        transcript.environment.hears = hears
         seeds = [question_seed(MANIFEST, ROUND, peer_id, number) for number in range(count)]
         if stage or role:
             questions = transcript.questions(peer_id, role, stage, seeds)
@@ -183,10 +184,10 @@ def test_peers_that_it_was_not_to_hear_are_refused(swarm):
         [[*order[:2], "stranger"]],
         [["peer-0", *order[:2]]],
         [order[:2] + order[1:2]],
-        [order[:4]],  # too many
         [order[:3], order[:3]],  # of its own stage
     ):
         assert swarm.refusal(replace(publication, heard=heard)) == "parents"
+    assert swarm.refusal(swarm.publish("peer-0", 1, hears=4)) == "parents", "too many"
 
 
 def test_nobody_picks_whom_to_hear_by_not_hearing_others(swarm):
