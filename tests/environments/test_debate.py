@@ -1,5 +1,6 @@
 """A debate: peers see what others wrote, are paid for what they make of it, and cannot speak out of turn."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import QUICK, run, status
+from rich.console import Console
 
+from rl_swarm.cli.drawing import Drawing
 from rl_swarm.config import Settings
 from rl_swarm.environments.base import Cue, Question, Statement, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
@@ -17,8 +21,12 @@ from rl_swarm.identity import Identity
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.local import LocalExchange
 from rl_swarm.node import Node
+from rl_swarm.report import RunView
 from rl_swarm.rollouts import Publication
 from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.web import telling
+from rl_swarm.web.following import Follower
+from rl_swarm.web.texts import Texts, Wanted
 
 SETTINGS = Settings(
     environment="debate", local=2, external=2, generations=4, rounds=2, round_end="lockstep",
@@ -166,6 +174,47 @@ def test_a_round_has_three_stages_in_which_peers_learn_from_each_other(tmp_path:
             assert prompt.endswith(prompts[node.name, 0][number]) and prompt.count("Peer ") == 2
     again = played(tmp_path / "again")
     assert [lines_of(node) for node in again.nodes] == [lines_of(node) for node in swarm.nodes]
+
+
+def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> None:
+    code, output = run(
+        tmp_path,
+        "up",
+        "--env",
+        "debate",
+        "--run",
+        "r",
+        "--nodes",
+        "3",
+        "--rounds",
+        "2",
+        "--local",
+        "2",
+        *QUICK,
+    )
+    assert code == 0 and "Reward by stage" in output, output
+    logged = (tmp_path / "r" / "logs" / "swarm.log").read_text()
+    for number in range(2):
+        for stage in range(3):
+            assert logged.count(f"round {number} stage {stage}: reward") == 3
+    seen = status(tmp_path, tmp_path / "r")
+    assert len(seen["reward_by_stage"]) == 3 and min(seen["reward_by_stage"]) > 0
+    console = Console(file=io.StringIO(), width=100)
+    console.print((drawing := Drawing(RunView(tmp_path / "r"))).look() and drawing.draw(100))
+    assert "stage 3/3" in console.file.getvalue() and "by stage 0." in console.file.getvalue()
+    code, output = run(tmp_path, "validate", "r", "--rounds", "2", "--nodes", "3")
+    assert code == 0, output
+
+    follower = Follower(RunView.open(tmp_path / "r"))
+    follower.look()
+    told = telling.overview(follower)
+    assert told.stages == 3 and told.reward_by_stage == pytest.approx(seen["reward_by_stage"])
+    assert telling.lines(follower, "reward_local.stage_2").mean
+    texts = Texts(follower)
+    page = texts.page(Wanted(round=1), None, 100)
+    texts.close()
+    assert [row.stage for row in page.rollouts] == [2] * 6 + [1] * 6 + [0] * 6
+    assert all(row.task and row.answer for row in page.rollouts), "made again from what peers said"
 
 
 def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_path: Path) -> None:

@@ -86,11 +86,13 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
     table.add_column("node", no_wrap=True)
     for title in ("role", "first", "last", ""):
         table.add_column(title, justify="right" if title in ("first", "last") else "left")
-    for view in run.nodes.values():
+    for view in [view for view in run.nodes.values() if view.rounds]:
         many = max(1, min(TREND_ROUNDS, len(view.rounds) // 2))
         first = mean([line.reward_local for line in view.rounds[:many]])
         told = ", ".join(f"{escape(name)} {value:.4g}" for name, value in view.figures.items())
         table.add_row(view.name, escape(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
+    if not table.row_count:  # their logs are elsewhere
+        return
     console.print()
     console.print(table)
     console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
