@@ -417,11 +417,14 @@ class Node:
         )
         self.rejected.clear()
 
-        log.info(
-            "round %d%s: reward %.2f, learned from %d own and %d external groups, %.1f s",
+        stages = self.manifest.stages
+        log.log(
+            logging.INFO if local or figures or stages == 1 else logging.DEBUG,
+            "round %d%s: reward %.2f%s, learned from %d own and %d external groups, %.1f s",
             state.round,
-            f" stage {state.stage}" if self.manifest.stages > 1 else "",
+            f" stage {state.stage}" if stages > 1 else "",
             mean([g.mean_reward for g in local]),
+            "".join(f", {name} {value:.4g}" for name, value in (figures or {}).items()),
             sum(g.has_signal for g in local),
             len(external.chosen),
             sum(watch.seconds.values()),

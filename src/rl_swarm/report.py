@@ -82,6 +82,7 @@ class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="ro
     external_rejected: dict[Id, Groups] = {}  # by reason
     stage: Stage = 0
     passed: bool = False  # nothing was its to do in this stage
+    reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
     figures: dict[Id, Number] = {}  # that its role told
 
 

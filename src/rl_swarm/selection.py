@@ -182,7 +182,9 @@ def check(
 
     Only the first of them where all would take too long. Those of later stages are made again from the transcript.
     """
-    if transcript is not None and rollouts and (rollouts[0].stage or rollouts[0].role):
+    if not rollouts:
+        return []
+    if transcript is not None and (rollouts[0].stage or rollouts[0].role):
         questions = transcript(rollouts[0].round).again(rollouts)
     else:
         seeds = [question_seed(manifest, r.round, r.peer_id, r.number) for r in rollouts]

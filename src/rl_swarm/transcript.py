@@ -115,7 +115,7 @@ class Transcript:
                 check_prompt(rollout, question)
                 name = publication.digest(str(rollout.number))
                 texts = tuple(completion.text for completion in rollout.completions)
-                said.append(Statement(name, publication.peer_id, question, texts))
+                said.append(Statement(name, publication.peer_id, question, texts, rollout.number))
         except Rejected as error:
             said = []
             self.on_reject(publication.node, error.reason, str(error))

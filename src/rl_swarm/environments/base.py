@@ -49,6 +49,12 @@ class Statement:
     peer_id: str
     question: Question
     texts: tuple[str, ...]
+    number: int = 0  # among its author's questions in that stage
+
+    def lot(self, seed: int) -> int:
+        """A number drawn for it by a seed: by who said it and where, so that no text is likelier to be drawn."""
+        place = f"{seed} {self.peer_id} {self.question.stage} {self.number}"
+        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,9 @@ class Environment:
         """Takes what only concerns this node: where its files are, what it may do. Called once, before all else."""
 
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
-        """The training question of every seed; never one of the held-out set. Asked in the first stage."""
-        raise NotImplementedError
+        """The training question of every seed; never one of the held-out set. Asked in the first stage, and none where
+        the ordinary role has nothing to do there."""
+        return []
 
     def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
         """The question of every cue, in a later stage or of another role; with the statements it answers to as parents.
@@ -169,8 +176,7 @@ class Environment:
 
 def draw(seed: int, statements: Sequence[Statement], count: int) -> list[Statement]:
     """So many of the statements, by chance, but the same for everybody who has the same ones."""
-    ranked = sorted(statements, key=lambda one: hashlib.sha256(f"{seed} {one.digest}".encode()).digest())
-    return ranked[:count]
+    return sorted(statements, key=lambda one: (one.lot(seed), one.peer_id))[:count]
 
 
 def quoted(text: str, most: int) -> str:

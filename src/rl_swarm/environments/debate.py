@@ -5,7 +5,6 @@ finds best; a voter is shown what critics said, and answers again. So every stag
 needs no form of its own and tells whom one agrees with.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,11 +56,7 @@ def _followed(cue: Cue, question: Question) -> Question:
 
 def shown(seed: int, about: Sequence[Statement]) -> list[str]:
     """One text of each peer, by chance, but the same for everybody."""
-    draws = [hashlib.sha256(f"{seed} {one.digest}".encode()).digest() for one in about]
-    return [
-        one.texts[int.from_bytes(draw[:8], "big") % len(one.texts)]
-        for one, draw in zip(about, draws, strict=True)
-    ]
+    return [one.texts[one.lot(seed) % len(one.texts)] for one in about]
 
 
 def _line(number: int, text: str, stage: int) -> str:

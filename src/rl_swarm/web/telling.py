@@ -289,9 +289,8 @@ def _seconds_to_next(follower: Follower) -> float | None:
     state, manifest = follower.view.state, follower.view.manifest
     if state is None or manifest is None or phase(follower) != "running":
         return None
-    usual = (
-        manifest.round_interval if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
-    )
+    pace = None if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
+    usual = manifest.round_interval if manifest.round_end == "interval" else pace and pace / manifest.stages
     return None if usual is None else max(0.0, usual - (follower.now() - state.started))
 
 

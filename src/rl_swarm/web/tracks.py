@@ -77,10 +77,9 @@ class Track:
         columns = zip(*map(_values, lines), strict=True)
         rounds = [line.round for line in lines]
         self.curves.add(rounds, dict(zip(MEASURED, columns, strict=False)))
-        if last := max(line.stage for line in lines):
-            for stage in range(last + 1):
-                rewards = [line.reward_local if line.stage == stage else None for line in lines]
-                self.curves.add(rounds, {by_stage(stage): rewards})
+        for stage in {line.stage for line in lines if line.reward_by_stage}:
+            rewards = [line.reward_local if line.stage == stage else None for line in lines]
+            self.curves.add(rounds, {by_stage(stage): rewards})
         for line in lines:
             self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
             self.rollouts += line.local_groups
