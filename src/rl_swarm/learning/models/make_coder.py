@@ -336,15 +336,15 @@ def mean(values: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the small model that programs.")
     parser.add_argument("out", type=Path, help="directory to write the model and its tokenizer to")
-    parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--examples", type=int, default=1_000_000, help="imitated answers to train on")
-    parser.add_argument("--tasks", type=int, default=200_000, help="tasks to generate")
+    parser.add_argument("--examples", type=int, default=400_000, help="imitated answers to train on")
+    parser.add_argument("--tasks", type=int, default=60_000, help="tasks to generate")
     parser.add_argument("--measured", type=int, default=500, help="held-out tasks to measure with")
     args = parser.parse_args()
 
