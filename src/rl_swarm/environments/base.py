@@ -110,6 +110,7 @@ class Environment:
 
     stages: ClassVar[int] = 1  # of a round; in each everybody publishes
     hears: ClassVar[int] = 0  # peers whose earlier stages a follow-up question may be made from
+    hears_from: ClassVar[tuple[str, ...]] = ()  # the roles of those peers; any if there are none here
     shared: ClassVar[bool] = (
         False  # whether all peers are asked the same questions, to judge each other's answers
     )

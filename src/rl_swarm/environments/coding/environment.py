@@ -42,6 +42,7 @@ MOST_CHECKED = 2048  # proposals whose check is remembered
 class Coding(Environment):
     stages: ClassVar[int] = 2
     hears: ClassVar[int] = 8
+    hears_from: ClassVar[tuple[str, ...]] = ("proposer",)
     ending: ClassVar[float] = answers.ENDED
     system_prompt: ClassVar[str] = prompts.SOLVER
     up: ClassVar[Mapping[str, object]] = {"model": "coder", "rounds": 60}
@@ -200,7 +201,7 @@ class Coding(Environment):
         """What becomes of the proposals of statements; each text is judged once."""
         keys = [(one.texts[0], *_level_and_subject(one.question)) for one in said]
         self._check(keys, seconds)
-        return [self._checked.get(_name(key), _LATE) for key in keys]
+        return [self._checked.get(_name(key), proposals.LATE) for key in keys]
 
     def _check(self, keys: Sequence[tuple[str, str, str]], seconds: float | None) -> None:
         fresh = [key for key in dict.fromkeys(keys) if _name(key) not in self._checked]
@@ -227,7 +228,7 @@ class Coding(Environment):
         """1 for a proposal that counts."""
         keys = [(text, *_level_and_subject(question)) for question, text in answered]
         self._check(keys, seconds)
-        return [float(self._checked.get(_name(key), _LATE).task is not None) for key in keys]
+        return [float(self._checked.get(_name(key), proposals.LATE).task is not None) for key in keys]
 
     def _invitation(self, cue: Cue) -> Question:
         """What a proposer is asked. The subject follows from the seed; the level is its own choice."""
@@ -260,9 +261,6 @@ class Coding(Environment):
 
     def _load(self, number: int) -> list[CodingTask]:
         return sources.load(self.tasks[number], self.data, self.token)
-
-
-_LATE = proposals.Checked(None, "there was no time to check it", judged=False)
 
 
 def _until(seconds: float | None) -> float:

@@ -94,34 +94,32 @@ def check(texts: Sequence[str], level: str, subject: str, judge: Judge) -> list[
 
 
 def check_all(proposals: Sequence[tuple[str, str, str]], judge: Judge) -> list[Checked]:
-    """The same for texts with their levels and subjects."""
+    """The same for texts with their levels and subjects. Most fail by their own solution, so that is run first."""
     results = [read(*proposal) for proposal in proposals]
-    programs: list[tuple[str, Sequence[Test]]] = []
-    spans: list[tuple[int, int]] = []  # of the blunt ones and the slips of a task
-    for result in results:
-        if result.task is not None:
-            blunt, near = wrong_programs(result.task)
-            programs += [(code, result.task.tests) for code in (result.task.reference, *blunt, *near)]
-            spans.append((len(blunt), len(near)))
-    verdicts = iter(judge(programs) if programs else [])
-    sizes = iter(spans)
-    for number, result in enumerate(results):
-        if result.task is not None:
-            few, many = next(sizes)
-            own, *others = [next(verdicts, None) for _ in range(1 + few + many)]
-            results[number] = _verdict(result, own, others[:few], others[few:])
+    tasks = {number: result.task for number, result in enumerate(results) if result.task is not None}
+    own = judge([(task.reference, task.tests) for task in tasks.values()])
+    for number, passed in zip(list(tasks), own, strict=True):
+        if not passed:
+            del tasks[number]
+            results[number] = LATE if passed is None else Checked(None, "its solution fails its tests")
+    wrong = [(number, *wrong_programs(task)) for number, task in tasks.items()]
+    verdicts = iter(
+        judge([(code, tasks[number].tests) for number, blunt, near in wrong for code in (*blunt, *near)])
+    )
+    for number, blunt, near in wrong:
+        caught = [[next(verdicts) for _ in programs] for programs in (blunt, near)]
+        results[number] = _verdict(results[number], *caught)
     return results
 
 
-def _verdict(
-    read: Checked, own: bool | None, blunt: Sequence[bool | None], near: Sequence[bool | None]
-) -> Checked:
-    if None in (own, *blunt, *near):
-        return Checked(None, "there was no time to check it", judged=False)
-    if not own:
-        return Checked(None, "its solution fails its tests")
+def _verdict(read: Checked, blunt: Sequence[bool | None], near: Sequence[bool | None]) -> Checked:
+    if None in (*blunt, *near):
+        return LATE
     if any(blunt):
         return Checked(None, "a program that does nothing passes its tests")
     if near and sum(not passed for passed in near) < CAUGHT * len(near):
         return Checked(None, "its tests do not notice small mistakes")
     return read
+
+
+LATE = Checked(None, "there was no time to check it", judged=False)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rl_swarm.rounds import State
     from rl_swarm.turns import Work
 
-CANDIDATES = 4  # proposals that a model writes for one that is published
+CANDIDATES = 8  # proposals that a model writes for one that is published
 MOST_REMEMBERED = 4096  # digests of what was proposed
 MOST_GUESSES = 512  # that an evaluator's figures are of
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
@@ -76,7 +76,7 @@ class Proposer(Role):
         if state.round == 0:
             return []
         shares: dict[str, list[float]] = {}
-        for said in node.heard(state.round - 1, SOLVING):
+        for said in node.heard(state.round - 1, SOLVING, role=""):
             parents = said.question.parents
             if parents and parents[0].peer_id == node.identity.peer_id:
                 rewards = self.coding.score([(said.question, text) for text in said.texts])
@@ -145,9 +145,9 @@ class Evaluator(Role):
 
     def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
         if state.stage == PROPOSING:
-            heard = node.heard(state.round - 1, SOLVING) if state.round else []
+            heard = node.heard(state.round - 1, SOLVING, role="") if state.round else []
         else:
-            heard = node.heard(state.round, PROPOSING)
+            heard = node.heard(state.round, PROPOSING, role="")
         pairs = self._programs(heard)
         stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs])
         rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs])
@@ -168,8 +168,6 @@ class Evaluator(Role):
         """Different programs of solvers, some of each question."""
         found: dict[tuple[str, str], tuple[Question, str]] = {}
         for said in heard:
-            if said.question.role:
-                continue
             for text in said.texts:
                 code = answers.program(text) if answers.is_text(text) else None
                 if code is not None and len(found) < FEW_ANSWERS:
