@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import program
-from rl_swarm.environments.coding.generator import GIVEN, generate
+from rl_swarm.environments.coding.generator import GIVEN, WORDS, generate
 from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
 from rl_swarm.environments.coding.task import LEVELS, CodingTask
@@ -72,7 +73,7 @@ STYLES = {
 BARER = 0.08  # by which the bare answers are more frequent with every level
 TALKATIVE = 0.3
 MAX_TOKENS, MAX_ANSWER = 160, 80
-JUDGED, PROPOSED = 0.14, 0.10  # shares of the examples
+JUDGED, PROPOSED = 0.18, 0.22  # shares of the examples
 PROPOSED_TESTS = 2
 
 # A digit stays apart, and so does a new line, written out or escaped: the rest of a line may become few tokens.
@@ -81,10 +82,11 @@ MERGES = 768
 
 
 class Sheet(NamedTuple):
-    """A task with programs that fail it."""
+    """A task with programs that fail it, and as a proposal with tests that are easy to work out."""
 
     task: CodingTask
     wrong: tuple[str, ...]
+    proposal: str
 
 
 def make_sheets(count: int, seed: int) -> list[Sheet]:
@@ -108,25 +110,65 @@ def _give_up(*_: object) -> None:
 
 def _sheets(chunk: tuple[int, int, int]) -> list[Sheet]:
     seed, start, stop = chunk
-    found = []
+    found: list[Sheet] = []
+    similar: dict[str, str] = {}  # the last solution of every signature
     for index in range(start, stop):
         task, rng = generate(seed, index), random.Random(index)
         candidates = list(slips(task.reference))
         rng.shuffle(candidates)
-        found.append(Sheet(task, tuple(code for code in candidates[:3] if not _passes(code, task.tests))))
+        signature = task.description.partition(".")[0]
+        candidates = [*candidates[:5], *([similar[signature]] if signature in similar else [])]
+        similar[signature] = task.reference
+        wrong = tuple(code for code in candidates if not _passes(code, task.tests))
+        found.append(Sheet(task, wrong, as_json(replace(task, shown=_easy_tests(task, rng), hidden=()))))
     return found
+
+
+def _easy_tests(task: CodingTask, rng: random.Random) -> tuple[Test, ...]:
+    """Two short calls with different values, since a small model has to work them out in its head."""
+    names: dict[str, Any] = {}
+    exec(task.reference, names)
+    kinds = sorted(
+        (kind for kind in GIVEN if f"Given {GIVEN[kind]}" in task.description), key=lambda k: -len(GIVEN[k])
+    )
+    found: dict[str, Test] = {}
+    for _ in range(12):
+        arguments = [_easy_value(kinds[0], rng)] + [rng.randint(2, 5)] * (", k)" in task.description[:60])
+        call = f"solve({', '.join(map(repr, arguments))})"
+        try:
+            expected = repr(eval(call, names))
+        except Exception:  # noqa: BLE001 some values are not for some tasks
+            continue
+        if len(expected) <= 16 and expected != repr(arguments[0]):
+            found.setdefault(expected, Test(call, expected))
+        if len(found) == PROPOSED_TESTS:
+            return tuple(found.values())
+    return task.tests[:PROPOSED_TESTS]
+
+
+def _easy_value(kind: str, rng: random.Random) -> Any:
+    if kind in ("int", "nat"):
+        return rng.randint(0, 12 if kind == "int" else 5)
+    if kind in ("list", "full"):
+        return [rng.randint(0, 9) for _ in range(rng.randint(2, 3))]
+    words = [word for word in WORDS if len(word) <= 3]
+    if kind == "str":
+        return rng.choice(words)
+    chosen = [rng.choice(words) for _ in range(2)]
+    return chosen if kind == "words" else {word: rng.randint(0, 9) for word in chosen}
 
 
 def _passes(code: str, tests: Sequence[Test]) -> bool:
     names: dict[str, Any] = {}
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0.2)
     try:
-        exec(code, names)
-        return all(repr(eval(test.call, names)) == test.expected for test in tests)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.2)
+        try:
+            exec(code, names)
+            return all(repr(eval(test.call, names)) == test.expected for test in tests)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except Exception:  # noqa: BLE001 a wrong program may raise anything
         return False
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def phrases() -> list[str]:
@@ -163,7 +205,7 @@ def make_tokenizer(sheets: Sequence[Sheet]) -> PreTrainedTokenizerFast:
 
 
 def _corpus(sheets: Sequence[Sheet]) -> Iterator[str]:
-    for task, wrong in sheets:
+    for task, wrong, _ in sheets:
         yield task.reference
         yield json.dumps(task.reference)
         yield from wrong[:1]
@@ -194,7 +236,7 @@ def make_texts(sheets: Sequence[Sheet], count: int, rng: random.Random) -> Itera
             right = rng.random() < 0.5
             yield judge_prompt(task, task.reference if right else wrong), prompts.YES if right else prompts.NO
         elif role < JUDGED + PROPOSED:
-            yield prompts.proposer_prompt(task.level, task.subject), as_json(task, PROPOSED_TESTS)
+            yield prompts.proposer_prompt(task.level, task.subject), sheet.proposal
         else:
             yield task.prompt, imitate(sheet, wrong, rng)
 
@@ -336,15 +378,15 @@ def mean(values: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the small model that programs.")
     parser.add_argument("out", type=Path, help="directory to write the model and its tokenizer to")
-    parser.add_argument("--steps", type=int, default=3500)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--examples", type=int, default=400_000, help="imitated answers to train on")
-    parser.add_argument("--tasks", type=int, default=60_000, help="tasks to generate")
+    parser.add_argument("--examples", type=int, default=600_000, help="imitated answers to train on")
+    parser.add_argument("--tasks", type=int, default=80_000, help="tasks to generate")
     parser.add_argument("--measured", type=int, default=500, help="held-out tasks to measure with")
     args = parser.parse_args()
 
