@@ -332,7 +332,8 @@ def with_role(settings: Settings, manifest: Manifest) -> Settings:
         )
     role, defaults = role_of(settings, kind)[0], Settings()
     theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
-    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings) if theirs else settings
+    theirs["environment"] = manifest.environment
+    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings)
 
 
 def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":

@@ -50,13 +50,15 @@ class Proposer(Role):
         if state.stage != PROPOSING:
             yield from node.show([], state)
             return
-        results = self._results(node, state)
+        with node.watch("collect"):
+            results = self._results(node, state)
         if results:
             self.difficulty = self.difficulty.after(fmean(results))
         self.coding.level = self.difficulty.name
         questions = node.questions(state)
         drafts = yield from node.answer(questions, state, count=CANDIDATES)
-        chosen = [self._choose(group.question, [c.text for c in group.completions]) for group in drafts]
+        with node.watch("score"):
+            chosen = [self._choose(group.question, [c.text for c in group.completions]) for group in drafts]
         by_model = sum(model for _, model in chosen)
         self.written = [self.written[0] + by_model, self.written[1] + len(chosen)]
         valid = [reward > 0 for group in drafts for reward in group.rewards]
@@ -69,7 +71,7 @@ class Proposer(Role):
         if results:
             figures |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
         groups = node.scored(questions, [[Completion(text, ended=True)] for text, _ in chosen])
-        yield from node.show(groups, state, None, **figures)
+        yield from node.show(groups, state, **figures)
 
     def _results(self, node: "Node", state: "State") -> list[float]:
         """The share of right answers to each of this node's proposals of the round before, by own execution."""
@@ -144,17 +146,17 @@ class Evaluator(Role):
         self.guesses: deque[tuple[float, bool]] = deque(maxlen=MOST_GUESSES)
 
     def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
-        if state.stage == PROPOSING:
-            heard = node.heard(state.round - 1, SOLVING, role="") if state.round else []
-        else:
-            heard = node.heard(state.round, PROPOSING, role="")
-        pairs = self._programs(heard)
-        stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs])
-        rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs])
+        before = (state.round, PROPOSING) if state.stage else (state.round - 1, SOLVING)
+        with node.watch("collect"):
+            pairs = self._programs(node.heard(*before, role="") if min(before) >= 0 else [])
+        with node.watch("generate"):
+            stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs])
+        with node.watch("score"):
+            rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs])
         for p, reward in zip(stated, rewards, strict=True):
             self.guesses.append((p, bool(self.coding.credit(reward))))
         figures = quality(list(self.guesses)).figures() if self.guesses else {}
-        yield from node.show([], state, None, **figures)
+        yield from node.show([], state, **figures)
 
     @classmethod
     def summary(cls, figures: Mapping[str, float]) -> str:
