@@ -132,7 +132,7 @@ class Coding(Environment):
         tasks = self.proposed(cues[0].heard, seconds)
         questions = []
         for cue in cues:
-            ranked = sorted(tasks, key=lambda said: _rank(cue.peer_id, said.digest))
+            ranked = sorted(tasks, key=lambda said: _rank(cue.peer_id, said.question.seed))
             if not ranked:
                 questions.append(self._question(cue.seed ^ SECOND))
                 continue
@@ -267,8 +267,9 @@ def _until(seconds: float | None) -> float:
     return float("inf") if seconds is None else time.monotonic() + seconds
 
 
-def _rank(peer_id: str, digest: str) -> str:
-    return hashlib.sha256(f"{peer_id} {digest}".encode()).hexdigest()
+def _rank(peer_id: str, seed: int) -> str:
+    """Where a proposal stands for a peer: by its place in the round, so that nobody words one until it is drawn."""
+    return hashlib.sha256(f"{peer_id} {seed}".encode()).hexdigest()
 
 
 def _level_and_subject(question: Question) -> tuple[str, str]:
