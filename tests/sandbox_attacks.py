@@ -267,7 +267,7 @@ CHEATS = {
     ),
     "speaks for the keeper": ends(
         "for number in range(64):\n"
-        "    try: os.write(number, b'\\0' * 13)\n"
+        "    try: os.write(number, b'\\0' * 12)\n"
         "    except OSError: pass\n"
         "os._exit(0)",
         "",
@@ -377,9 +377,12 @@ class World:
 
 
 def descendants(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = [int(child) for child in file.read().split()]
-    return children + [each for child in children for each in descendants(child)]
+    """All processes below this one, whichever of its threads started them."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += [int(child) for child in file.read().split()]
+    return found + [each for child in found for each in descendants(child)]
 
 
 def play(isolation: str, folder: Path) -> list[str]:

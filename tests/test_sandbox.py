@@ -347,8 +347,9 @@ def test_the_best_isolation_that_holds_is_taken_and_code_is_refused_where_none_d
     needs("namespaces")
     use = "box = sandbox.Sandbox(); print(box.isolation); box.close()\n"
     assert told(without() + use) == "namespaces\n"
+    assert told(without("landlock") + use) == "namespaces\n"
     assert told(without("unshare") + use) == "seccomp\n"
-    hide = "import sys; sys.path[:] = [path for path in sys.path if 'monty' not in path]\nsandbox.ISOLATIONS.pop('monty')\n"
+    hide = "sandbox.ISOLATIONS.pop('monty')\n"  # as if it were not installed
     refused = told(
         without("unshare", "landlock")
         + hide
