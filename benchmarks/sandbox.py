@@ -18,7 +18,7 @@ import time
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,8 +119,9 @@ def processor() -> float:
         pid = todo.pop()
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         total += sum(map(int, fields[11:15])) / ticks
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            todo += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread may have ended meanwhile
+                todo += map(int, children.read_text().split())
     return total
 
 

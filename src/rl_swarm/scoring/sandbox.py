@@ -189,7 +189,7 @@ class Sandbox:
     def _lose(self, keeper: "Keeper", why: str) -> None:
         keeper.stop()
         self.restarts += 1
-        log.warning("a process that runs code was lost: %s", why)
+        log.info("a process that runs code was lost: %s", why)
 
     def _keeper(self) -> "Keeper":
         with suppress(IndexError):
