@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,7 +268,7 @@ CHEATS = {
     ),
     "speaks for the keeper": ends(
         "for number in range(64):\n"
-        "    try: os.write(number, b'\\0' * 13)\n"
+        "    try: os.write(number, b'\\0' * 12)\n"
         "    except OSError: pass\n"
         "os._exit(0)",
         "",
@@ -377,9 +378,12 @@ class World:
 
 
 def descendants(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = [int(child) for child in file.read().split()]
-    return children + [each for child in children for each in descendants(child)]
+    """All processes below this one, whichever of its threads started them."""
+    found: list[int] = []
+    for children in Path("/proc").glob(f"{pid}/task/*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may have ended meanwhile
+            found += map(int, children.read_text().split())
+    return found + [each for child in found for each in descendants(child)]
 
 
 def play(isolation: str, folder: Path) -> list[str]:
@@ -389,12 +393,12 @@ def play(isolation: str, folder: Path) -> list[str]:
     good = Program(HONEST, (Test("add(2, 3)", "5"), Test("add('a', 'b')", "'ab'")))
     bad = Program(HONEST, (Test("add(2, 3)", "6"), Test("add('a', 'b')", "'ab'")))
     clean = Program("import os", (Test("os.listdir('.')", "[]"),))
-    after = [good, bad, *([clean] if isolation == "namespaces" else [])]
     before = set(descendants(os.getpid()))
     sandbox = Sandbox(isolation, cpu_seconds=CPU_SECONDS, workers=1)
     complaints = []
     try:
-        right = [(verdict.passed, verdict.error) for verdict in sandbox.judge(after)]
+        right = [(verdict.passed, verdict.error) for verdict in sandbox.judge([good, bad])]
+        assert right == [((True, True), ""), ((False, True), "add(2, 3) gave 5")]
         usual = len(descendants(os.getpid()))
         for name, attack in ATTACKS.items():
             if isolation != "namespaces" and name in TRACES:
@@ -410,7 +414,9 @@ def play(isolation: str, folder: Path) -> list[str]:
                 contained = verdict.passed == (*attack.passed, False) and attack.error in verdict.error
             if not contained:
                 complaints.append(f"{name}: {verdict}")
-            if [(verdict.passed, verdict.error) for verdict in sandbox.judge(after)] != right:
+            if name in TRACES and not sandbox.judge([clean])[0].right:
+                complaints.append(f"{name}: the next one sees what it left")
+            if [(verdict.passed, verdict.error) for verdict in sandbox.judge([good, bad])] != right:
                 complaints.append(f"{name}: the verdicts after it are others")
             if world.look() != world.before:
                 complaints.append(f"{name}: {world.look()} instead of {world.before}")

@@ -110,6 +110,7 @@ WAITING = {
 }
 SIGNALS = {"setitimer", "getitimer", "rt_sigaction", "rt_sigprocmask", "sigaltstack"}
 WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000  # write or both, create, truncate, nameless file
+LOAD, EQUAL, ABOVE, ANY_BIT, ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06  # steps of a filter
 NEWER = 424  # from here on system calls have one number everywhere; libraries expect some to be missing
 READ_FILE, LIST, MAKE_AND_REMOVE = 0b100, 0b1000, 0b1_1011_0010  # rights of Landlock
 TRUNCATE = 1 << 14
@@ -193,35 +194,44 @@ def call_filter(for_code: bool = False) -> bytes:
     """The filter as a program for the kernel's packet filter: load, compare and jump, return.
 
     `for_code` is the one for code: it may write, where Landlock or the mounts let it, but not change what signals do.
+    The kernel runs a new filter once for every call that it knows, so the numbers are searched by halves.
     """
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         raise OSError(errno.ENOSYS, "the system calls of this machine are not known")
     column, machine, _ = MACHINES[platform.machine()]
-    load, equal, above, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, missing, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
     done = 0x00050000  # the call is not made, and returns 0
     answers = dict.fromkeys(ALLOWED, allow)
     if for_code:
         answers |= {**dict.fromkeys(IN_A_FOLDER, allow), **dict.fromkeys(OPENING, allow)}
         answers |= {**dict.fromkeys(WAITING, done), **dict.fromkeys(SIGNALS, refuse)}
-    numbers = {**ALLOWED, **IN_A_FOLDER, **WAITING, **{name: each for name, (each, _) in OPENING.items()}}
+    known = {**ALLOWED, **IN_A_FOLDER, **WAITING, **{name: each for name, (each, _) in OPENING.items()}}
+    numbered = sorted((known[name][column] or 0, name) for name in answers if known[name][column] is not None)
 
-    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, if_true, if_false, value)
+    def half(calls: list[tuple[int, str]]) -> list[bytes]:
+        if len(calls) == 1:
+            ((number, name),) = calls
+            return [_step(EQUAL, number, 0, 1), _step(ANSWER, answers[name]), _step(ANSWER, refuse)]
+        middle = len(calls) // 2
+        below, others = half(calls[:middle]), half(calls[middle:])
+        return [_step(ABOVE, calls[middle][0], len(below), 0), *below, *others]
 
-    program = [step(load, 4), step(equal, machine, 1, 0), step(answer, kill), step(load, 0)]
-    for name, reply in answers.items():
-        number = numbers[name][column]
-        if number is not None:
-            program += [step(equal, number, 0, 1), step(answer, reply)]
+    program = [_step(LOAD, 4), _step(EQUAL, machine, 1, 0), _step(ANSWER, kill), _step(LOAD, 0)]
+    for number, name in numbered:
+        if number >= NEWER:
+            program += [_step(EQUAL, number, 0, 1), _step(ANSWER, answers[name])]
+    program += [_step(ABOVE, NEWER, 0, 1), _step(ANSWER, missing)]
     for name, (each, argument) in OPENING.items():
-        number = each[column]
-        if number is not None and name not in answers:
+        opening = each[column]
+        if opening is not None and name not in answers:
             flags = 16 + 8 * argument  # the lower half of that argument
-            program += [step(equal, number, 0, 4), step(load, flags), step(any_bit, WRITING, 0, 1)]
-            program += [step(answer, refuse), step(answer, allow)]
-    program += [step(above, NEWER, 0, 1), step(answer, missing), step(answer, refuse)]
-    return b"".join(program)
+            program += [_step(EQUAL, opening, 0, 4), _step(LOAD, flags), _step(ANY_BIT, WRITING, 0, 1)]
+            program += [_step(ANSWER, refuse), _step(ANSWER, allow)]
+    return b"".join(program + half([(number, name) for number, name in numbered if number < NEWER]))
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def probe(folder: str = "/", memory: int = MEMORY) -> dict[str, bool]:

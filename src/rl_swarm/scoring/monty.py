@@ -58,7 +58,7 @@ def main() -> None:
                     request += part
                 text = "".join(line + "\n" for line in run(pool, request.decode(errors="replace"), seconds))
                 channel.send(text.encode(errors="backslashreplace")[:MAX_OUTPUT])
-            control.send(STATUS.pack(0, False, time.monotonic() - began))
+            control.send(STATUS.pack(0, time.monotonic() - began))
 
 
 if __name__ == "__main__":

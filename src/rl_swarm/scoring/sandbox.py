@@ -22,23 +22,22 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rl_swarm.errors import UserError
-from rl_swarm.scoring.keeper import NO_MEMORY, STATUS, WALL_SECONDS
-from rl_swarm.scoring.literals import read, same
+from rl_swarm.scoring.keeper import NO_MEMORY, STATUS
+from rl_swarm.scoring.literals import Value, read, same
 
 log = logging.getLogger(__name__)
 
 CPU_SECONDS = 1.0  # for a program with all its tests
+WALL_SECONDS = 60.0  # nothing waits in there, so only a very busy machine takes long
 START_SECONDS = 60.0
 OVERTIME_SECONDS = 5.0  # that a call of `judge` may take beyond its `seconds`
 MAX_TESTS = 100
 MAX_REQUEST = 96 << 10  # bytes of code and calls; they have to fit into a socket's buffer
 MAX_SHOWN = 200
 NOT_JUDGED = "not judged: time was up before its turn"
-OPTIONS = {"keeper": ("-s", "-S"), "monty": ()}  # of Python
 MOST_TRIES = 3  # of a program whose keeper ends, and of a keeper that does not start
 
 # Best first: what each is made of.
@@ -140,32 +139,57 @@ class Sandbox:
     def judge(self, programs: Sequence[Program], seconds: float | None = None) -> list[Verdict]:
         """A verdict for every program. With `seconds`, those whose turn does not come in time are not `judged`."""
         latest = math.inf if seconds is None else time.monotonic() + seconds
-        return list(self._threads.map(partial(self._judge, latest), programs))
+        waiting = deque(enumerate(programs))
+        verdicts: dict[int, Verdict] = {}
+
+        def work() -> None:
+            while True:
+                try:
+                    number, program = waiting.popleft()
+                except IndexError:
+                    return
+                verdicts[number] = self._judge(program, latest)
+
+        workers = [self._threads.submit(work) for _ in range(min(self.workers, len(programs)))]
+        try:
+            for worker in workers:
+                worker.result()
+        finally:
+            waiting.clear()  # after an error or an interrupt
+        return [verdicts[number] for number in range(len(programs))]
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         while self._idle:
             self._idle.pop().stop()
 
-    def _judge(self, latest: float, program: Program) -> Verdict:
-        if problem := unfit(program):
-            return failed(program, problem)
+    def _judge(self, program: Program, latest: float) -> Verdict:
+        try:
+            expected = check(program)
+        except ValueError as error:
+            return failed(program, str(error))
         for _ in range(MOST_TRIES):
             if time.monotonic() > latest:
                 return failed(program, NOT_JUDGED, judged=False)
             keeper = self._keeper()
+            until = min(time.monotonic() + WALL_SECONDS, latest + OVERTIME_SECONDS)
             try:
-                verdict = keeper.judge(
-                    program, min(time.monotonic() + 2 * WALL_SECONDS, latest + OVERTIME_SECONDS)
-                )
-            except (KeeperBroke, TooLate) as error:  # which need not be this program's fault
-                keeper.stop()
-                self.restarts += 1
-                log.warning("a process that runs code was lost: %s", error)
+                lines, ending = keeper.run(program, until)
+            except TooLate:
+                self._lose(keeper, "it took too long")
+                if time.monotonic() < latest:
+                    return failed(program, f"too slow: it takes more than {WALL_SECONDS:g} s")
+            except KeeperBroke as error:  # which need not be this program's fault
+                self._lose(keeper, str(error))
             else:
                 self._idle.append(keeper)
-                return verdict
+                return compare(program, expected, lines, ending)
         return failed(program, "it breaks the process that runs it")
+
+    def _lose(self, keeper: "Keeper", why: str) -> None:
+        keeper.stop()
+        self.restarts += 1
+        log.info("a process that runs code was lost: %s", why)
 
     def _keeper(self) -> "Keeper":
         with suppress(IndexError):
@@ -185,23 +209,16 @@ class Keeper:
     def __init__(self, isolation: str, cpu_seconds: float) -> None:
         self.cpu_seconds = cpu_seconds
         self.control, theirs = socket.socketpair()
-        module = "monty" if isolation == "monty" else "keeper"
+        command, environment = start(isolation)
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *OPTIONS[module],
-                    "-m",
-                    f"rl_swarm.scoring.{module}",
-                    isolation,
-                    str(cpu_seconds),
-                ],
+                [*command, isolation, str(cpu_seconds)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd="/",
-                env=_environment(module),
+                env=environment,
             )
         try:
             self._check_in()
@@ -209,28 +226,26 @@ class Keeper:
             self.stop()
             raise
 
-    def judge(self, program: Program, until: float) -> Verdict:
-        """Sends the program through a socket of its own, and reads from there when its process has ended."""
+    def run(self, program: Program, until: float) -> tuple[list[str], str]:
+        """What the program said, line by line, and how it ended. It has a socket of its own, read when it has ended."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 theirs.setblocking(False)  # nothing that code does with it can wait
                 ours.setblocking(False)
                 request = "\0".join([program.code, *(test.call for test in program.tests)])
-                ours.sendall(request.encode(errors="surrogatepass"))
-                ours.shutdown(socket.SHUT_WR)
                 try:
+                    ours.sendall(request.encode(errors="surrogatepass"))
+                    ours.shutdown(socket.SHUT_WR)
                     socket.send_fds(self.control, [b"!"], [theirs.fileno()])
                 except OSError as error:
-                    raise KeeperBroke(f"it has ended ({error})") from error
+                    raise KeeperBroke(f"it takes no program: {error}") from error
             ending = Ending(*STATUS.unpack(self._hear(STATUS.size, until)))
             output = b""
             with suppress(BlockingIOError):
                 while part := ours.recv(1 << 18):
                     output += part
-        return compare(
-            program, output.decode(errors="replace").split("\n")[:-1], ending.reason(self.cpu_seconds)
-        )
+        return output.decode(errors="replace").split("\n")[:-1], ending.reason(self.cpu_seconds)
 
     def stop(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -270,12 +285,9 @@ class Ending:
     """How the process of a program ended."""
 
     status: int
-    by_the_clock: bool
     cpu_seconds: float
 
     def reason(self, limit: float) -> str:
-        if self.by_the_clock:
-            return f"too slow: it takes more than {WALL_SECONDS:g} s"
         if os.WIFSIGNALED(self.status):
             number = os.WTERMSIG(self.status)
             if number in (signal.SIGPROF, signal.SIGXCPU) or (
@@ -286,49 +298,49 @@ class Ending:
         return "too much memory" if os.WEXITSTATUS(self.status) == NO_MEMORY else "it ended early"
 
 
-def compare(program: Program, lines: Sequence[str], ending: str) -> Verdict:
-    """The verdict, from what a program said line by line and how it ended."""
+def check(program: Program) -> list[Value]:
+    """What its tests expect. A ValueError says why a program cannot be judged, whatever it does."""
+    texts = [program.code, *(test.call for test in program.tests)]
+    if not 1 <= len(program.tests) <= MAX_TESTS:
+        raise ValueError(f"it has {len(program.tests)} tests, and 1 to {MAX_TESTS} are possible")
+    if sum(len(text.encode(errors="surrogatepass")) + 1 for text in texts) > MAX_REQUEST:
+        raise ValueError(f"it has more than {MAX_REQUEST} bytes")
+    if any("\0" in text for text in texts):
+        raise ValueError("it contains a null character")
+    expected = []
+    for test in program.tests:
+        try:
+            expected.append(read(test.expected))
+        except ValueError as error:
+            why = f"a test expects {shown(test.expected)}, which is no literal: {shown(str(error))}"
+            raise ValueError(why) from None
+    return expected
+
+
+def compare(program: Program, expected: Sequence[Value], lines: Sequence[str], ending: str) -> Verdict:
+    """The verdict, from what a program said and how it ended."""
     if not lines or lines[0] != "=":
         return failed(program, shown(lines[0][1:]) if lines else ending)
     passed, error = [], ""
-    for number, test in enumerate(program.tests, 1):
-        problem = ending if number >= len(lines) else _wrong(test, lines[number])
+    for number, (test, value) in enumerate(zip(program.tests, expected, strict=True), 1):
+        problem = _wrong(test.call, value, lines[number]) if number < len(lines) else ending
         passed.append(not problem)
         error = error or problem
     return Verdict(tuple(passed), error)
 
 
-def _wrong(test: Test, line: str) -> str:
+def _wrong(call: str, expected: Value, line: str) -> str:
     """What is wrong with what a call gave; nothing if it gave what was expected."""
     if not line.startswith("="):
-        return f"{shown(test.call)}: {shown(line[1:])}"
+        return f"{shown(call)}: {shown(line[1:])}"
     try:
-        if same(read(line[1:]), read(test.expected)):
-            return ""
+        return "" if same(read(line[1:]), expected) else f"{shown(call)} gave {shown(line[1:])}"
     except ValueError as error:
-        return f"{shown(test.call)} gave no value: {shown(str(error))}"
-    return f"{shown(test.call)} gave {shown(line[1:])}"
+        return f"{shown(call)} gave no value: {shown(str(error))}"
 
 
 def failed(program: Program, error: str, judged: bool = True) -> Verdict:
     return Verdict((False,) * len(program.tests), error, judged)
-
-
-def unfit(program: Program) -> str:
-    """Why a program cannot be judged, whatever it does."""
-    texts = [program.code, *(test.call for test in program.tests)]
-    if not 1 <= len(program.tests) <= MAX_TESTS:
-        return f"it has {len(program.tests)} tests, and 1 to {MAX_TESTS} are possible"
-    if sum(len(text.encode(errors="surrogatepass")) + 1 for text in texts) > MAX_REQUEST:
-        return f"it has more than {MAX_REQUEST} bytes"
-    if any("\0" in text for text in texts):
-        return "it contains a null character"
-    for test in program.tests:
-        try:
-            read(test.expected)
-        except ValueError as error:
-            return f"a test expects {shown(test.expected)}, which is no literal: {shown(str(error))}"
-    return ""
 
 
 def shown(text: str) -> str:
@@ -336,11 +348,14 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_SHOWN])
 
 
-def _environment(module: str) -> dict[str, str]:
-    """Nothing of the node's own. Sets are in the same order on every machine."""
+def start(isolation: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a keeper and its environment, which has nothing of the node's. Sets have the same order everywhere."""
+    module, options, path = "keeper", ["-s", "-S"], [str(Path(__file__).parents[2])]
+    if isolation == "monty":
+        module, options, path = "monty", [], list(filter(None, sys.path))
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "MONTY_BIN") if name in os.environ}
-    found = [str(Path(__file__).parents[2])] if module == "keeper" else list(filter(None, sys.path))
-    return {**kept, "PYTHONPATH": os.pathsep.join(found), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+    environment = {**kept, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+    return [sys.executable, *options, "-m", f"rl_swarm.scoring.{module}"], environment
 
 
 def _cores() -> int:
