@@ -402,7 +402,9 @@ def play(
 
 
 def _child_main(job: Job, folder: Path, keep_models: bool, pipe: Connection) -> None:
-    os.environ.update({name: value for name, value in SHARED.items() if name not in os.environ})
+    # The runs share the cores: none of them shall take all for a few texts.
+    wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
