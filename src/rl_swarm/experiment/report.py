@@ -11,10 +11,9 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import measures
-from rl_swarm.experiment.arms import FILE
+from rl_swarm.experiment.arms import FILE, RUNS
 from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run
 
-RUNS, TUNING = "runs", "tuning"
 MACHINE, RATES = "machine.json", "rates.json"
 THOUSAND, HOUR = 1000.0, 3600.0
 
@@ -56,7 +55,7 @@ def find(folders: Sequence[Path]) -> Findings:
                 continue
             label = prefix + run.job.arm.label
             by_label.setdefault(label, ArmResult(label, run.job.arm, [])).runs.append(run)
-        found.arms += sorted(by_label.values(), key=_order)
+        found.arms += sorted(by_label.values(), key=lambda result: result.arm.place)
         found.tuned |= {prefix + label: tuned for label, tuned in read_rates(folder).items()}
         found.machine |= _read(runs[0] / MACHINE, dict[str, str]) or {}
     if not found.arms:
@@ -70,12 +69,6 @@ def _folders(folder: Path) -> list[Path]:
     if (folder / FILE).is_file():
         return [folder]
     return sorted(path.parent for path in [*folder.glob(f"{RUNS}/*/{FILE}"), *folder.glob(f"*/{FILE}")])
-
-
-def _order(result: ArmResult) -> tuple[Any, ...]:
-    """Arms without sharing first, then by how much they share."""
-    arm = result.arm
-    return (arm.external > 0, arm.pooled or arm.epochs > 1, -arm.local, arm.external, arm.strategy)
 
 
 def read_rates(folder: Path) -> dict[str, Tuned]:
@@ -113,9 +106,7 @@ def _drawn(found: Findings, out: Path) -> dict[str, str]:
 
 def bases(arms: Sequence[ArmResult]) -> list[ArmResult]:
     """What others are compared with: nodes that train alone, in the plain way."""
-    return [r for r in arms if not r.arm.external and r.arm.epochs == 1 and not r.arm.pooled] or list(
-        arms[:1]
-    )
+    return [result for result in arms if result.arm.is_plain] or list(arms[:1])
 
 
 def fresh(run: Run, node: NodeLog) -> float:
