@@ -70,7 +70,10 @@ def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallEx
         assert vars(arm.held_out) == pytest.approx(found["held_out"]["sampled"]["end"])
         for name, change in found["against"].get("2/0", {}).items():
             assert vars(getattr(arm, f"{name}_change")) == pytest.approx(change)
-    assert standing.curves("fresh_local", 2)["2/0"] == numbers["2/0"]["fresh_local"]["by_round"][1::2]
+    for name in ("fresh_local", "training_set", "held_out"):
+        assert standing.curves(name, 100)["2/2 sapo"] == [
+            (after, pytest.approx(mean)) for after, mean, _, _ in numbers["2/2 sapo"][name]["by_round"]
+        ]
 
 
 def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(

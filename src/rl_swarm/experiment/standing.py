@@ -128,7 +128,7 @@ class FollowedRun:
         if self.phase == "finished":
             return False
         before, self.phase = self.phase, self._phase()  # before the logs: when it has finished they are whole
-        for path in self.folder.glob("logs/*/metrics.jsonl"):
+        for path in sorted(self.folder.glob("logs/*/metrics.jsonl")):
             self.logs.setdefault(path.parent.name, NodeLog(path))
         return any([log.look() for log in self.logs.values()]) or self.phase != before
 
