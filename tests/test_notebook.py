@@ -193,7 +193,7 @@ def test_results_stand_beside_each_other_and_beside_the_paper(compared: tuple[Pa
 
 @pytest.mark.slow
 def test_the_experiment_is_tried_out_within_three_minutes(tmp_path: Path) -> None:
-    executed("sapo.ipynb", tmp_path, OUT="e", TEST=True)
+    executed("sapo.ipynb", tmp_path, seconds=180, OUT="e", TEST=True)
     found = json.loads((tmp_path / "e-test" / "report.json").read_text())["configurations"]
     assert [(arm["configuration"], arm["nodes"]) for arm in found.values()] == [
         (configuration, 4) for configuration in ("8/0", "6/2", "4/4", "2/6")

@@ -248,8 +248,10 @@ class Runner:
             self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
         played = self._played(left)
         seconds = [costs.seconds(job, played.get(job.name, 0)) for job in left]
+        tuning = sum(job.tuning for job in left)
+        short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
-            f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
+            f"Plan: {len(left)} runs{short}, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
             f"{child.told.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
             "if the machine has nothing else to do."
         )

@@ -12,7 +12,7 @@ Arms = Mapping[str, Mapping[str, Any]]  # by label, as in report.json
 
 def whole(numbers: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     """The report; `pictures` are files by what they show."""
-    parts = ["# What sharing rollouts is worth", *_head(numbers)]
+    parts = ["# What sharing rollouts is worth", *head(numbers)]
     for title, section in sections(numbers).items():
         parts += [f"## {title}", section]
     parts += [f"![{title}]({name})" for title, name in pictures.items()]
@@ -31,13 +31,14 @@ def sections(numbers: Mapping[str, Any]) -> dict[str, str]:
         "Against the paper": _paper(arms),
         "At equal cost": _costs(arms, numbers["equal_budgets_per_node"]),
         "How it learns": _learning(arms),
-        "Held-out score by task, at the end (sampled)": _tasks(arms),
+        "By task: held-out score at the end, sampled": _tasks(arms),
         "Learning rates": _rates(arms),
     }
     return {title: section for title, section in found.items() if section}
 
 
-def _head(numbers: Mapping[str, Any]) -> list[str]:
+def head(numbers: Mapping[str, Any]) -> list[str]:
+    """What was compared, in a few lines."""
     arms: Arms = numbers["configurations"]
     seeds = sorted({seed for arm in arms.values() for seed in arm["seeds"]})
     machine = numbers["machine"]

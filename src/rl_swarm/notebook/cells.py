@@ -75,7 +75,9 @@ def _run(arguments: list[str], address: str | Path, settings: Mapping[str, objec
         shown([*arguments, *set_flags(settings)], picture)
 
 
-def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType]) -> None:
+def shown(
+    arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MOST_LINES
+) -> None:
     """Runs a command below the cell, with a picture of what it does and its last lines, until it ends or the cell is
     interrupted. `picture` is told when it is the last."""
     cell, interrupted = Cell(), False
@@ -89,7 +91,7 @@ def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType]) -
             cell.show(_with_lines(picture(False), stopping))
             command.stop()
         note = ["Stopped. Run the cell again to go on."] if interrupted else []
-        cell.show(_with_lines(picture(True), command.lines + note))
+        cell.show(_with_lines(picture(True), command.lines[-lines_at_end:] + note))
     if command.process.returncode and not interrupted:
         raise UserError(command.complaint())
 

@@ -80,7 +80,7 @@ class Results(Markdown):
 
     def __init__(self, numbers: dict[str, Any]) -> None:
         self.numbers = numbers
-        super().__init__(self.tables("Rewards", "Held-out score").text)
+        super().__init__("\n\n".join([*text.head(numbers), self.tables("Rewards", "Held-out score").text]))
 
     def tables(self, *titles: str) -> Markdown:
         """Sections of the report by the beginnings of their titles; all without any."""
