@@ -93,8 +93,10 @@ def sapo(
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals
+    from rl_swarm.cli.standing import arms_table
     from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.run import Experiment, Runner
+    from rl_swarm.experiment.standing import followed
 
     flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
     given = {name: value for name, value in flags.items() if value is not None}
@@ -138,10 +140,11 @@ def sapo(
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}.") from error
     if path is not None:
+        console.print(arms_table(followed(out).told(), console.width))
         console.print(
-            f"Written: {path} and {path.with_suffix('.json').name}. Look at the runs with:", soft_wrap=True
+            f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True
         )
-        console.print(f"  {program()} watch {next((out / 'runs').iterdir())}", soft_wrap=True)
+        console.print(f"  {program()} watch {out}", soft_wrap=True)
     elif stop.is_set():
         console.print(f"Stopped. The same command goes on where it was: {out}", soft_wrap=True)
         sys.exit(130)

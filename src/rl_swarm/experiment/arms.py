@@ -41,7 +41,8 @@ ELSEWHERE = (
     "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
     "connect_to_testnet", "round_interval",
 )  # fmt: skip
-FILE = "arm.json"
+RUNS, TUNING = "runs", "tuning"  # folders of an experiment
+FILE = "arm.json"  # in a run's
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -59,6 +60,16 @@ class Arm(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         return f"{self.configuration} {self.strategy}" if self.external else self.configuration
+
+    @property
+    def is_plain(self) -> bool:
+        """Nodes that train alone, in the plain way: what others are compared with."""
+        return not self.external and self.epochs == 1 and not self.pooled
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Its place in a table: arms without sharing first, then by how much they share."""
+        return (self.external > 0, self.pooled or self.epochs > 1, -self.local, self.external, self.strategy)
 
     @property
     def slug(self) -> str:
@@ -86,6 +97,14 @@ class Job(msgspec.Struct, frozen=True):
     @property
     def count(self) -> int:
         return 1 if self.arm.pooled else self.nodes
+
+    def looks(self, begun: int, played: int) -> float:
+        """How often the held-out questions are answered, beside the last time, while it plays from one round to another;
+        in between not greedily, which is the cheaper."""
+        settings = self.members()[0]
+        every, samples = settings.held_out_every, settings.held_out_samples
+        between = min(played, self.rounds - 1) // every - begun // every if every else 0
+        return (begun == 0) + max(0, between) * samples / (samples + 1)
 
     def members(self) -> list[Settings]:
         """The settings of every node."""
@@ -149,6 +168,11 @@ class Job(msgspec.Struct, frozen=True):
             return None
         except (OSError, msgspec.DecodeError) as error:
             raise UserError(f"{folder / FILE} cannot be read: {error}.") from error
+
+
+def is_experiment(address: str | Path) -> bool:
+    """Whether a folder is one that `experiment sapo` was given as `--out`, and that has a run in it."""
+    return any(any(Path(address).glob(f"{kind}/*/{FILE}")) for kind in (RUNS, TUNING))
 
 
 def arms(configurations: str, names: str) -> list[Arm]:
