@@ -95,7 +95,9 @@ class Policy:
     version: int = 0
     device: torch.device = CPU
 
-    def sample(self, prompts: Sequence[str], generations: int, seed: int) -> list[list[Completion]]:
+    def sample(
+        self, prompts: Sequence[str], generations: int, seed: int, greedy: bool = False
+    ) -> list[list[Completion]]:
         rng = random.Random(seed)
         self.sleep(rng.uniform(*WORK) * self.interval)
         return self.environment.generate(len(prompts), rng)

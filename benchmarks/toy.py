@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rl_swarm.environments.base import Question
+from rl_swarm.environments.base import Environment, Question
 from rl_swarm.rollouts import Completion, Publication
 
 QUESTIONS, COMPLETIONS = 8, 8
@@ -47,10 +47,8 @@ class Prose:
         return f"{self.passage(220, rng)}\n{steps}\n<answer>{rng.randint(1000, 99999)}{'!' * right}</answer>"
 
 
-class Arithmetic:
+class Arithmetic(Environment):
     """An environment that scores what `Prose` writes. About half of the groups have signal."""
-
-    stages, system_prompt = 1, ""
 
     def __init__(self) -> None:
         self.prose = Prose()
@@ -66,8 +64,6 @@ class Arithmetic:
 
     def well_formed(self, text: str) -> bool:
         return text.endswith("</answer>")
-
-    def close(self) -> None: ...
 
     def generate(self, questions: int, rng: random.Random) -> list[list[Completion]]:
         shares = [rng.choice((0.0, 0.3, 0.6, 1.0)) for _ in range(questions)]

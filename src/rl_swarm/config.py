@@ -19,7 +19,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from rl_swarm import strategies
+from rl_swarm import environments, strategies
 from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.errors import UserError
 
@@ -33,10 +33,12 @@ def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+EnvironmentName = Annotated[str, Meta(pattern=rf"^{environments.NAME.pattern}\Z")]
 # As the hub has it, with room for a node's name behind it.
 HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]{0,48}\w)?", re.ASCII)
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 Admission = Literal["open", "invited"]
+ROLES = ("worker", "coordinator")  # in every swarm; environments may have others
 SINKS = ("tensorboard", "trackio", "wandb")
 SECRETS = ("hf_token", "invitation", "web_token")  # never shown, and not kept with a run
 SHORTEST_TOKEN = 12  # characters
@@ -52,7 +54,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Name | None, _setting("the swarm's name below that root", "EXPERIMENT_NAME")
     ] = None
     role: Annotated[
-        Literal["worker", "coordinator"], _setting("what this process does in a folder swarm", "NODE_ROLE")
+        Name,
+        _setting(
+            "what this process does in a swarm: `worker`, `coordinator`, or a role of the swarm's environment",
+            "NODE_ROLE",
+        ),
     ] = "worker"
     node_id: Annotated[
         Name | None, _setting("this node's name in files; made from the identity when not given", "NODE_ID")
@@ -84,13 +90,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # Tasks
     environment: Annotated[
-        Literal["reasoning"], _setting("where questions come from and how they are scored")
+        EnvironmentName,
+        _setting(
+            "where questions come from and how they are scored: `reasoning`, or any other that is installed "
+            "(docs/environments.md)"
+        ),
     ] = "reasoning"
     tasks: Annotated[
         str | list[Task],
         _setting(
             "a preset (`tiny`, `sapo`), comma-separated reasoning-gym tasks, or in YAML a list of name, weight, "
-            "config; `auto` is `tiny` for the bundled model and `sapo` for any other"
+            "config; `auto` is what the environment has: `tiny` for the bundled model and `sapo` for any other"
         ),
     ] = "auto"
     partial_rewards: Annotated[bool, _setting("pay the task's fractional scores instead of 0 or 1")] = False
@@ -339,7 +349,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not isinstance(self.tasks, str):
             return tuple(self.tasks)
         if self.tasks == "auto":
-            return PRESETS["tiny" if self.model == "tiny" else "sapo"]
+            return tuple(environments.named(self.environment).preset(self.model))
         if self.tasks in PRESETS:
             return PRESETS[self.tasks]
         return tuple(Task(name.strip()) for name in self.tasks.split(",") if name.strip())
@@ -406,6 +416,7 @@ def all_settings() -> tuple[Setting, ...]:
 def tellable(values: Mapping[str, object]) -> dict[str, object]:
     """The settings that others may see: numbers and choices. Free text may be a secret or a path."""
     choices = {s.name for s in all_settings() if get_origin(get_args(s.kind)[0]) is Literal}
+    choices |= {"environment", "role"}
     return {name: v for name, v in values.items() if name in choices or isinstance(v, int | float)}
 
 
@@ -534,6 +545,8 @@ def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
         apply(Layer("TEST_MODE", TEST_MODE))
         apply(flags)
     settings = Settings(**values)  # type: ignore[arg-type]
+    if settings.role not in ROLES:
+        _check_role(settings.role, sources["role"])
     _check(settings)
     return Resolved(settings, sources)
 
@@ -577,7 +590,19 @@ def _suggest(name: str, known: Mapping[str, str]) -> str:
     return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
 
 
+def _check_role(role: str, origin: str) -> None:
+    """Whether some environment here has this role; which of them is played, the swarm says."""
+    found = {"every swarm": ROLES, **environments.roles()}
+    if not any(role in roles for roles in found.values()):
+        known = (f"in {name} {', '.join(f'`{one}`' for one in roles)}" for name, roles in found.items())
+        raise ConfigError(f"role={role!r} ({origin}) cannot be used. What can: {'; '.join(known)}.")
+
+
 def _check(settings: Settings) -> None:
+    try:
+        environments.named(settings.environment)
+    except environments.NoEnvironment as error:
+        raise ConfigError(f"environment={settings.environment!r}: {error}") from error
     if not settings.task_list():
         raise ConfigError(f"tasks={settings.tasks!r} names no task. Use a preset: {', '.join(PRESETS)}.")
     if settings.connect_to_testnet:

@@ -5,7 +5,6 @@ from the manifest, so every peer can make every question and its answer key agai
 """
 
 import hashlib
-import importlib.metadata
 import random
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,7 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from rl_swarm.config import Admission, Name, RoundEnd, Settings
+from rl_swarm import environments
+from rl_swarm.config import Admission, EnvironmentName, Name, RoundEnd, Settings
 from rl_swarm.environments.tasks import Task
 from rl_swarm.wire import Id, canonical, digest
 
@@ -37,10 +37,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
     created: float
     seed: Annotated[int, Meta(ge=0, le=1 << 62)]
-    environment: str
+    environment: EnvironmentName
     tasks: Annotated[list[Task], Meta(min_length=1, max_length=256)]
     partial_rewards: bool
-    versions: dict[str, str]
+    versions: Annotated[dict[Name, Id], Meta(max_length=32)]
     rounds: Annotated[int, Meta(ge=1, lt=1 << 53)]
     stages: Annotated[int, Meta(ge=1, le=64)]
     round_end: RoundEnd
@@ -50,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     admission: Admission = "open"
     # Peers that are asked questions of some tasks only, by the tasks' numbers; not written where there are none.
     specialists: Annotated[dict[Id, list[int]], Meta(max_length=1024)] | msgspec.UnsetType = msgspec.UNSET
+    # Whether all peers are asked the same questions; not written where each has its own.
+    shared: bool | msgspec.UnsetType = msgspec.UNSET
 
     def swarm(self) -> str:
         """The id that every message of this swarm carries, so that none can be replayed in another."""
@@ -61,6 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_manifest(settings: Settings, name: str, owner: str, created: float, stages: int) -> Manifest:
+    environment = environments.named(settings.environment)
     return Manifest(
         peer_id=owner,
         name=name,
@@ -69,13 +72,14 @@ def new_manifest(settings: Settings, name: str, owner: str, created: float, stag
         environment=settings.environment,
         tasks=list(settings.task_list()),
         partial_rewards=settings.partial_rewards,
-        versions={"reasoning-gym": importlib.metadata.version("reasoning-gym")},
+        versions=environments.versions(settings.environment),
         rounds=settings.rounds,
         stages=stages,
         round_end=settings.round_end,
         round_interval=settings.round_interval,
         peer_timeout=settings.peer_timeout,
         admission=settings.admission,
+        shared=environment.shared or msgspec.UNSET,
     )
 
 
@@ -87,6 +91,8 @@ def derive(*parts: str | int | bytes) -> int:
 
 def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> int:
     root = manifest.questions_root()
+    if manifest.shared is True:
+        return derive(root, round, number)
     seed = derive(root, round, peer_id, number)
     specialists = {} if manifest.specialists is msgspec.UNSET else manifest.specialists
     theirs = specialists.get(peer_id, [])

@@ -14,7 +14,7 @@ import msgspec
 
 from rl_swarm import selection, strategies
 from rl_swarm.config import Settings
-from rl_swarm.environments.base import Environment, Question
+from rl_swarm.environments.base import Environment, Question, Role, Statement
 from rl_swarm.evaluation import evaluate, mean
 from rl_swarm.hub import Push
 from rl_swarm.identity import Identity
@@ -24,11 +24,12 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.trainer import Update
 from rl_swarm.manifest import Manifest, derive, question_seed
 from rl_swarm.network.base import Coordinator, Exchange
-from rl_swarm.rollouts import Group, Publication, Sampling, answers
+from rl_swarm.rollouts import Completion, Group, Publication, Sampling, answers
 from rl_swarm.rounds import Member, Report, State
 from rl_swarm.selection import Selection
 from rl_swarm.telemetry.journal import Journal, Stopwatch
 from rl_swarm.telemetry.machine import Load
+from rl_swarm.transcript import Transcript
 from rl_swarm.trust import Standing, in_turn
 from rl_swarm.turns import Answering, Learning, Published, Work
 
@@ -54,6 +55,8 @@ class Node:
     journal: Journal
     checkpoints: Path
     stop: threading.Event
+    role: Role | None = None  # the ordinary one by default
+    role_name: str = ""  # in what it sends; empty for the ordinary one
     folder: str = ""  # of its checkpoints; its name by default
     push: Push | None = None  # to the hub, where the settings ask for it
     load: Load = field(default_factory=Load)  # of what it runs on
@@ -64,14 +67,18 @@ class Node:
     rejected: Counter[str] = field(default_factory=Counter)  # in this round, by reason
     refused: set[selection.Place] = field(default_factory=set)  # publications that failed, not read again
     late: Counter[str] = field(default_factory=Counter)  # nodes that are not waited for, and for how long
+    members: Mapping[str, Member] = field(default_factory=dict)
+    transcripts: dict[int, Transcript] = field(default_factory=dict)  # by round
 
     def __post_init__(self) -> None:
+        self.plays = self.role or Role(self.environment)
         self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
         self.strategy = strategies.named(self.settings.strategy)
 
     def prepare(self) -> None:
         """What takes time before the first round: a node that has joined is ready to play."""
-        self.held_out = self.environment.held_out(self.settings.held_out_questions)
+        if self.plays.learns:
+            self.held_out = self.environment.held_out(self.settings.held_out_questions)
         if self.done == (-1, -1):
             self.measure("start")
 
@@ -83,6 +90,8 @@ class Node:
                 self.play(state)
             except Stopped:
                 break
+            if state.stage + 1 < self.manifest.stages:
+                continue
             self.look(state)
             every = self.settings.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
             push = every > 0 and state.round % every == every - 1
@@ -105,17 +114,23 @@ class Node:
             self.measure("now")
 
     def play(self, state: State) -> None:
-        """One stage of a round, by itself."""
-        for work in self.turn(state):
+        """One stage of a round, by itself, as its role has it."""
+        for work in self.begin(state):
             work.run()
+
+    def begin(self, state: State) -> Iterator[Work]:
+        """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
+        self.members = state.members
+        oldest = state.round - self.settings.max_age - 1
+        self.transcripts = {number: kept for number, kept in self.transcripts.items() if number >= oldest}
+        return self.plays.turn(self, state)
 
     def turn(self, state: State) -> Iterator[Work]:
         """One stage of a round: answer, publish, collect, learn, report. Yields what is to be done with the model."""
         watch, settings = Stopwatch(), self.settings
-        self.rejected.clear()
 
         with watch("questions"):
-            questions = self.environment.questions(self.seeds(state))
+            questions = self.questions(state)
 
         local: list[Group] = []
         at_once = 1 if settings.publish == "generation" else max(len(questions), 1)
@@ -148,25 +163,82 @@ class Node:
         self.done = (state.round, state.stage)
         self.write_metrics(state, local, external, update, watch)
 
-    def seeds(self, state: State) -> list[int]:
+    def show(
+        self, groups: Sequence[Group], state: State, watch: Stopwatch | None = None, **figures: float
+    ) -> Iterator[Work]:
+        """A stage in which nothing is learned: publishes the groups, or nothing, and reports."""
+        watch = watch or Stopwatch()
+        self.check_stop()
+        with watch("publish"):
+            self.publish(groups, state)
+        yield Published()
+        with watch("report"):
+            self.coordinator.submit(self.report(groups, groups, "", state))
+        self.done = (state.round, state.stage)
+        self.write_metrics(state, groups, Selection(), Update(), watch, figures)
+
+    def questions(self, state: State, count: int | None = None) -> list[Question]:
+        """This node's questions in a stage; those of a later one follow from what others said before."""
+        seeds = self.seeds(state, count)
+        if state.stage == 0 and not self.role_name:
+            return self.environment.questions(seeds)
+        transcript = self.transcript(state.round)
+        return transcript.questions(self.identity.peer_id, self.role_name, state.stage, seeds)
+
+    def heard(self, round: int, stage: int) -> list[Statement]:
+        """What the others said in a stage that has ended, as many as are asked in a round."""
+        transcript = self.transcript(round)
+        order = transcript.order(self.identity.peer_id)
+        speakers = transcript.speakers(stage, order, self.settings.fetch_max_peers)
+        return [said for peer_id in speakers for said in transcript.said(stage, peer_id)]
+
+    def transcript(self, round: int) -> Transcript:
+        """The earlier stages of a round, as far as this node has heard them."""
+
+        def fetch(stage: int, peer_id: str) -> Iterator[Publication]:
+            for publication in self.exchange.collect(round, stage, [self.members[peer_id].node]):
+                if publication.peer_id == peer_id:
+                    yield publication
+
+        if round not in self.transcripts:
+            self.transcripts[round] = Transcript(self.manifest, self.environment, round, fetch, self.reject)
+        self.transcripts[round].members = sorted(self.members)
+        return self.transcripts[round]
+
+    def seeds(self, state: State, count: int | None = None) -> list[int]:
         """Of this node's questions in a round."""
-        numbers = range(self.settings.local)
+        numbers = range(self.settings.local if count is None else count)
         return [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
 
     def answer(
-        self, questions: list[Question], state: State, start: int, watch: Stopwatch
+        self,
+        questions: Sequence[Question],
+        state: State,
+        start: int = 0,
+        watch: Stopwatch | None = None,
+        count: int | None = None,
+        greedy: bool = False,
     ) -> Generator[Work, None, list[Group]]:
         """The node's own completions of the questions, scored."""
         self.check_stop()
+        watch, count = watch or Stopwatch(), count or self.settings.generations
         seed = derive(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
-        yield (answering := Answering(self.policy, questions, self.settings.generations, seed, watch))
+        yield (answering := Answering(self.policy, questions, count, seed, watch, greedy))
         with watch("score"):
-            peer = self.identity.peer_id
-            answered = [(peer, q, c) for q, c in zip(questions, answering.completions, strict=True)]
-            return selection.score(answered, self.environment, external=False)
+            return self.scored(questions, answering.completions)
 
-    def publish(self, groups: list[Group], state: State) -> None:
-        settings = self.settings
+    def scored(
+        self, questions: Sequence[Question], completions: Sequence[Sequence[Completion]]
+    ) -> list[Group]:
+        """Completions of this node, whoever wrote them, as groups."""
+        peer = self.identity.peer_id
+        answered = [(peer, q, c) for q, c in zip(questions, completions, strict=True)]
+        return selection.score(answered, self.environment, external=False)
+
+    def publish(self, groups: Sequence[Group], state: State) -> None:
+        settings, me = self.settings, self.identity.peer_id
+        named = {str(k): [p.digest for p in group.question.parents] for k, group in enumerate(groups)}
+        heard = self.transcript(state.round).heard(me, state.stage) if groups and state.stage else ()
         self.exchange.publish(
             Publication(
                 peer_id=self.identity.peer_id,
@@ -183,6 +255,9 @@ class Node:
                 ),
                 tokenizer=self.policy.tokenizer_hash if settings.share_logprobs else "",
                 rollouts={str(k): answers(group, settings.share_logprobs) for k, group in enumerate(groups)},
+                heard=list(map(list, heard)),
+                parents={number: digests for number, digests in named.items() if digests},
+                role=self.role_name,
             )
         )
 
@@ -209,6 +284,7 @@ class Node:
                 most_nats=settings.gate_nats,
             ),
             self.strategy,
+            self.transcript,
         )
         for peer_id, failed in found.asked.items():
             if self.standing.note(peer_id, failed, state.round):
@@ -245,7 +321,7 @@ class Node:
                 found = self.exchange.collect(number, state.stage, nodes)
             for publication in found:
                 self.late[publication.node] = max(0, self.late[publication.node] - 1)
-                if selection.place_of(publication) in self.refused:
+                if selection.place_of(publication) in self.refused or publication.role != self.role_name:
                     continue
                 if members.get(publication.peer_id) == publication.node:
                     yield publication
@@ -281,7 +357,7 @@ class Node:
         silence = state.timestamp - member.last_seen
         return self.manifest.round_end != "interval" and silence > self.manifest.peer_timeout
 
-    def report(self, local: list[Group], training: list[Group], vote: str, state: State) -> Report:
+    def report(self, local: Sequence[Group], training: Sequence[Group], vote: str, state: State) -> Report:
         return Report(
             peer_id=self.identity.peer_id,
             swarm=state.swarm,
@@ -296,7 +372,13 @@ class Node:
         )
 
     def write_metrics(
-        self, state: State, local: list[Group], external: Selection, update: Update, watch: Stopwatch
+        self,
+        state: State,
+        local: Sequence[Group],
+        external: Selection,
+        update: Update,
+        watch: Stopwatch,
+        figures: Mapping[str, float] | None = None,
     ) -> None:
         completions = [c for g in local for c in g.completions]
         lengths = [float(len(c.tokens or ())) for c in completions]
@@ -331,19 +413,37 @@ class Node:
             external_surprise=round(external.surprise, 2),
             peak_memory=peak_memory(self.policy.device),
             load=self.load.read(),
+            **self.of_stage(state, local, figures or {}),
         )
+        self.rejected.clear()
 
-        log.info(
-            "round %d: reward %.2f, learned from %d own and %d external groups, %.1f s",
+        stages = self.manifest.stages
+        log.log(
+            logging.INFO if local or figures or stages == 1 else logging.DEBUG,
+            "round %d%s: reward %.2f%s, learned from %d own and %d external groups, %.1f s",
             state.round,
+            f" stage {state.stage}" if stages > 1 else "",
             mean([g.mean_reward for g in local]),
+            "".join(f", {name} {value:.4g}" for name, value in (figures or {}).items()),
             sum(g.has_signal for g in local),
             len(external.chosen),
             sum(watch.seconds.values()),
         )
 
+    def of_stage(
+        self, state: State, local: Sequence[Group], figures: Mapping[str, float]
+    ) -> dict[str, object]:
+        """What else is told of a stage, where a round has several, and by its role."""
+        told: dict[str, object] = {"figures": dict(figures)} if figures else {}
+        if self.manifest.stages > 1:
+            reward = mean([g.mean_reward for g in local])
+            told |= {"reward_by_stage": {str(state.stage): reward}} if local else {"passed": True}
+        return told
+
     def measure(self, when: str) -> None:
         """The held-out score; greedy answers too at the start and the end."""
+        if not self.held_out:
+            return
         result = evaluate(
             self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now"
         )
@@ -358,12 +458,14 @@ class Node:
             *self.done,
             self.policy.version,
             standing=self.standing.kept(self.done[0]),
+            role=self.plays.kept() or msgspec.UNSET,
         )
         keep = self.settings.keep_checkpoints
         name = self.folder or self.name
-        folder = checkpoints.save(self.policy, place, self.checkpoints, name, keep, self.identity)
+        policy = self.policy if self.plays.learns else None
+        folder = checkpoints.save(policy, place, self.checkpoints, name, keep, self.identity)
         self.journal.event("checkpoint", round=self.done[0])
-        if push and self.push:
+        if push and self.push and self.plays.learns:
             self.push(folder, self.policy, self.manifest)
 
     def note_skipped(self, state: State) -> None:

@@ -27,6 +27,8 @@ TREND_ROUNDS = 20
 LONGEST_LINE = 64 << 10  # bytes of a line about a round
 Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
 Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
+Stage = Annotated[int, Meta(ge=0, lt=64)]
+MOST_FIGURES = 32
 
 
 class Seconds(msgspec.Struct, frozen=True, gc=False):
@@ -78,6 +80,10 @@ class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="ro
     load: Load = Load()
     external_from: dict[Id, Groups] = {}  # by peer id
     external_rejected: dict[Id, Groups] = {}  # by reason
+    stage: Stage = 0
+    passed: bool = False  # nothing was its to do in this stage
+    reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
+    figures: dict[Id, Number] = {}  # that its role told
 
 
 _ROUND = msgspec.json.Decoder(RoundLine)
@@ -97,6 +103,7 @@ class NodeView:
     alive: bool = False
     rounds: list[RoundLine] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
     introduced: bytes = b""  # as `peer` was read
     _read: int = 0
 
@@ -115,6 +122,10 @@ class NodeView:
     @property
     def last(self) -> RoundLine | None:
         return self.rounds[-1] if self.rounds else None
+
+    @property
+    def role(self) -> str:
+        return "" if self.peer is None or self.peer.role is msgspec.UNSET else self.peer.role
 
     @property
     def has_reward(self) -> bool:
@@ -137,7 +148,10 @@ class NodeView:
         for line in lines:
             try:
                 if len(line) <= LONGEST_LINE:
-                    self.rounds.append(_ROUND.decode(line))
+                    played = _ROUND.decode(line)
+                    self.figures = dict([*self.figures.items(), *played.figures.items()][-MOST_FIGURES:])
+                    if not played.passed:
+                        self.rounds.append(played)
                     continue
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 pass  # not a round
@@ -234,6 +248,12 @@ class RunView:
         scores = [line["sampled"] for line in lines if line]
         return mean(scores) if scores else None
 
+    def rewards(self, stages: int) -> list[float | None]:
+        """By stage, of the last rounds in the logs; None where nobody had anything to do."""
+        lines = [line for view in self.nodes.values() for line in view.rounds[-stages * TREND_ROUNDS :]]
+        by_stage = [[line.reward_local for line in lines if line.stage == stage] for stage in range(stages)]
+        return [mean(rewards) if rewards else None for rewards in by_stage]
+
     def as_dict(self) -> dict[str, object]:
         """What `status --json` prints."""
         state, manifest = self.state, self.manifest
@@ -245,6 +265,9 @@ class RunView:
             "round": state.round if state else 0,
             "stage": state.stage if state else 0,
             "rounds": manifest.rounds if manifest else None,
+            **(
+                {"reward_by_stage": self.rewards(manifest.stages)} if manifest and manifest.stages > 1 else {}
+            ),
             "mean_held_out_start": self.mean_held_out("start"),
             "mean_held_out_now": self.mean_held_out("now"),
             "nodes": [
@@ -262,6 +285,8 @@ class RunView:
                     "external_taken": view.external_taken,
                     "participation": view.member.participation if view.member else 0,
                     "wins": view.member.wins if view.member else 0,
+                    **({"role": view.role} if view.role else {}),
+                    **({"figures": view.figures} if view.figures else {}),
                 }
                 for view in self.nodes.values()
             ],

@@ -22,6 +22,7 @@ from rl_swarm.wire import Count, Id, Rejected, canonical, digest
 log = logging.getLogger(__name__)
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
+MOST_HEARD = 256  # peers of a stage, and parents of a question
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -57,7 +58,20 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     sampling: Sampling
     tokenizer: Id = ""
     rollouts: dict[str, list[Answer]]
-    parents: dict[str, list[Id]] = {}
+    # Of a later stage: by earlier stage, whose rollouts its questions were made from, and for each question which.
+    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MOST_HEARD)]], Meta(max_length=64)] = []
+    parents: dict[str, Annotated[list[Id], Meta(max_length=MOST_HEARD)]] = {}
+    role: Annotated[str, Meta(max_length=64)] = ""  # of its author, where it is not the ordinary one
+
+    @property
+    def fewest(self) -> int:
+        """Completions of a question. One learns from groups; other roles may say a thing once."""
+        return 1 if self.role else 2
+
+    def only(self, rollouts: dict[str, list[Answer]]) -> "Publication":
+        """The same with these rollouts alone."""
+        parents = {number: named for number, named in self.parents.items() if number in rollouts}
+        return replace(self, rollouts=rollouts, parents=parents)
 
     def digest(self, number: str) -> str:
         """The name by which a later stage refers to one of these rollouts."""
@@ -85,6 +99,9 @@ class Rollout:
     prompt: str
     completions: tuple[Completion, ...]
     tokenizer: str = ""
+    role: str = ""
+    heard: tuple[tuple[str, ...], ...] = ()
+    parents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,7 @@ def within(publication: Publication, limits: Limits) -> Publication:
     for number in sorted(publication.rollouts, key=int)[: limits.questions]:
         given = publication.rollouts[number]
         fitting = [a for a in given if max(len(a.prompt), len(a.response)) <= limits.characters]
-        if len(fitting) < 2:
+        if len(fitting) < publication.fewest:
             break
         kept[number] = fitting[: limits.completions]
     lost = sum(map(len, publication.rollouts.values())) - sum(map(len, kept.values()))
@@ -147,7 +164,7 @@ def within(publication: Publication, limits: Limits) -> Publication:
             limits.completions,
             limits.characters,
         )
-    return replace(publication, rollouts=kept)
+    return publication.only(kept)
 
 
 def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
@@ -166,8 +183,11 @@ def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
 
 
 def _rollout(publication: Publication, number: int, given: Sequence[Answer], limits: Limits) -> Rollout:
-    if not 2 <= len(given) <= limits.completions:
-        raise Rejected("limits", f"{len(given)} completions, between 2 and {limits.completions} are accepted")
+    if not publication.fewest <= len(given) <= limits.completions:
+        raise Rejected(
+            "limits",
+            f"{len(given)} completions, between {publication.fewest} and {limits.completions} are accepted",
+        )
     for answer in given:
         if max(len(answer.prompt), len(answer.response)) > limits.characters:
             raise Rejected("limits", f"a text of more than {limits.characters} characters")
@@ -193,4 +213,7 @@ def _rollout(publication: Publication, number: int, given: Sequence[Answer], lim
             for answer in given
         ),
         tokenizer=publication.tokenizer,
+        role=publication.role,
+        heard=tuple(map(tuple, publication.heard)),
+        parents=tuple(publication.parents.get(str(number), ())),
     )

@@ -41,6 +41,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     joined: float
     timestamp: float
     invitation: Annotated[str, Meta(max_length=LONGEST_TICKET)] = ""  # a ticket (admission.py)
+    role: Name | msgspec.UnsetType = msgspec.UNSET  # where it is not the ordinary one
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

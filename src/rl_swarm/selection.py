@@ -17,11 +17,13 @@ from rl_swarm.manifest import Manifest, question_seed
 from rl_swarm.network.base import OnReject
 from rl_swarm.rollouts import Completion, Group, Publication, Rollout, unpack
 from rl_swarm.strategies import Strategy
+from rl_swarm.transcript import Transcript, check_prompt
 from rl_swarm.trust import most_of_one
 from rl_swarm.wire import Rejected
 
 Key = tuple[str, int, int, int]  # peer, round, stage, number
 Place = tuple[str, int, int]  # of a publication: peer, round, stage
+Transcripts = Callable[[int], Transcript]  # of a round
 LONG = 64  # characters from which two peers do not write the same text by chance
 
 
@@ -66,6 +68,7 @@ def select(
     on_reject: OnReject,
     checks: Checks = Checks(),
     strategy: Strategy = Strategy(),
+    transcript: Transcripts | None = None,
 ) -> Selection:
     """Looks at publications until `wanted` groups were found, or at all, and lets the strategy choose that many."""
     selection = Selection()
@@ -78,7 +81,8 @@ def select(
         most = sys.maxsize  # or a group of a peer that has many would be chosen less often
 
     def reject(publication: Publication, reason: str, detail: str) -> None:
-        selection.asked[publication.peer_id] = True
+        # Of what it answers to this node may know less than its author: that is not held against it.
+        selection.asked[publication.peer_id] = reason != "parents" or selection.asked[publication.peer_id]
         selection.refused.add(place_of(publication))
         on_reject(publication.node, reason, detail)
 
@@ -93,7 +97,7 @@ def select(
             try:
                 rollouts = [r for r in unpack(publication, manifest.limits) if key_of(r) not in used]
                 rollouts = [_shortened(r, checks.completions, rng) for r in rollouts]
-                groups = check(rollouts, manifest, environment)
+                groups = check(rollouts, manifest, environment, transcript)
             except Rejected as error:
                 reject(publication, error.reason, str(error))
                 continue
@@ -168,16 +172,25 @@ def _likely(found: list[Found], checks: Checks, selection: Selection, reject: Re
     return kept
 
 
-def check(rollouts: Sequence[Rollout], manifest: Manifest, environment: Environment) -> list[Group]:
+def check(
+    rollouts: Sequence[Rollout],
+    manifest: Manifest,
+    environment: Environment,
+    transcript: Transcripts | None = None,
+) -> list[Group]:
     """The rollouts of one peer as groups that this node made and scored itself; raises `Rejected`.
 
-    Only the first of them where all would take too long.
+    Only the first of them where all would take too long. Those of later stages are made again from the transcript.
     """
-    seeds = [question_seed(manifest, r.round, r.peer_id, r.number) for r in rollouts]
-    questions = environment.questions(seeds, PEER_SECONDS)
+    if not rollouts:
+        return []
+    if transcript is not None and (rollouts[0].stage or rollouts[0].role):
+        questions = transcript(rollouts[0].round).again(rollouts)
+    else:
+        seeds = [question_seed(manifest, r.round, r.peer_id, r.number) for r in rollouts]
+        questions = environment.questions(seeds, PEER_SECONDS)
     for rollout, question in zip(rollouts, questions, strict=False):
-        if rollout.prompt != question.prompt:
-            raise Rejected("question", f"question {rollout.number} is not the one this peer was to answer")
+        check_prompt(rollout, question)
     return score(
         [(r.peer_id, question, r.completions) for r, question in zip(rollouts, questions, strict=False)],
         environment,

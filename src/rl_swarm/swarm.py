@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from rl_swarm import environments
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
@@ -237,10 +238,12 @@ def _message(child: Child) -> str:
 
 
 def worker_settings(settings: Settings) -> dict[str, Settings]:
-    """One set of settings per node: its own key, its share of the cores, its own repository; all with one owner."""
+    """One set of settings per node: its own key, its share of the cores, its own repository, its role; all with one
+    owner."""
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
     base = Path(settings.identity_path).absolute()
     owner = Identity.load_or_create(base).peer_id
+    roles = environments.named(settings.environment).cast(settings.nodes)
     workers = {}
     for number in range(1, settings.nodes + 1):
         first = number == 1 and settings.network == "folder"  # among peers the coordinator is one of its own
@@ -249,6 +252,12 @@ def worker_settings(settings: Settings) -> dict[str, Settings]:
         shared = settings.hub_repo is not None and settings.nodes > 1
         repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo
         workers[node] = msgspec.structs.replace(
-            settings, node_id=node, identity_path=str(key), threads=threads, hub_repo=repo, owner=owner
+            settings,
+            node_id=node,
+            identity_path=str(key),
+            threads=threads,
+            hub_repo=repo,
+            owner=owner,
+            role=roles[number - 1],
         )
     return workers

@@ -20,6 +20,7 @@ class Answering:
     count: int
     seed: int
     watch: Stopwatch
+    greedy: bool = False
     completions: list[list[Completion]] = field(default_factory=list)
 
     @property
@@ -28,7 +29,7 @@ class Answering:
 
     def run(self) -> None:
         with self.watch("generate"):
-            self.completions = self.policy.sample(self.prompts, self.count, self.seed)
+            self.completions = self.policy.sample(self.prompts, self.count, self.seed, self.greedy)
 
 
 @dataclass

@@ -24,8 +24,9 @@ from rl_swarm.network.files import Files
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
-from rl_swarm.selection import check
+from rl_swarm.selection import Transcripts, check
 from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.transcript import Transcript
 from rl_swarm.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
 
 T = TypeVar("T")
@@ -278,7 +279,7 @@ def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication
 def _check_rollouts(run: Run, verdict: Verdict) -> None:
     """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
-    present: dict[int, set[str]] = {}
+    present: dict[tuple[int, int], set[str]] = {}
     for path, publication in _publications(run, verdict):
         place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
         if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
@@ -288,16 +289,16 @@ def _check_rollouts(run: Run, verdict: Verdict) -> None:
         elif nodes.get(publication.peer_id) != publication.node:
             verdict.errors.append(f"{path}: not written by the member of that name")
         else:
-            present.setdefault(publication.round, set()).add(publication.peer_id)
+            present.setdefault((publication.round, publication.stage), set()).add(publication.peer_id)
             verdict.count("publications")
-    kept_from = min(present, default=0)
+    kept_from = min((number for number, _ in present), default=0)
     if kept_from:
         verdict.notes.append(f"rollouts before round {kept_from} have been removed")
     for ended in run.history:
         if ended.round < kept_from:
             continue
         for peer_id in ended.reports:
-            if peer_id in nodes and peer_id not in present.get(ended.round, set()):
+            if peer_id in nodes and peer_id not in present.get((ended.round, ended.stage), set()):
                 verdict.errors.append(f"round {ended.round}: the rollouts of {nodes[peer_id]} are missing")
 
 
@@ -309,12 +310,15 @@ def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = R
         for path, publication in found
         if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
     ]
+    transcripts = _transcripts(run, environment, [publication for _, publication in published])
     for path, publication in random.Random(0).sample(published, min(count, len(published))):
         try:
             rollouts = list(unpack(publication, run.manifest.limits))
-            groups = check(rollouts, run.manifest, environment)
+            groups = check(rollouts, run.manifest, environment, transcripts)
         except Rejected as error:
-            verdict.errors.append(f"{path}: {error}")
+            # Among peers, what it was made from may not have been had.
+            elsewhere = error.reason == "parents" and run.published is not None
+            (verdict.notes if elsewhere else verdict.errors).append(f"{path}: {error}")
             continue
         for rollout, group in zip(rollouts, groups, strict=False):  # fewer where scoring takes too long
             claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
@@ -323,3 +327,23 @@ def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = R
                     f"{path}: question {rollout.number} claims other rewards than its answers earn"
                 )
             verdict.count("answers scored again", len(claimed))
+
+
+def _transcripts(run: Run, environment: Environment, published: list[Publication]) -> Transcripts:
+    """The earlier stages of every round, from what lies there."""
+    by_place = {(one.round, one.stage, one.peer_id): one for one in published}
+    made: dict[int, Transcript] = {}
+
+    def transcript(number: int) -> Transcript:
+        def fetch(stage: int, peer_id: str) -> list[Publication]:
+            found = by_place.get((number, stage, peer_id))
+            return [found] if found is not None else []
+
+        if number not in made:
+            members = sorted(run.state.members)
+            made[number] = Transcript(
+                run.manifest, environment, number, fetch, lambda *why: None, members=members
+            )
+        return made[number]
+
+    return transcript

@@ -6,6 +6,7 @@ conducts for its history. What they hand out must be theirs and fit; what cannot
 
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from rl_swarm.identity import animal_name
@@ -99,12 +100,34 @@ def _check_members(run: Run, verdict: Verdict) -> None:
         for stage in reversed(range(run.manifest.stages))
     ]
     silent = _newest(run, verdict, members, places, Publication, {})
+    _add_heard(run)
     silent &= _newest(run, verdict, members, places, Report, counted)
     if silent:
         names = ", ".join(sorted(map(animal_name, silent))[:8])
         verdict.notes.append(
             f"nothing of the last {NEWEST} rounds was had of {len(silent)} members (gone, late or new): {names}"
         )
+
+
+def _add_heard(run: Run) -> None:
+    """What those of later stages were made from, so that their questions can be made again."""
+    assert run.published is not None
+    for stage in range(run.manifest.stages - 1, 0, -1):
+        named = {
+            rollouts_path(one.round, earlier, run.node(peer_id)): (one.round, earlier, peer_id)
+            for _, one in run.published
+            if one.stage == stage
+            for earlier, peers in enumerate(one.heard[:stage])
+            for peer_id in peers
+            if peer_id in run.state.members
+        }
+        wanted = set(named) - {path for path, _ in run.published}
+        for path, answer in asked(run.files, sorted(wanted), run.manifest.limits.file_bytes):
+            with suppress(Rejected):
+                if isinstance(answer, bytes):
+                    document = unseal(answer, Publication, run.manifest.limits.file_bytes)
+                    if (document.round, document.stage, document.peer_id) == named[path]:
+                        run.published.append((path, document))
 
 
 def _newest(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_swarm import owners
-from rl_swarm.config import ConfigError, Settings, tellable
+from rl_swarm import environments, owners
+from rl_swarm.config import ROLES, ConfigError, Settings, tellable
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
@@ -33,6 +33,7 @@ from rl_swarm.telemetry.journal import Journal
 from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal
 
 if TYPE_CHECKING:
+    from rl_swarm.environments.base import Environment, Role
     from rl_swarm.learning.checkpoints import Place
     from rl_swarm.learning.policy import Policy
     from rl_swarm.learning.sharing import Sharing
@@ -135,7 +136,8 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
                 f"{files.root} holds a swarm, but no {MANIFEST}. Wait until the drive has synced it, or start in "
                 "another folder."
             ) from None
-        manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages=1)
+        stages = environments.named(settings.environment).stages
+        manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages)
         files.write(MANIFEST, seal(manifest, identity))
         return manifest
     except (Incomplete, Rejected) as error:
@@ -152,6 +154,7 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
         if manifest is None:
             return
         owners.check(manifest, address.text, settings)
+        settings = with_role(settings, manifest)
         if settings.publish == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
@@ -216,7 +219,6 @@ def _take_part(
 
     import torch
 
-    from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.hub import Push
     from rl_swarm.learning import checkpoints
     from rl_swarm.learning.devices import devices_of, pick_device
@@ -226,12 +228,18 @@ def _take_part(
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
     written = checkpoints.written(here / "checkpoints", name, manifest.swarm(), identity.peer_id)
-    policy, place = _restored(written, settings, sharing)
-    environment = Reasoning(manifest.tasks, manifest.partial_rewards)
+    kind = environments.of_swarm(manifest)
+    role_kind, role_name = role_of(settings, kind)
+    prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
+    policy, place = _restored(written, settings, prompt, sharing)
+    environment = environments.made(manifest)
+    role = role_kind(environment)
     devices = devices_of(policy.device, settings)
     node = Node(
         name=shown,
         folder=name,
+        role=role,
+        role_name=role_name,
         identity=identity,
         settings=settings,
         manifest=manifest,
@@ -259,6 +267,7 @@ def _take_part(
     if place:
         node.done = (place.round, place.stage)
         node.standing.restore(place.standing)
+        role.restore({} if place.role is msgspec.UNSET else place.role)
     journal.event(
         "resumed" if place else "joined",
         round=node.done[0],
@@ -293,6 +302,7 @@ def _take_part(
         joined=time.time(),
         timestamp=time.time(),
         invitation=ticket,
+        role=role_name or msgspec.UNSET,
     )
     coordinator.register(peer)
     try:
@@ -304,6 +314,26 @@ def _take_part(
     journal.event("left", round=node.done[0])
     if coordinator.turned_away:
         raise coordinator.not_admitted(coordinator.turned_away)
+
+
+def with_role(settings: Settings, manifest: Manifest) -> Settings:
+    """The settings with those that belong to the node's role, where the user has left the defaults."""
+    kind = environments.of_swarm(manifest)
+    if settings.role not in (*ROLES, *kind.roles):
+        raise ConfigError(
+            f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be used: "
+            f"worker, {', '.join(kind.roles)}."
+        )
+    role, defaults = role_of(settings, kind)[0], Settings()
+    theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
+    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings) if theirs else settings
+
+
+def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":
+    """The role that the settings name, and its name in what a node sends: empty for the ordinary one, the first."""
+    ordinary, *others = kind.roles
+    named = settings.role in others
+    return kind.roles[settings.role if named else ordinary], settings.role if named else ""
 
 
 def coordinator_of(
@@ -330,10 +360,12 @@ def check_name(state: State, identity: Identity, name: str) -> None:
 
 
 def _restored(
-    written: "Iterator[tuple[Path, Place]]", settings: Settings, sharing: "Sharing | None"
+    written: "Iterator[tuple[Path, Place]]",
+    settings: Settings,
+    system_prompt: str,
+    sharing: "Sharing | None",
 ) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
-    from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning import checkpoints
     from rl_swarm.learning.policy import ModelError, Policy
     from rl_swarm.learning.team import Leader
@@ -342,14 +374,16 @@ def _restored(
     for folder, place in written:
         try:
             checkpoints.verify(folder, place)
-            policy = load(settings, Reasoning.system_prompt, folder)
+            if not place.files:  # of a model that does not learn
+                return load(settings, system_prompt), place
+            policy = load(settings, system_prompt, folder)
             checkpoints.restore_optimizer(policy, folder)
         except (ModelError, checkpoints.CheckpointError) as error:
             log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
             continue
         policy.version = place.policy_version
         return policy, place
-    return load(settings, Reasoning.system_prompt), None
+    return load(settings, system_prompt), None
 
 
 @contextmanager

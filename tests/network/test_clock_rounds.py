@@ -86,6 +86,19 @@ def test_everybody_knows_the_round_and_who_is_there(peers):
             assert state.swarm == peers.manifest.swarm()
 
 
+def test_every_stage_of_a_round_takes_an_interval(tmp_path):
+    peers = Peers(tmp_path, rounds=2, stages=3)
+    ann = peers.member("ann")
+    seen, start = [], peers.clock.now
+    for number in range(7):
+        peers.clock.now = start + number * INTERVAL + 0.1
+        state = ann.wait_for(seen[-1] if seen else (-1, -1))
+        seen.append((state.round, state.stage))
+        assert state.started == pytest.approx(start + number * INTERVAL)
+        assert state.phase == ("running" if number < 6 else "finished")
+    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
 def test_the_next_round_is_waited_for_and_the_stop_ends_the_waiting(peers):
     stop = threading.Event()
     ann = peers.member("ann", stop)

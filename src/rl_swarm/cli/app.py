@@ -41,6 +41,9 @@ Rate = Annotated[float | None, typer.Option("--learning-rate", help="Step size o
 Tasks = Annotated[
     str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
 ]
+Env = Annotated[
+    str | None, typer.Option("--env", help="reasoning, debate, or another environment that is installed.")
+]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node's private key.")]
 Admission = Annotated[
@@ -113,6 +116,7 @@ def up(
     generations: Generations = None,
     model: Model = None,
     learning_rate: Rate = None,
+    environment: Env = None,
     tasks: Tasks = None,
     device: Device = None,
     admission: Admission = None,
@@ -132,8 +136,8 @@ def up(
         preset |= running.settings_of(resume, any(given.startswith("strategy=") for given in sets or []))
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
-        learning_rate=learning_rate, tasks=tasks, device=device, admission=admission, network=network,
-        identity_path=identity_path, web=web, web_port=port,
+        learning_rate=learning_rate, environment=environment, tasks=tasks, device=device, admission=admission,
+        network=network, identity_path=identity_path, web=web, web_port=port,
     )  # fmt: skip
     plain = config.load({}, config_file, {}, command="up").settings
     if plain.gdrive_path and run is None and resume is None:
@@ -152,6 +156,9 @@ def up(
 @app.command()
 def join(
     address: OptionalAddress = None,
+    role: Annotated[
+        str | None, typer.Option("--role", help="A role of the swarm's environment; worker by default.")
+    ] = None,
     local: Local = None,
     external: External = None,
     generations: Generations = None,
@@ -168,7 +175,7 @@ def join(
 ) -> None:
     """Join a swarm as a worker and train."""
     _alone("worker", address, config_file, sets, dry_run, dict(
-        local=local, external=external, generations=generations, model=model, learning_rate=learning_rate, device=device,
+        role=role, local=local, external=external, generations=generations, model=model, learning_rate=learning_rate, device=device,
         invitation=invitation, identity_path=identity_path,
     ))  # fmt: skip
 
@@ -178,6 +185,7 @@ def coordinate(
     address: OptionalAddress = None,
     rounds: Rounds = None,
     seed: Seed = None,
+    environment: Env = None,
     tasks: Tasks = None,
     model: Model = None,
     round_end: Annotated[
@@ -197,8 +205,8 @@ def coordinate(
 ) -> None:
     """Coordinate a folder swarm: advance its rounds. Founds the swarm if there is none at the address."""
     _alone("coordinator", address, config_file, sets, dry_run, dict(
-        rounds=rounds, seed=seed, tasks=tasks, model=model, round_end=round_end, round_interval=round_interval,
-        min_peers=min_peers, admission=admission, identity_path=identity_path,
+        rounds=rounds, seed=seed, environment=environment, tasks=tasks, model=model, round_end=round_end,
+        round_interval=round_interval, min_peers=min_peers, admission=admission, identity_path=identity_path,
     ))  # fmt: skip
 
 
@@ -348,7 +356,7 @@ def validate(
     nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes there must be.")] = None,
 ) -> None:
     """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored again."""
-    from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm import environments
     from rl_swarm.report import RunView
     from rl_swarm.validate import rescore
     from rl_swarm.validate import validate as check
@@ -357,7 +365,7 @@ def validate(
         RunView.open(address)
     verdict, opened = check(address, rounds, nodes)
     if opened is not None:
-        environment = Reasoning(opened.manifest.tasks, opened.manifest.partial_rewards)
+        environment = environments.made(opened.manifest)
         try:
             rescore(opened, environment, verdict)
         finally:
@@ -376,6 +384,7 @@ def validate(
 @app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(help="tiny, a directory (a checkpoint), or a hub name.")],
+    environment: Env = None,
     tasks: Tasks = None,
     questions: Annotated[int, typer.Option("--questions", help="Held-out questions.")] = 200,
     samples: Annotated[int, typer.Option("--samples", help="Sampled answers per question.")] = 4,
@@ -386,7 +395,9 @@ def evaluate(
     """Score a model or checkpoint on the held-out questions."""
     from rl_swarm.cli import models
 
-    settings = _settings("evaluate", {}, None, sets, tasks=tasks, device=device).settings
+    settings = _settings(
+        "evaluate", {}, None, sets, environment=environment, tasks=tasks, device=device
+    ).settings
     models.evaluate(model, settings, questions, samples, as_json)
 
 

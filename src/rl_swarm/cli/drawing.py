@@ -129,6 +129,9 @@ class Drawing:
             room = max(1, min(CURVE_WIDTH, width - len(start)))
             mean = telling.lines(self.follower, "reward_local", points=room, most=0).mean
             lines.insert(0, _line(start).append(curve(mean), style="green"))
+        if any(reward is not None for reward in told.reward_by_stage):
+            figures = ("–" if reward is None else _figure(reward) for reward in told.reward_by_stage)
+            lines.insert(1, _line(f"by stage {', '.join(figures)}"))
         return lines
 
 
@@ -177,7 +180,7 @@ def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
     colour = "dim" if flat else "green" if change and change > 0 else "red"
     cells = {
         "#": str(row.rank),
-        "node": plain(row.name, 64) + note,
+        "node": plain(row.name, 64) + (f" {plain(row.role, 32)}" if row.role else "") + note,
         "model": plain(row.model, 40),
         "rounds": str(row.participation),
         "reward": "" if row.reward is None else _figure(row.reward),

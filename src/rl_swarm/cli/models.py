@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from rl_swarm import environments
 from rl_swarm.config import Settings
-from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.errors import UserError
 from rl_swarm.evaluation import evaluate as score
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
@@ -19,12 +20,16 @@ from rl_swarm.learning.policy import Policy
 
 def evaluate(model: str, settings: Settings, questions: int, samples: int, as_json: bool) -> None:
     settings = for_model(model, settings)
-    policy = Policy.load(settings, Reasoning.system_prompt)
-    environment = Reasoning(settings.task_list(), settings.partial_rewards)
+    kind = environments.named(settings.environment)
+    policy = Policy.load(settings, kind.system_prompt)
+    environment = kind(settings.task_list(), settings.partial_rewards)
     try:
         console = Console(highlight=False)
+        held_out = environment.held_out(questions)
+        if not held_out:
+            raise UserError(f"The environment {settings.environment!r} has no held-out questions.")
         with console.status(f"answering {questions} questions {samples + 1} times"):
-            result = score(policy, environment, environment.held_out(questions), samples, greedy=True)
+            result = score(policy, environment, held_out, samples, greedy=True)
     finally:
         environment.close()
     if as_json:
@@ -50,7 +55,7 @@ def evaluate(model: str, settings: Settings, questions: int, samples: int, as_js
 
 
 def chat(model: str, settings: Settings, prompt: str | None) -> None:
-    policy = Policy.load(for_model(model, settings), Reasoning.system_prompt)
+    policy = Policy.load(for_model(model, settings), environments.named(settings.environment).system_prompt)
     asked = 0
 
     def answer(question: str) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rl_swarm.cli import program
 from rl_swarm.cli.drawing import clock
 from rl_swarm.evaluation import mean
-from rl_swarm.report import RunView
+from rl_swarm.report import TREND_ROUNDS, RunView
 
 EXAMPLES = 2
 
@@ -17,6 +17,7 @@ EXAMPLES = 2
 def print_summary(run: RunView, seconds: float, console: Console) -> None:
     views = [view for view in run.nodes.values() if view.start and view.now]
     if not views:
+        _print_rewards(run, seconds, console)
         return
     table = Table(
         title="Held-out score: questions that training never saw",
@@ -59,6 +60,11 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
             f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups that had something to teach "
             f"({taken / max(1, taken + own):.0%}) came from other nodes."
         )
+    if run.manifest and run.manifest.stages > 1:
+        rewards = run.rewards(run.manifest.stages)
+        console.print(
+            f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}"
+        )
     console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
     call = program()
     console.print(
@@ -68,6 +74,31 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         f"  {call} up --external 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
         f"  {call} chat {_checkpoint(run, best.node)}",
+        soft_wrap=True,
+    )
+
+
+def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
+    """Where there are no held-out questions: what the answers to those of the rounds earned."""
+    table = Table(
+        title="Reward: the first and the last rounds", title_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
+    table.add_column("node", no_wrap=True)
+    for title in ("role", "first", "last", ""):
+        table.add_column(title, justify="right" if title in ("first", "last") else "left")
+    for view in [view for view in run.nodes.values() if view.rounds]:
+        many = max(1, min(TREND_ROUNDS, len(view.rounds) // 2))
+        first = mean([line.reward_local for line in view.rounds[:many]])
+        told = ", ".join(f"{escape(name)} {value:.4g}" for name, value in view.figures.items())
+        table.add_row(view.name, escape(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
+    if not table.row_count:  # their logs are elsewhere
+        return
+    console.print()
+    console.print(table)
+    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    console.print(
+        f"\n[bold]Next[/]\n  {program()} validate {run.root}    is this run sound?\n"
+        f"  {program()} watch {run.root}    its curves and rollouts in a browser",
         soft_wrap=True,
     )
 

@@ -1,0 +1,107 @@
+"""Which environments there are: those of this package, and those that other installed packages register.
+
+A package registers one as an entry point, `name = "module:Class"` in the group `rl_swarm.environments`. Only what is
+installed here can run: a manifest names an environment and brings no code.
+"""
+
+import importlib
+import importlib.metadata
+import re
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rl_swarm.errors import UserError
+
+if TYPE_CHECKING:
+    from rl_swarm.environments.base import Environment
+    from rl_swarm.manifest import Manifest
+
+GROUP = "rl_swarm.environments"
+# Registered in pyproject.toml like any other; here too, so that no other package can take their names.
+BUILT_IN = {
+    "debate": "rl_swarm.environments.debate:Debate",
+    "reasoning": "rl_swarm.environments.reasoning:Reasoning",
+}
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+
+class NoEnvironment(UserError):
+    """An environment that is not installed or cannot be used; the message says what would work."""
+
+
+@lru_cache(maxsize=1)
+def _registered() -> dict[str, importlib.metadata.EntryPoint]:
+    found = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    return {name: point for name, point in found.items() if NAME.fullmatch(name) and name not in BUILT_IN}
+
+
+def installed() -> list[str]:
+    return sorted({*BUILT_IN, *_registered()})
+
+
+@lru_cache
+def named(name: str) -> "type[Environment]":
+    """The environment that is installed under this name."""
+    from rl_swarm.environments.base import Environment
+
+    if not NAME.fullmatch(name):
+        raise NoEnvironment(
+            f"{name[:80]!r} is no name of an environment: up to 32 small letters, digits, - and _."
+        )
+    where = BUILT_IN.get(name) or (_registered()[name].value if name in _registered() else None)
+    if where is None:
+        raise NoEnvironment(
+            f"There is no environment {name!r} here: no installed package registers the entry point {name!r} in the group "
+            f"{GROUP}. Installed: {', '.join(installed())}."
+        )
+    module, _, attribute = where.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise NoEnvironment(f"The environment {name!r} ({where}) cannot be imported: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise NoEnvironment(
+            f"The environment {name!r} ({where}) is no class made from rl_swarm.environments.base.Environment."
+        )
+    return found
+
+
+def roles() -> dict[str, list[str]]:
+    """The roles of all installed environments that have more than one."""
+    found = {}
+    for name in installed():
+        with suppress(NoEnvironment):  # who wants that one is told
+            found[name] = list(named(name).roles)
+    return {name: theirs for name, theirs in found.items() if len(theirs) > 1}
+
+
+def versions(name: str) -> dict[str, str]:
+    """Of what the questions of an environment depend on: its package, and what it names itself."""
+    point = None if name in BUILT_IN else _registered().get(name)
+    package = {point.dist.name: point.dist.version} if point is not None and point.dist is not None else {}
+    return {**package, **named(name).versions()}
+
+
+def made(manifest: "Manifest") -> "Environment":
+    """The environment of a swarm, as far as it is installed here."""
+    kind = of_swarm(manifest)
+    return kind(manifest.tasks, manifest.partial_rewards)
+
+
+def of_swarm(manifest: "Manifest") -> "type[Environment]":
+    """Its class. Packages that the manifest names are the founder's word: they are told and not fetched."""
+    try:
+        kind = named(manifest.environment)
+    except NoEnvironment as error:
+        package = ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
+        raise NoEnvironment(
+            f"This swarm plays {manifest.environment!r}. {error} Its founder had {package or 'no package to name'}: look at it "
+            "before you install it."
+        ) from error
+    if manifest.stages != kind.stages:
+        raise NoEnvironment(
+            f"This swarm plays {manifest.environment!r} in {manifest.stages} stages, and the version that is installed here "
+            f"has {kind.stages}. The manifest names {manifest.versions}; here it is {versions(manifest.environment)}."
+        )
+    return kind

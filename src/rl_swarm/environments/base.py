@@ -1,12 +1,25 @@
-"""What an environment is: questions made from seeds, and rewards for answers to them."""
+"""What an environment is: questions made from seeds, rewards for answers to them; stages, and the roles that play them.
 
-from collections.abc import Sequence
+Everything here can be done again by everybody: a question follows from its seed and from what was said in the
+earlier stages of its round. docs/environments.md builds one.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
 
+from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
 
+if TYPE_CHECKING:
+    from rl_swarm.node import Node
+    from rl_swarm.rounds import State
+    from rl_swarm.turns import Work
+
 PEER_SECONDS = 5.0  # that a node spends on making, and again on scoring, the rollouts of one peer
+# What could close a block, begin one, or spell a control token of some tokenizer.
+_TAMED = str.maketrans({"<": "‹", ">": "›", "[": "(", "]": ")", "{": "(", "}": ")", "|": "¦", '"': "'"})
 
 
 class TaskError(UserError):
@@ -22,32 +35,136 @@ class Question:
     seed: int
     prompt: str
     answer: str | None
+    stage: int = 0
+    role: str = ""  # of who answers it; empty for the ordinary one
+    parents: tuple["Statement", ...] = ()  # what it answers to
 
 
-class Environment(Protocol):
+@dataclass(frozen=True)
+class Statement:
+    """A rollout of an earlier stage: signed by a member, its question made again here. Its texts are a stranger's."""
+
+    digest: str
+    peer_id: str
+    question: Question
+    texts: tuple[str, ...]
+    number: int = 0  # among its author's questions in that stage
+
+    def lot(self, seed: int) -> int:
+        """A number drawn for it by a seed: by who said it and where, so that no text is likelier to be drawn."""
+        place = f"{seed} {self.peer_id} {self.question.stage} {self.number}"
+        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
+
+
+@dataclass(frozen=True)
+class Cue:
+    """What a follow-up question is made from: its place, its seed, and what its author has heard."""
+
+    peer_id: str
+    role: str
+    stage: int
+    number: int  # of the question: 0 for the author's first in this stage
+    seed: int
+    heard: tuple[Statement, ...] = ()  # of all earlier stages of the round
+    claimed: str = ""  # the prompt that another peer shows; empty where the question is the node's own
+
+
+class Role:
+    """How a node plays a stage. This one, the ordinary, answers, publishes, collects, learns and reports.
+
+    A node has one role object for as long as it runs. Others override `turn`, with what `Node` offers: `questions`,
+    `answer`, `heard`, and at the end either `turn` or `show`.
+    """
+
+    learns: ClassVar[bool] = True  # whether its model is trained, measured on held-out questions, and saved
+    system_prompt: ClassVar[str | None] = None  # the environment's, if None
+    settings: ClassVar[Mapping[str, object]] = {}  # that belong to it, where the user leaves the defaults
+
+    def __init__(self, environment: "Environment") -> None:
+        self.environment = environment
+
+    def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
+        """One stage. Yields what is to be done with the model; every stage ends with `node.turn` or `node.show`."""
+        return node.turn(state)
+
+    def kept(self) -> dict[str, object]:
+        """What outlives a restart: a small JSON object."""
+        return {}
+
+    def restore(self, kept: Mapping[str, object]) -> None:
+        """Takes back what `kept` gave."""
+
+
+class Environment:
     """Tasks and how they are scored.
 
     `seconds` is for the rollouts of a peer: they are handled apart from the node's own, for at most about that
     long, and only the first questions or rewards come back where that is not enough.
     """
 
-    stages: int
-    system_prompt: str
+    stages: ClassVar[int] = 1  # of a round; in each everybody publishes
+    hears: ClassVar[int] = 0  # peers whose earlier stages a follow-up question may be made from
+    shared: ClassVar[bool] = (
+        False  # whether all peers are asked the same questions, to judge each other's answers
+    )
+    system_prompt: ClassVar[str] = ""
+    roles: ClassVar[Mapping[str, type[Role]]] = {"worker": Role}  # by name; the first is the ordinary one
+
+    def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
+        self.tasks, self.partial_rewards = tasks, partial_rewards
+
+    @classmethod
+    def preset(cls, model: str) -> Sequence[Task]:
+        """The tasks of a swarm whose founder names none (`tasks: auto`), for a model."""
+        return (Task(cls.__name__),)
+
+    @classmethod
+    def cast(cls, nodes: int) -> Sequence[str]:
+        """The roles of the nodes that `rl-swarm up` starts."""
+        return [next(iter(cls.roles))] * nodes
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        """Of the packages on which the questions depend."""
+        return {}
 
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
-        """The training question of every seed; never one of the held-out set."""
-        ...
+        """The training question of every seed; never one of the held-out set. Asked in the first stage, and none where
+        the ordinary role has nothing to do there."""
+        return []
+
+    def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
+        """The question of every cue, in a later stage or of another role; with the statements it answers to as parents.
+
+        A receiver makes it again from what its author has heard, so it depends on the cue alone.
+        """
+        return self.questions([cue.seed for cue in cues], seconds)
 
     def held_out(self, count: int) -> list[Question]:
-        """A fixed set of questions that `questions` never returns, tasks in turn."""
-        ...
+        """A fixed set of questions that `questions` never returns, tasks in turn; none where there is no such set."""
+        return []
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         """A reward for every (question, completion)."""
-        ...
+        raise NotImplementedError
 
     def well_formed(self, text: str) -> bool:
         """Whether a completion has the form of an answer, right or wrong."""
-        ...
+        return True
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what the environment has started."""
+
+
+def draw(seed: int, statements: Sequence[Statement], count: int) -> list[Statement]:
+    """So many of the statements, by chance, but the same for everybody who has the same ones."""
+    return sorted(statements, key=lambda one: (one.lot(seed), one.peer_id))[:count]
+
+
+def quoted(text: str, most: int) -> str:
+    """A stranger's text as one line between quotation marks: it cannot end its quotation, begin another part of the
+    prompt, or spell a control token."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * most]).split()).translate(
+        _TAMED
+    )
+    return f'"{line[:most]}{"…" if len(line) > most else ""}"'

@@ -4,26 +4,34 @@ The answer stands between `<answer>` tags and nothing follows them. Questions ar
 scored in a process of their own (see `scoring`), because the scorers evaluate what they are given.
 """
 
+import importlib.metadata
 from collections.abc import Sequence
 
-from rl_swarm.environments.base import Question
-from rl_swarm.environments.tasks import Task
+from rl_swarm.environments.base import Environment, Question
+from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.scoring.process import ScoringProcess
 
 OPEN, CLOSE = "<answer>", "</answer>"
 MAX_ANSWER = 8192
 
 
-class Reasoning:
-    stages = 1
+class Reasoning(Environment):
     system_prompt = (
         "Think about the question, then give your final answer between <answer> and </answer>. "
         "Write nothing after the closing tag."
     )
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
-        self.partial_rewards = partial_rewards
+        super().__init__(tasks, partial_rewards)
         self.scorer = ScoringProcess(tasks)
+
+    @classmethod
+    def preset(cls, model: str) -> Sequence[Task]:
+        return PRESETS["tiny" if model == "tiny" else "sapo"]
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return {"reasoning-gym": importlib.metadata.version("reasoning-gym")}
 
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         return self.scorer.questions(seeds, seconds)

@@ -21,9 +21,9 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from rl_swarm import environments
 from rl_swarm.config import Settings
-from rl_swarm.environments.base import Question
-from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.environments.base import Environment, Question
 from rl_swarm.environments.tasks import Task
 from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
@@ -41,6 +41,7 @@ from rl_swarm.turns import Answering, Learning, Published
 from rl_swarm.wire import MAX_BYTES, Rejected, seal, unseal
 
 SHOWN_EVERY = 1.0  # seconds between states for onlookers
+Scored = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what it answers to, and a text
 
 
 class Engine(Protocol):
@@ -74,13 +75,20 @@ def fitting(policies: Sequence[Policy]) -> Engine:
     return Together(policies)
 
 
-class Shared(Reasoning):
-    """One scoring process for all nodes. What was made and scored for one is known to the others, for a round."""
+class Shared(Environment):
+    """One environment for all nodes. What was made and scored for one is known to the others, for a stage."""
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool) -> None:
         super().__init__(tasks, partial_rewards)
         self.made: dict[int, Question] = {}  # by seed
-        self.scored: dict[tuple[int, int, str], float] = {}  # by task, seed and answer
+        self.scored: dict[Scored, float] = {}
+
+    @staticmethod
+    def of(manifest: Manifest) -> "Shared":
+        """What a swarm plays, made to be shared."""
+        kind = environments.of_swarm(manifest)
+        shared: type[Shared] = type(f"Shared{kind.__name__}", (Shared, kind), {})
+        return shared(manifest.tasks, manifest.partial_rewards)
 
     def forget(self) -> None:
         self.made.clear()
@@ -95,7 +103,7 @@ class Shared(Reasoning):
         return [self.made[seed] for seed in seeds]
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
-        keys = [(question.number, question.seed, text) for question, text in answered]
+        keys = [scored(question, text) for question, text in answered]
         asked = dict(zip(keys, answered, strict=True))
         new = [key for key in asked if key not in self.scored]
         found = super().score([asked[key] for key in new], seconds) if new else []
@@ -103,6 +111,11 @@ class Shared(Reasoning):
             return super().score(answered, seconds)
         self.scored.update(zip(new, found, strict=True))
         return [self.scored[key] for key in keys]
+
+
+def scored(question: Question, text: str) -> Scored:
+    parents = tuple(parent.digest for parent in question.parents)
+    return (question.number, question.seed, question.stage, question.role, parents, text)
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ class Swarm:
         self.files, self.settings = LocalFiles(folder), members[0].settings
         self.manifest = self._manifest(specialists or {})
         torch.set_num_threads(max(1, self.settings.threads))
-        self.environment = Shared(self.manifest.tasks, self.manifest.partial_rewards)
+        self.environment = Shared.of(self.manifest)
         # The clock stands still: nobody is late where everybody waits for everybody.
         self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)
         self.looked = 0.0  # seconds spent on held-out questions
@@ -174,12 +187,22 @@ class Swarm:
         return True
 
     def round(self) -> None:
-        """One round of all nodes: they answer and publish, then collect, then learn and report."""
+        """One round of all nodes, stage by stage."""
         state = self.swarm.state
+        for _ in range(self.manifest.stages):
+            self._stage(self.swarm.state)
+        self.done = state.round
+        started = time.monotonic()
+        for node in self.nodes:
+            node.look(state)
+        self.looked += time.monotonic() - started
+
+    def _stage(self, state: State) -> None:
+        """One stage of all nodes: they answer and publish, then collect, then learn and report."""
         self.environment.forget()
         # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and back.
         self.environment.questions([seed for node in self.nodes for seed in node.seeds(state)])
-        turns = [node.turn(state) for node in self.nodes]
+        turns = [node.begin(state) for node in self.nodes]
         waiting = {number: next(turn) for number, turn in enumerate(turns)}
         while waiting:
             answering = {number: work for number, work in waiting.items() if isinstance(work, Answering)}
@@ -204,11 +227,6 @@ class Swarm:
                     del waiting[number]
                 else:
                     waiting[number] = work
-        self.done = state.round
-        started = time.monotonic()
-        for node in self.nodes:
-            node.look(state)
-        self.looked += time.monotonic() - started
 
     def save(self) -> None:
         """A checkpoint of all nodes. It counts once the state, which is written last, is there."""
@@ -230,9 +248,8 @@ class Swarm:
         try:
             return read_manifest(self.files)
         except FileNotFoundError:
-            manifest = new_manifest(
-                self.settings, self.folder.name, self.owner.peer_id, time.time(), Reasoning.stages
-            )
+            stages = environments.named(self.settings.environment).stages
+            manifest = new_manifest(self.settings, self.folder.name, self.owner.peer_id, time.time(), stages)
             if specialists:
                 manifest = replace(manifest, specialists=dict(specialists))
             self.files.write(MANIFEST, seal(manifest, self.owner))

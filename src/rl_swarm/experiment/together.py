@@ -31,7 +31,7 @@ class Together:
         parties = defaultdict[Hashable, list[Answering]](list)
         for one in work:
             engine = sampler.engine_of(one.policy.model)
-            if engine is None or len(one.questions) * one.count > one.policy.batch:
+            if engine is None or one.greedy or len(one.questions) * one.count > one.policy.batch:
                 one.run()
             else:
                 parties[engine, one.policy.decoding()].append(one)

@@ -53,10 +53,12 @@ class Place(msgspec.Struct, frozen=True):
     policy_version: int
     files: dict[str, str] = {}  # the SHA-256 of each
     standing: Kept = {}  # of peers
+    role: dict[str, object] | msgspec.UnsetType = msgspec.UNSET  # what its role remembers
 
 
-def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, identity: Identity) -> Path:
-    """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`."""
+def save(policy: "Policy | None", place: Place, root: Path, node: str, keep: int, identity: Identity) -> Path:
+    """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`. A model that does not learn is
+    not written."""
     target = root / f"round_{place.round}" / node
     if not root.parent.is_dir():  # a drive that was unmounted is not made anew
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.parent))
@@ -66,8 +68,9 @@ def save(policy: "Policy", place: Place, root: Path, node: str, keep: int, ident
             shutil.rmtree(left, ignore_errors=True)
     _make(aside)
     try:
-        policy.save(aside)
-        save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
+        if policy is not None:
+            policy.save(aside)
+            save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
         place = msgspec.structs.replace(place, files=_digests(aside))
         (aside / PLACE).write_bytes(seal(place, identity, limit=PLACE_BYTES))
         shutil.rmtree(target, ignore_errors=True)

@@ -16,6 +16,7 @@ LONG = 1024  # characters: a longer text of somebody else is not kept
 class Reader:
     def __init__(self, tokenizer: Any, system_prompt: str, hash: str) -> None:
         self.tokenizer, self.system_prompt, self.hash = tokenizer, system_prompt, hash
+        self.control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.lock = threading.Lock()  # a tokenizer is switched between texts with and without control tokens
         self.prompt_ids = lru_cache(maxsize=PROMPTS)(self._prompt_ids)
         self._kept_ids = lru_cache(maxsize=TEXTS)(self._text_ids)
@@ -35,7 +36,11 @@ class Reader:
         return self._kept_ids(text) if len(text) <= LONG else self._text_ids(text)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        """A question in the model's chat template, with the system prompt before it."""
+        """A question in the model's chat template, with the system prompt before it. Others may have written parts of
+        it: a control token that is spelt out in it is broken up."""
+        for token in self.control:
+            if token in prompt:
+                prompt = prompt.replace(token, f"{token[:1]}\u200b{token[1:]}")
         messages = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": prompt}]
         if self.tokenizer.chat_template is None:
             text = f"{self.system_prompt}\n\n{prompt}\n"

@@ -225,8 +225,8 @@ class FolderExchange:
         numbers = sorted(publication.rollouts, key=int)
 
         def sealed(count: int) -> bytes:
-            rollouts = {number: publication.rollouts[number] for number in numbers[:count]}
-            return seal(replace(publication, rollouts=rollouts), self.identity, compress=True, limit=limit)
+            fitting = publication.only({number: publication.rollouts[number] for number in numbers[:count]})
+            return seal(fitting, self.identity, compress=True, limit=limit)
 
         def refused(count: int) -> bool:
             try:

@@ -28,7 +28,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Points = Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")]
 Name = Annotated[str, Query(max_length=100)]
 Metric = Annotated[
-    str, Query(pattern=r"^[a-z_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")
+    str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")
 ]
 Reward = Annotated[float | None, Query(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Format = Annotated[Literal["json", "csv"], Query(description="csv: the same as a table.")]

@@ -94,7 +94,7 @@ class Follower(Looking):
             reports = self._reports.read(view)
             with self.lock:
                 for report in reports:
-                    add(report, self.tracks[report.node])
+                    add(report, self.tracks[report.node], view.manifest.stages if view.manifest else 1)
             changed |= bool(reports)
         return changed
 

@@ -26,6 +26,7 @@ class Overview:
     rollouts: int
     tokens_per_second: float
     reward: float | None  # mean of the nodes' last rounds
+    reward_by_stage: list[float | None]  # the same in every stage; empty where a round has one
     held_out_start: float | None
     held_out_now: float | None
     from_others: float | None  # share of the groups learned from
@@ -55,6 +56,7 @@ class NodeRow:
     held_out_now: float | None
     tokens_per_second: float | None
     from_others: float | None
+    role: str  # empty for the ordinary one
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class NodeDetail:
     settings: dict[str, str]  # its own; where its log is not at hand, those of the run
     hardware: dict[str, str]
     metrics: list[str]  # of which there are curves
+    figures: dict[str, float]  # that its role told last
 
 
 @dataclass(frozen=True)

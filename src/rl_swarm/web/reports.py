@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rl_swarm.network.folder import RECORD_BYTES, report_path
 from rl_swarm.report import RunView
 from rl_swarm.rounds import Report
-from rl_swarm.web.tracks import Track
+from rl_swarm.web.tracks import Track, by_stage
 from rl_swarm.wire import Rejected, unseal
 
 ROUNDS_BACK = 100  # that are asked for
@@ -57,7 +57,10 @@ class Reports:
         return report if here == (manifest.swarm(), peer.peer_id, *place) else None
 
 
-def add(report: Report, track: Track) -> None:
+def add(report: Report, track: Track, stages: int) -> None:
     rewards = {"reward_local": [report.reward], "reward_training": [report.training_reward]}
-    track.curves.add([report.round], rewards)
+    if stages > 1 and report.rollouts:
+        rewards |= {by_stage(report.stage): [report.reward]}
+    if stages == 1 or report.rollouts:  # else it had nothing to do
+        track.curves.add([report.round], rewards)
     track.rollouts += report.rollouts

@@ -25,6 +25,7 @@ from rl_swarm.web.records import (
     Phase,
     TaskScore,
 )
+from rl_swarm.web.tracks import by_stage
 from rl_swarm.wire import Rejected, decode
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
@@ -57,6 +58,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             rollouts=sum(t.rollouts for t in tracks),
             tokens_per_second=sum(_speed(node) or 0.0 for node in nodes if node.alive),
             reward=mean(rewards) if rewards else None,
+            reward_by_stage=_by_stage(follower, manifest.stages if manifest else 1),
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
             from_others=taken / (own + taken) if own + taken else None,
@@ -65,6 +67,17 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             experiment=experiment,
             version=follower.version,
         )
+
+
+def _by_stage(follower: Follower, stages: int) -> list[float | None]:
+    """The mean of the nodes' last rounds in every stage; nothing where there is one."""
+    means: list[float | None] = []
+    for stage in range(stages if stages > 1 else 0):
+        curves = [track.curves for track in follower.tracks.values()]
+        last = [each.points(by_stage(stage), each.stride) for each in curves]
+        known = [value for line in last for value in line[-TREND_ROUNDS:] if value is not None]
+        means.append(mean(known) if known else None)
+    return means
 
 
 def phase(follower: Follower) -> Phase:
@@ -149,6 +162,9 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             settings=track.settings or _settings(follower),
             hardware=track.hardware,
             metrics=sorted(track.curves.sums),
+            figures={
+                name: value for name, told in view.figures.items() if (value := number(told)) is not None
+            },
         )
 
 
@@ -243,6 +259,7 @@ def _row(follower: Follower, rank: int, view: NodeView) -> NodeRow:
         held_out_now=number(view.now["sampled"]) if view.now else None,
         tokens_per_second=_speed(view),
         from_others=follower.tracks[view.node].from_others,
+        role=view.role,
     )
 
 
@@ -273,9 +290,8 @@ def _seconds_to_next(follower: Follower) -> float | None:
     state, manifest = follower.view.state, follower.view.manifest
     if state is None or manifest is None or phase(follower) != "running":
         return None
-    usual = (
-        manifest.round_interval if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
-    )
+    pace = None if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
+    usual = manifest.round_interval if manifest.round_end == "interval" else pace and pace / manifest.stages
     return None if usual is None else max(0.0, usual - (follower.now() - state.started))
 
 

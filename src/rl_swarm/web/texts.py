@@ -12,18 +12,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_swarm.environments.base import PEER_SECONDS, Question
+from rl_swarm import environments
+from rl_swarm.environments.base import Question
 from rl_swarm.errors import UserError
-from rl_swarm.manifest import Manifest, question_seed
+from rl_swarm.manifest import Manifest
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.rollouts import Publication, unpack
+from rl_swarm.rollouts import Publication, Rollout, unpack
+from rl_swarm.transcript import Transcript
 from rl_swarm.web.following import Follower
 from rl_swarm.web.records import RolloutPage, RolloutRow, Text
 from rl_swarm.web.telling import find
 from rl_swarm.wire import Rejected, unseal
 
 if TYPE_CHECKING:
-    from rl_swarm.environments.reasoning import Reasoning
+    from rl_swarm.environments.base import Environment
 
 CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown
@@ -59,7 +61,7 @@ class Texts:
         self.follower = follower
         self._lock = threading.Lock()  # one page at a time: they share the cache and the scoring process
         self._cache: OrderedDict[Place, list[RolloutRow]] = OrderedDict()
-        self._environment: Reasoning | None = None
+        self._environment: Environment | None = None
         self._failed = False  # questions cannot be made here
 
     def page(self, wanted: Wanted, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
@@ -123,12 +125,7 @@ class Texts:
             return self._cache[place]
         view, manifest = self.follower.view, self.follower.view.manifest
         assert manifest is not None
-        limit = manifest.limits.file_bytes
-        published = unseal(view.files.read(rollouts_path(*place), limit), Publication, limit)
-        peer = view.nodes[place[2]].peer
-        here = (published.swarm, published.round, published.stage, published.node)
-        if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
-            raise Rejected("place", "published for another place, or by somebody else")
+        published = self._published(place)
         rows = self._rows(published, manifest, view.nodes[place[2]].name, keys)
         # While a round lasts, a node may write more of it.
         lasting = view.state is not None and (view.state.phase == "finished" or place[0] < view.state.round)
@@ -138,9 +135,20 @@ class Texts:
                 self._cache.popitem(last=False)
         return rows
 
+    def _published(self, place: Place) -> Publication:
+        view, manifest = self.follower.view, self.follower.view.manifest
+        assert manifest is not None
+        limit = manifest.limits.file_bytes
+        published = unseal(view.files.read(rollouts_path(*place), limit), Publication, limit)
+        peer = view.nodes[place[2]].peer
+        here = (published.swarm, published.round, published.stage, published.node)
+        if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
+            raise Rejected("place", "published for another place, or by somebody else")
+        return published
+
     def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:
         rollouts = list(unpack(published, manifest.limits))
-        questions = self._questions(manifest, published, len(rollouts)) if keys else {}
+        questions = self._questions(manifest, rollouts) if keys else {}
         place = (published.round, published.stage, published.node)
         rows = []
         for rollout in rollouts:
@@ -171,18 +179,28 @@ class Texts:
             )
         return rows
 
-    def _questions(self, manifest: Manifest, published: Publication, count: int) -> dict[int, Question]:
-        from rl_swarm.environments.reasoning import Reasoning
-
-        if self._failed:
+    def _questions(self, manifest: Manifest, rollouts: list[Rollout]) -> dict[int, Question]:
+        if self._failed or not rollouts:
             return {}
-        seeds = [question_seed(manifest, published.round, published.peer_id, k) for k in range(count)]
         try:
-            self._environment = self._environment or Reasoning(manifest.tasks, manifest.partial_rewards)
-            return dict(enumerate(self._environment.questions(seeds, PEER_SECONDS)))
+            self._environment = self._environment or environments.made(manifest)
+            return dict(enumerate(self._transcript(manifest, rollouts[0].round).asked(rollouts)))
+        except Rejected:  # as other nodes see it too
+            return {}
         except (UserError, OSError):  # rollouts can be read without their keys
             self._failed = True
             return {}
+
+    def _transcript(self, manifest: Manifest, round: int) -> Transcript:
+        """What a question of a later stage was made from is read where its author read it."""
+        peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
+
+        def fetch(stage: int, peer_id: str) -> Iterator[Publication]:
+            with suppress(OSError, Rejected):
+                yield self._published((round, stage, peers[peer_id]))
+
+        assert self._environment is not None
+        return Transcript(manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers))
 
     def close(self) -> None:
         if self._environment is not None:

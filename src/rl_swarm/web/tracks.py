@@ -59,8 +59,8 @@ class Track:
     def take(self, view: NodeView, most_rounds: int) -> int:
         """Adds what the view has read since the last time, and lets go of it; how much that was."""
         lines = view.rounds[self._rounds :]
-        if lines:
-            self._add([line for line in lines if line.round < most_rounds])
+        if lines := [line for line in lines if line.round < most_rounds]:
+            self._add(lines)
         del view.rounds[:-KEPT_LINES]
         self._rounds = len(view.rounds)
         scores = view.held_out[self._scores :]
@@ -75,7 +75,11 @@ class Track:
 
     def _add(self, lines: Sequence[RoundLine]) -> None:
         columns = zip(*map(_values, lines), strict=True)
-        self.curves.add([line.round for line in lines], dict(zip(MEASURED, columns, strict=False)))
+        rounds = [line.round for line in lines]
+        self.curves.add(rounds, dict(zip(MEASURED, columns, strict=False)))
+        for stage in {line.stage for line in lines if line.reward_by_stage}:
+            rewards = [line.reward_local if line.stage == stage else None for line in lines]
+            self.curves.add(rounds, {by_stage(stage): rewards})
         for line in lines:
             self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
             self.rollouts += line.local_groups
@@ -108,6 +112,11 @@ class Track:
         if event.event in ERRORS:
             count_one(self.errors, event.detail)
         return event
+
+
+def by_stage(stage: int) -> str:
+    """The name of the rewards of one stage, where a round has several."""
+    return f"reward_local.stage_{stage}"
 
 
 def count(counter: Counter[str], found: Mapping[str, int]) -> None:

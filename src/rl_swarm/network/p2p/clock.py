@@ -43,12 +43,15 @@ class ClockCoordinator(FolderCoordinator):
         self.members = files.members = Members(files, manifest, rng, admits)
         self._look = self.members.walk if whole else self.members.look
         self._looked_at = -float("inf")
-        self._looked_in = -1  # round
+        self._looked_in = -1  # stage, counted from the first of the first round
 
     def current(self) -> State:
         manifest, now = self.manifest, self.clock()
-        number = max(0, int((now - manifest.created) // manifest.round_interval))
-        phase: Literal["finished", "running"] = "finished" if number >= manifest.rounds else "running"
+        number = max(
+            0, int((now - manifest.created) // manifest.round_interval)
+        )  # of the stage, from the first
+        played, stage = divmod(number, manifest.stages)
+        phase: Literal["finished", "running"] = "finished" if played >= manifest.rounds else "running"
         if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):
             self._looked_in, self._looked_at = number, now
             self._read_roll()
@@ -57,7 +60,8 @@ class ClockCoordinator(FolderCoordinator):
         self._last = replace(
             self._last,
             phase=phase,
-            round=min(number, manifest.rounds),
+            round=min(played, manifest.rounds),
+            stage=stage if phase == "running" else 0,
             started=manifest.created + number * manifest.round_interval,
             timestamp=now,
         )
@@ -68,8 +72,8 @@ class ClockCoordinator(FolderCoordinator):
             state = self.current()
             if is_past(state, after):
                 return state
-            next_round = state.started + self.manifest.round_interval
-            self.stop.wait(max(0.01, next_round - self.clock()))
+            next_stage = state.started + self.manifest.round_interval
+            self.stop.wait(max(0.01, next_stage - self.clock()))
         return None
 
     def register(self, peer: PeerInfo) -> None:

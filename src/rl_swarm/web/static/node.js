@@ -55,6 +55,7 @@ export function node(id) {
         fact("From others", percent(row.from_others), "of what it learned"),
         fact("Tokens", count(about.tokens), `${count(about.rollouts)} rollouts`),
         fact("Model", row.model || "–", about.device),
+        ...(row.role ? [fact("Role", row.role, Object.entries(about.figures).map(([name, value]) => `${plain(name)} ${score(value)}`).join(", "))] : []),
         fact("Peak memory", bytes(about.peak_memory), about.host ? `on ${about.host}` : null),
         fact("Restarts", String(about.restarts), `skipped rounds ${about.skipped} times`)),
       h("p", { class: "note" }, "Joined ", moment(about.joined), ", last sign of life ", moment(about.seen), ". ",

@@ -11,7 +11,7 @@ const arrow = (change) => (change > 0.005 ? "▲" : change < -0.005 ? "▼" : "�
 
 const COLUMNS = [
   { title: "Rank", number: true, cell: (row) => String(row.rank) },
-  { title: "Node", cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name)) },
+  { title: "Node", cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name), row.role ? h("span", { class: "note" }, row.role) : null) },
   { title: "Model", wide: true, short: true, cell: (row) => row.model },
   { title: "Rounds", number: true, wide: true, cell: (row) => String(row.participation) },
   { title: "Reward", number: true, cell: (row) => score(row.reward) },
@@ -51,7 +51,7 @@ export function overview() {
       fact("Nodes", `${about.alive} of ${about.nodes}`, "are here"),
       fact("Models trained", String(about.nodes), about.models.join(", ")),
       fact("Tasks", String(about.tasks.length), "kinds of questions"),
-      fact("Reward", score(about.reward), "last 20 rounds"),
+      fact("Reward", score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
       fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}`),
       fact("From others", percent(about.from_others), "of what was learned"),
       fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),

@@ -1,0 +1,261 @@
+"""Later stages: everybody hears the same peers, and what does not follow from what they said is refused."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec.structs import replace
+
+from rl_swarm.config import Settings
+from rl_swarm.environments.base import Environment, Question, Role, draw
+from rl_swarm.manifest import new_manifest, question_seed
+from rl_swarm.rollouts import Answer, Publication, Sampling, unpack, within
+from rl_swarm.selection import check, select
+from rl_swarm.transcript import OVERHEARD, Transcript
+from rl_swarm.wire import Rejected
+
+MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
+PEERS = [f"peer-{number}" for number in range(9)]
+ROUND = 4
+
+
+class Chain(Environment):
+    """Every stage passes on, for each question, one thing that was heard in the stage before."""
+
+    stages, hears = 3, 3
+    roles = {"worker": Role, "prompter": Role}  # noqa: RUF012
+
+    def questions(self, seeds, seconds=None):
+        return [Question("chain", 0, seed, f"Say {seed}", str(seed)) for seed in seeds]
+
+    def follow_up(self, cues, seconds=None):
+        return [self.next(cue) for cue in cues]
+
+    def next(self, cue):
+        if cue.role:
+            allowed = ("easy", "hard")
+            return Question("chain", 0, cue.seed, cue.claimed if cue.claimed in allowed else allowed[0], None)
+        before = [said for said in cue.heard if said.question.stage == cue.stage - 1]
+        parents = tuple(draw(cue.seed, before, 1))
+        text = parents[0].texts[0] if parents else "nothing"
+        return Question("chain", 0, cue.seed, f"{text}, and {cue.seed}", text, parents=parents)
+
+    def score(self, answered, seconds=None):
+        return [float(text == question.answer) for question, text in answered]
+
+
+@dataclass
+class Swarm:
+    """Peers that publish through each other's eyes: what is there, everybody can fetch."""
+
+    published: dict = field(default_factory=dict)
+    rejected: list = field(default_factory=list)
+    members: list = field(default_factory=lambda: list(PEERS))
+
+    def transcript(self, hidden=()):
+        def fetch(stage, peer_id):
+            found = self.published.get((stage, peer_id))
+            return [found] if found is not None and (stage, peer_id) not in hidden else []
+
+        def reject(*why):
+            self.rejected.append(why)
+
+        return Transcript(MANIFEST, Chain([]), ROUND, fetch, reject, members=self.members)
+
+    def publish(self, peer_id, stage, count=2, at=0.0, hidden=(), role="", prompt=None, hears=3):
+        transcript = self.transcript(hidden)
+        transcript.environment.hears = hears
+        seeds = [question_seed(MANIFEST, ROUND, peer_id, number) for number in range(count)]
+        if stage or role:
+            questions = transcript.questions(peer_id, role, stage, seeds)
+        else:
+            questions = transcript.environment.questions(seeds)
+        texts = ["x"] if role else [f"{peer_id} in {stage}", "x"]
+        self.published[stage, peer_id] = Publication(
+            peer_id=peer_id,
+            kind="rollouts",
+            swarm="swarm",
+            node=peer_id,
+            round=ROUND,
+            stage=stage,
+            timestamp=at,
+            model="m",
+            policy_version=0,
+            sampling=Sampling(1.0, 1.0, 0, 8),
+            rollouts={
+                str(k): [Answer(prompt or question.prompt, text, 0.0) for text in texts]
+                for k, question in enumerate(questions)
+            },
+            heard=list(map(list, transcript.heard(peer_id, stage))),
+            parents={str(k): [p.digest for p in q.parents] for k, q in enumerate(questions) if q.parents},
+            role=role,
+        )
+        return self.published[stage, peer_id]
+
+    def check(self, publication, hidden=()):
+        rollouts = list(unpack(publication, MANIFEST.limits))
+        transcript = self.transcript(hidden)
+        return check(rollouts, MANIFEST, transcript.environment, lambda round: transcript)
+
+    def refusal(self, publication, hidden=()):
+        with pytest.raises(Rejected) as caught:
+            self.check(publication, hidden)
+        return caught.value.reason
+
+
+@pytest.fixture
+def swarm():
+    swarm = Swarm()
+    for stage in range(2):
+        for at, peer_id in enumerate(PEERS):
+            swarm.publish(peer_id, stage, at=float(at))
+    assert not swarm.rejected
+    return swarm
+
+
+def test_what_follows_is_made_again_by_everybody_through_all_stages(swarm):
+    publication = swarm.publish("peer-0", 2)
+    groups = swarm.check(publication)
+    assert [len(peers) for peers in publication.heard] == [3, 3]
+    for number, group in enumerate(groups):
+        (critic,) = group.question.parents
+        assert critic.digest == publication.parents[str(number)][0]
+        (first,) = critic.question.parents
+        assert (critic.question.stage, first.question.stage, first.question.parents) == (1, 0, ())
+        assert group.question.prompt.startswith(f"{critic.peer_id} in 1, and ")
+
+
+def test_whom_a_peer_hears_depends_on_the_round_and_on_itself_and_is_never_itself(swarm):
+    transcript = swarm.transcript()
+    orders = {peer_id: transcript.order(peer_id) for peer_id in PEERS}
+    assert all(sorted([peer_id, *order]) == PEERS for peer_id, order in orders.items())
+    assert len({tuple(order[:3]) for order in orders.values()}) > 4
+    later = Transcript(MANIFEST, Chain([]), ROUND + 1, lambda *_: [], print, members=PEERS)
+    assert sum(later.order(peer_id)[0] != order[0] for peer_id, order in orders.items()) > 4
+
+
+def test_those_who_said_nothing_are_passed_over(swarm):
+    order = swarm.transcript().order("peer-0")
+    del swarm.published[0, order[0]]
+    swarm.published[0, order[2]] = replace(swarm.published[0, order[2]], rollouts={})
+    publication = swarm.publish("peer-0", 1)
+    assert publication.heard == [[order[1], order[3], order[4]]]
+    assert len(swarm.check(publication)) == 2
+
+
+def test_no_more_peers_are_asked_than_it_takes(swarm):
+    asked = []
+    transcript = swarm.transcript()
+    fetch = transcript.fetch
+    transcript.fetch = lambda stage, peer_id: asked.append(peer_id) or fetch(stage, peer_id)
+    order = transcript.order("peer-0")
+    transcript.heard("peer-0", 1)
+    transcript.heard("peer-0", 1)
+    assert asked == order[:3]
+
+
+def test_another_prompt_another_parent_and_no_parent_are_refused(swarm):
+    publication = swarm.publish("peer-0", 1)
+    heard = [
+        swarm.published[0, peer_id].digest(number) for peer_id in publication.heard[0] for number in "01"
+    ]
+    other = next(name for name in heard if name not in publication.parents["0"])
+    lies = {
+        "question": replace(
+            publication,
+            rollouts={
+                number: [Answer("easy", answer.response, 0.0) for answer in given]
+                for number, given in publication.rollouts.items()
+            },
+        ),
+        "parents": replace(publication, parents={**publication.parents, "0": [other]}),
+        "parents ": replace(publication, parents={**publication.parents, "0": ["f" * 64]}),
+        "parents  ": replace(publication, parents={}),
+    }
+    for reason, lie in lies.items():
+        assert swarm.refusal(lie) == reason.strip()
+
+
+def test_peers_that_it_was_not_to_hear_are_refused(swarm):
+    publication = swarm.publish("peer-0", 1)
+    order = swarm.transcript().order("peer-0")
+    for heard in (
+        [order[:3][::-1]],  # in another order
+        [[*order[:2], "stranger"]],
+        [["peer-0", *order[:2]]],
+        [order[:2] + order[1:2]],
+        [order[:3], order[:3]],  # of its own stage
+    ):
+        assert swarm.refusal(replace(publication, heard=heard)) == "parents"
+    assert swarm.refusal(swarm.publish("peer-0", 1, hears=4)) == "parents", "too many"
+
+
+def test_nobody_picks_whom_to_hear_by_not_hearing_others(swarm):
+    order = swarm.transcript().order("peer-0")
+    for number, peer_id in enumerate(order):
+        swarm.published[0, peer_id] = replace(swarm.published[0, peer_id], timestamp=float(number))
+    some = {(0, peer_id) for peer_id in order[:OVERHEARD]}
+    assert swarm.check(swarm.publish("peer-0", 1, hidden=some)), "a few may come late"
+    many = {(0, peer_id) for peer_id in order[: OVERHEARD + 1]}
+    choosy = swarm.publish("peer-0", 1, hidden=many)
+    assert swarm.refusal(choosy) == "parents"
+    for _, peer_id in many:  # unless they spoke later than those whom it heard
+        swarm.published[0, peer_id] = replace(swarm.published[0, peer_id], timestamp=100.0)
+    assert len(swarm.check(choosy)) == 2
+
+
+def test_what_this_node_cannot_fetch_is_not_used_and_nobody_is_blamed(swarm):
+    publication = swarm.publish("peer-0", 1)
+    unknown = {(0, publication.heard[0][0])}
+    assert swarm.refusal(publication, hidden=unknown) == "parents"
+    transcript = swarm.transcript(unknown)
+    found = select(
+        [publication],
+        1,
+        MANIFEST,
+        transcript.environment,
+        set(),
+        random.Random(0),
+        lambda *why: None,
+        transcript=lambda round: transcript,
+    )
+    assert found.chosen == [] and found.asked == {"peer-0": False}
+
+
+def test_a_statement_whose_own_question_does_not_follow_is_not_heard(swarm):
+    order = swarm.transcript().order("peer-0")
+    swarm.publish(order[0], 1, prompt="Say what I like")
+    publication = swarm.publish("peer-0", 2)
+    assert order[0] not in publication.heard[1] and order[0] in publication.heard[0]
+    assert swarm.rejected[0][:2] == (order[0], "question")
+    assert len(swarm.check(publication)) == 2
+
+
+def test_who_tells_different_things_to_different_peers_harms_nobody_else(swarm):
+    publication = swarm.publish("peer-0", 1)
+    liar = publication.heard[0][0]
+    second = {
+        k: [replace(a, response="else") for a in v] for k, v in swarm.published[0, liar].rollouts.items()
+    }
+    swarm.published[0, liar] = replace(swarm.published[0, liar], rollouts=second)
+    with pytest.raises(Rejected, match="parents"):
+        swarm.check(publication)
+
+
+def test_other_roles_speak_once_choose_among_what_is_allowed_and_cannot_be_invented(swarm):
+    said = swarm.publish("peer-0", 0, role="prompter", prompt="hard")
+    assert len(said.rollouts["0"]) == 1
+    (first, *_) = swarm.check(said)
+    assert (first.question.role, first.question.prompt) == ("prompter", "hard")
+    assert swarm.refusal(swarm.publish("peer-0", 0, role="prompter", prompt="mine")) == "question"
+    assert swarm.refusal(replace(said, role="boss")) == "role"
+    assert swarm.refusal(replace(said, role="")) == "limits", (
+        "the ordinary role learns, and so it answers in groups"
+    )
+
+
+def test_a_publication_that_is_cut_names_no_parents_of_what_was_left_out(swarm):
+    publication = swarm.publish("peer-0", 1, count=4)
+    cut = within(publication, replace(MANIFEST.limits, questions=2))
+    assert set(cut.rollouts) == set(cut.parents) == {"0", "1"}
+    assert len(swarm.check(cut)) == 2
