@@ -169,6 +169,20 @@ def report(
     print(path.read_text(), end="")
 
 
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --out was.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write.")],
+) -> None:
+    """Keep of the finished runs what a report reads, in some tens of kilobytes each, to store or to send."""
+    from rl_swarm.experiment.report import pack
+
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such directory. Give what `experiment sapo --out` was given.")
+    packed = pack(folder, out)
+    print(f"{len(packed)} runs in {out}. Read them with: {program()} experiment report {out}")
+
+
 def _rates(text: str) -> list[float]:
     try:
         found = sorted({float(part) for part in text.split(",") if part.strip()})

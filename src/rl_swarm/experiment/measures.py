@@ -5,6 +5,7 @@ by bootstrap: seeds are drawn anew, and within each seed its nodes. With one see
 questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says so.
 """
 
+import lzma
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
@@ -23,6 +25,7 @@ from rl_swarm.telemetry.journal import new_lines
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
 WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
+PACKED, MOST_UNPACKED = "nodes.json.xz", 256 << 20  # bytes
 SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
 
 
@@ -36,6 +39,11 @@ class RoundLine(msgspec.Struct, frozen=True, tag_field="kind", tag="round"):
     generated_tokens: int
     trained_tokens: int
     seconds: dict[str, float]
+
+    def packed(self) -> "RoundLine":
+        """The same in fewer digits, with the seconds of all phases as one number."""
+        rewards = {name: round(getattr(self, name), 5) for name in ("reward_local", "reward_training")}
+        return replace(self, **rewards, seconds={"all": round(sum(self.seconds.values()), 3)})
 
 
 class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out"):
@@ -83,12 +91,21 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run | None":
         """The run in a folder, as far as all its nodes have got; None where there is none."""
-        job = Job.read(folder)
-        logs = [NodeLog.read(path) for path in sorted(folder.glob("logs/*/metrics.jsonl"))]
+        job, packed = Job.read(folder), folder / PACKED
+        if packed.exists():
+            logs = _unpacked(packed)
+        else:
+            logs = [NodeLog.read(path) for path in sorted(folder.glob("logs/*/metrics.jsonl"))]
         if job is None or not logs:
             return None
         played = min(len(log.rounds) for log in logs)
         return cls(job, folder, [log.up_to(played) for log in logs]) if played else None
+
+    def pack(self, folder: Path) -> None:
+        """Writes what a report reads of this run into another folder, in some tens of kilobytes."""
+        self.job.write(folder)
+        nodes = [([line.packed() for line in log.rounds], log.held_out) for log in self.nodes]
+        (folder / PACKED).write_bytes(lzma.compress(msgspec.json.encode(nodes), preset=9))
 
     @property
     def played(self) -> int:
@@ -98,6 +115,18 @@ class Run:
     def share(self) -> float:
         """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
         return self.job.nodes / len(self.nodes)
+
+
+def _unpacked(path: Path) -> list[NodeLog]:
+    try:
+        decompressor = lzma.LZMADecompressor()
+        data = decompressor.decompress(path.read_bytes(), MOST_UNPACKED)
+        if not decompressor.eof:
+            raise UserError(f"{path} cannot be read: it is cut off, or too large.")
+        found = msgspec.json.decode(data, type=list[tuple[list[RoundLine], list[HeldOutLine]]])
+    except (OSError, lzma.LZMAError, msgspec.DecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+    return [NodeLog(*lines) for lines in found]
 
 
 @dataclass(frozen=True)

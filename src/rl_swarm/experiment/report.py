@@ -1,5 +1,6 @@
 """The report of an experiment: `report.md` with tables and figures, `report.json` with the same numbers for programs."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -93,6 +94,18 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     path = out / "report.md"
     path.write_text(text.whole(numbers, _drawn(numbers, out)))
     return path
+
+
+def pack(folder: Path, out: Path) -> list[Run]:
+    """Keeps what a report reads of the finished runs."""
+    found = [run for arm in find([folder]).arms for run in arm.runs]
+    for run in found:
+        packed = out / RUNS / run.folder.name
+        run.pack(packed)
+        for source, target in ((run.folder / MACHINE, packed), (folder / RATES, out)):
+            if source.is_file():
+                shutil.copy(source, target)
+    return found
 
 
 def read(folders: Sequence[Path]) -> dict[str, Any]:
