@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import astuple
 
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
@@ -40,10 +40,10 @@ class RoundLine(msgspec.Struct, frozen=True, tag_field="kind", tag="round"):
     trained_tokens: int
     seconds: dict[str, float]
 
-    def packed(self) -> "RoundLine":
-        """The same in fewer digits, with the seconds of all phases as one number."""
-        rewards = {name: round(getattr(self, name), 5) for name in ("reward_local", "reward_training")}
-        return replace(self, **rewards, seconds={"all": round(sum(self.seconds.values()), 3)})
+    def packed(self) -> tuple[float, ...]:
+        """In fewer digits, with the seconds of all phases as one number."""
+        *numbers, seconds = astuple(self)
+        return (*(round(number, 5) for number in numbers), round(sum(seconds.values()), 3))
 
 
 class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out"):
@@ -104,7 +104,10 @@ class Run:
     def pack(self, folder: Path) -> None:
         """Writes what a report reads of this run into another folder, in some tens of kilobytes."""
         self.job.write(folder)
-        nodes = [([line.packed() for line in log.rounds], log.held_out) for log in self.nodes]
+        nodes = [
+            (list(zip(*(line.packed() for line in log.rounds), strict=True)), log.held_out)
+            for log in self.nodes
+        ]  # column by column, which packs best
         (folder / PACKED).write_bytes(lzma.compress(msgspec.json.encode(nodes), preset=9))
 
     @property
@@ -123,10 +126,17 @@ def _unpacked(path: Path) -> list[NodeLog]:
         data = decompressor.decompress(path.read_bytes(), MOST_UNPACKED)
         if not decompressor.eof:
             raise UserError(f"{path} cannot be read: it is cut off, or too large.")
-        found = msgspec.json.decode(data, type=list[tuple[list[RoundLine], list[HeldOutLine]]])
-    except (OSError, lzma.LZMAError, msgspec.DecodeError) as error:
+        found = msgspec.json.decode(data, type=list[tuple[list[list[int | float]], list[HeldOutLine]]])
+        return [NodeLog([_line(*values) for values in zip(*columns, strict=True)], held)
+                for columns, held in found]  # fmt: skip
+    except (OSError, ValueError, TypeError, lzma.LZMAError, msgspec.DecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
-    return [NodeLog(*lines) for lines in found]
+
+
+def _line(*values: float) -> RoundLine:
+    *numbers, seconds = values
+    fields = dict(zip(RoundLine.__struct_fields__, numbers, strict=False))
+    return msgspec.convert({"kind": "round", **fields, "seconds": {"all": seconds}}, RoundLine)
 
 
 @dataclass(frozen=True)
