@@ -259,7 +259,14 @@ class Runner:
 
     def _played(self, jobs: Sequence[Job]) -> dict[str, int]:
         """The rounds of the runs that have begun, by name."""
-        return {job.name: run.played for job in jobs if (run := Run.read(self.experiment.folder(job)))}
+        found = {}
+        for job in jobs:
+            folder = self.experiment.folder(job)
+            if is_finished(folder):
+                found[job.name] = job.rounds
+            elif run := Run.read(folder):
+                found[job.name] = run.played
+        return found
 
     def _turn(self, job: Job) -> tuple[bool, int, int]:
         """Where a run's turn is: seed by seed, and of those the longest and largest first."""
