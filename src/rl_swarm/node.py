@@ -72,6 +72,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.plays = self.role or Role(self.environment)
+        self.watch = Stopwatch()  # of the stage at hand
         self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
         self.strategy = strategies.named(self.settings.strategy)
 
@@ -120,14 +121,14 @@ class Node:
 
     def begin(self, state: State) -> Iterator[Work]:
         """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
-        self.members = state.members
+        self.members, self.watch = state.members, Stopwatch()
         oldest = state.round - self.settings.max_age - 1
         self.transcripts = {number: kept for number, kept in self.transcripts.items() if number >= oldest}
         return self.plays.turn(self, state)
 
     def turn(self, state: State) -> Iterator[Work]:
         """One stage of a round: answer, publish, collect, learn, report. Yields what is to be done with the model."""
-        watch, settings = Stopwatch(), self.settings
+        watch, settings = self.watch, self.settings
 
         with watch("questions"):
             questions = self.questions(state)
@@ -135,7 +136,7 @@ class Node:
         local: list[Group] = []
         at_once = 1 if settings.publish == "generation" else max(len(questions), 1)
         for start in range(0, len(questions), at_once):
-            local += yield from self.answer(questions[start : start + at_once], state, start, watch)
+            local += yield from self.answer(questions[start : start + at_once], state, start)
             if settings.publish != "round":
                 with watch("publish"):
                     self.publish(local, state)
@@ -163,11 +164,9 @@ class Node:
         self.done = (state.round, state.stage)
         self.write_metrics(state, local, external, update, watch)
 
-    def show(
-        self, groups: Sequence[Group], state: State, watch: Stopwatch | None = None, **figures: float
-    ) -> Iterator[Work]:
+    def show(self, groups: Sequence[Group], state: State, **figures: float) -> Iterator[Work]:
         """A stage in which nothing is learned: publishes the groups, or nothing, and reports."""
-        watch = watch or Stopwatch()
+        watch = self.watch
         self.check_stop()
         with watch("publish"):
             self.publish(groups, state)
@@ -215,16 +214,15 @@ class Node:
         questions: Sequence[Question],
         state: State,
         start: int = 0,
-        watch: Stopwatch | None = None,
         count: int | None = None,
         greedy: bool = False,
     ) -> Generator[Work, None, list[Group]]:
         """The node's own completions of the questions, scored."""
         self.check_stop()
-        watch, count = watch or Stopwatch(), count or self.settings.generations
+        count = count or self.settings.generations
         seed = derive(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
-        yield (answering := Answering(self.policy, questions, count, seed, watch, greedy))
-        with watch("score"):
+        yield (answering := Answering(self.policy, questions, count, seed, self.watch, greedy))
+        with self.watch("score"):
             return self.scored(questions, answering.completions)
 
     def scored(

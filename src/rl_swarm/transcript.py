@@ -155,7 +155,8 @@ class Transcript:
             if set(peers) != set(self.speakers(earlier, peers, len(peers))):
                 raise Rejected("parents", "it has heard what this node cannot fetch")
             last = max((self._said[earlier, other][0] for other in peers), default=0.0)
-            before = order[: order.index(peers[-1])] if len(peers) == self.environment.hears else order
+            all_heard = bool(peers) and len(peers) == self.environment.hears
+            before = order[: order.index(peers[-1])] if all_heard else order
             missed = [other for other in before if other not in peers]
             spoke = self.speakers(earlier, missed, len(missed))
             if sum(self._said[earlier, other][0] < last for other in spoke) > OVERHEARD:

@@ -160,6 +160,11 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
                 "rollouts before they learn. Use `stage` or `generation`."
             )
+        if settings.publish == "generation" and environments.of_swarm(manifest).hears:
+            raise ConfigError(
+                "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published in "
+                "earlier ones: everybody must see the same. Use `stage`."
+            )
         logs = address.here / "logs" / name
         source = sinks.Source(
             manifest.name, manifest.swarm(), name, identity.peer_id, logs, sinks.public(settings)

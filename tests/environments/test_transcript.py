@@ -1,9 +1,12 @@
 """Later stages: everybody hears the same peers, and what does not follow from what they said is refused."""
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rl_swarm.config import Settings
@@ -259,3 +262,28 @@ def test_a_publication_that_is_cut_names_no_parents_of_what_was_left_out(swarm):
     cut = within(publication, replace(MANIFEST.limits, questions=2))
     assert set(cut.rollouts) == set(cut.parents) == {"0", "1"}
     assert len(swarm.check(cut)) == 2
+
+
+NAMES = st.lists(st.sampled_from([*PEERS, "stranger", "", "x" * 64]), max_size=5)
+
+
+@given(
+    heard=st.lists(NAMES, max_size=4),
+    parents=st.dictionaries(
+        st.sampled_from(["0", "1", "2", "x"]), st.lists(st.text(max_size=64), max_size=3)
+    ),
+    role=st.sampled_from(["", "prompter", "boss"]),
+    stage=st.integers(0, 5),
+    hears=st.sampled_from([0, 1, 3]),
+)
+def test_whatever_a_peer_claims_it_is_refused_or_followed(heard, parents, role, stage, hears):
+    swarm = Swarm()
+    for at, peer_id in enumerate(PEERS):
+        swarm.publish(peer_id, 0, at=float(at))
+    publication = swarm.publish("peer-0", 1)
+    claimed = replace(publication, heard=heard, parents=parents, role=role, stage=stage)
+    transcript = swarm.transcript()
+    transcript.environment.hears = hears
+    rollouts = list(unpack(claimed, MANIFEST.limits))
+    with suppress(Rejected):
+        assert len(check(rollouts, MANIFEST, transcript.environment, lambda round: transcript)) == 2
