@@ -207,9 +207,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
         ),
     ] = "frugal"
-    local_epochs: Annotated[
-        int, _setting("updates per round; those after the first are on own rollouts alone", ge=1, le=64)
-    ] = 1
+    epochs: Annotated[int, _setting("updates per round, all on the same groups", ge=1, le=64)] = 1
     external_negatives: Annotated[
         float,
         _setting(

@@ -126,7 +126,7 @@ def test_help_is_there_without_torch() -> None:
     [
         (["--configs", "4-4"], ["4-4", "4/4", "paper"]),
         (["--configs", "0/8"], ["0/8"]),
-        (["--configs", "4/4x2"], ["4/4x2", "without external"]),
+        (["--configs", "4/4-pooled"], ["4/4-pooled", "one learner"]),
         (["--strategies", "spao"], ["spao", "sapo", "module:Class"]),
         (["--strategies", "nowhere:Idea"], ["nowhere:Idea", "module:Class"]),
         (["--rates", "1e-4,fast"], ["--rates", "3e-5"]),

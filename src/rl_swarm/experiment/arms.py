@@ -1,7 +1,7 @@
 """What is compared: an arm is how many groups a node takes from where, by which strategy, and how it trains on them.
 
-Written `I/J`: own and external groups per round. `4/0x2` trains twice on its own groups, which costs as much training
-as 4/4; `4/0-pooled` is one learner that has the questions of all nodes to itself.
+Written `I/J`: own and external groups per round. `4/0x2` makes two updates on the same groups, which costs as much
+training as 4/4; `4/0-pooled` is one learner that has the questions of all nodes to itself.
 """
 
 import re
@@ -32,7 +32,7 @@ PRESET: dict[str, object] = {
     "keep_checkpoints": 2,
     "threads": 1,
 }
-GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "local_epochs")
+GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "epochs")
 HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
 # Of a machine or another command, whose environment variables may be set: no part of a run.
 ELSEWHERE = (
@@ -112,7 +112,7 @@ class Job(msgspec.Struct, frozen=True):
             "strategy": self.arm.strategy,
             "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
             "external": self.arm.external,
-            "local_epochs": self.arm.epochs,
+            "epochs": self.arm.epochs,
             "fetch_max_peers": max(10, self.nodes),
             "nodes_per_device": self.count,
             "seed": self.seed,
@@ -193,18 +193,19 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     local, external = (int(match[1]), int(match[2])) if match else (0, 0)
     if match is None or local == 0:
         raise UserError(
-            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/0x2 (trains twice on its own) or "
+            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same groups) or "
             f"4/0-pooled (one learner with all questions), comma-separated, or a preset: {', '.join(PRESETS)}."
         )
-    if external and (match[3] or match[4]):
-        raise UserError(
-            f"--configs {text}: the controls x2 and -pooled are for nodes without external groups."
-        )
+    epochs, pooled = int(match[3] or 1), match[4] is not None
+    if external and pooled:
+        raise UserError(f"--configs {text}: -pooled is one learner, which has nobody to take groups of.")
+    if not epochs:
+        raise UserError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
     if not external:
-        return [Arm(local, 0, "alone", int(match[3] or 1), match[4] is not None)]
+        return [Arm(local, 0, "alone", epochs, pooled)]
     if not names:
         raise UserError(f"--strategies: {text} needs one, such as sapo.")
-    return [Arm(local, external, name) for name in names if name != "alone"]
+    return [Arm(local, external, name, epochs) for name in names if name != "alone"]
 
 
 def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:

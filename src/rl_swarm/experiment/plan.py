@@ -43,7 +43,7 @@ class Costs:
         return cls(
             local,
             more * spent("collect"),
-            more * spent("train") / (settings.local * arm.epochs + arm.external),
+            more * spent("train") / (arm.epochs * (settings.local + arm.external)),
             looked / looks / len(run.nodes) if looks else local * answers / settings.generations,
             start,
         )
@@ -52,7 +52,7 @@ class Costs:
         """What is left of a run may take so long."""
         settings = job.members()[0]
         each = self.local * settings.local + self.external * (job.arm.external > 0)
-        each += self.train * (settings.local * job.arm.epochs + job.arm.external)
+        each += self.train * job.arm.epochs * (settings.local + job.arm.external)
         looks = job.looks(played, job.rounds) + 1  # the last one comes after all rounds
         return self.start + job.count * (each * (job.rounds - played) + self.look * looks)
 

@@ -75,7 +75,7 @@ def _what(arms: Arms) -> str:
     """What the names of these arms mean."""
     says = ["`I/J`: in a round a node answers I questions and takes J groups of others' answers."]
     if any("x" in arm["configuration"] for arm in arms.values()):
-        says.append("`x2`: it trains twice on its own.")
+        says.append("`xN`: N updates a round, all on the same groups.")
     if any(arm["configuration"].endswith("-pooled") for arm in arms.values()):
         says.append("`-pooled`: one learner that has the questions of all nodes.")
     for name in dict.fromkeys(arm["strategy"] for arm in arms.values() if arm["strategy"] != "alone"):
