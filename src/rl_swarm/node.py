@@ -152,8 +152,8 @@ class Node:
         training = [*local, *external.chosen]
         yield (learning := Learning(self.policy, training, watch))
         update = learning.update
-        for _ in range(1, settings.local_epochs):
-            yield (again := Learning(self.policy, local, watch))
+        for _ in range(1, settings.epochs):
+            yield (again := Learning(self.policy, training, watch))
             update.tokens += again.update.tokens
 
         if settings.publish == "round":
