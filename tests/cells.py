@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-def executed(name: str, cwd: Path, **parameters: object) -> Any:
+def executed(name: str, cwd: Path, seconds: int = 120, **parameters: object) -> Any:
     """A notebook after a run of all its cells. `parameters` are set after the cell that is tagged so."""
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     nbformat.validate(notebook)
@@ -23,7 +23,7 @@ def executed(name: str, cwd: Path, **parameters: object) -> Any:
     lines = [f"{parameter} = {value!r}" for parameter, value in parameters.items()]
     notebook.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
     NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(cwd)}}
+        notebook, timeout=seconds, kernel_name="python3", resources={"metadata": {"path": str(cwd)}}
     ).execute()
     return notebook
 

@@ -1,11 +1,14 @@
 """RL Swarm in notebooks: real kernels, real nodes below a cell."""
 
 import base64
+import inspect
 import json
+import shutil
 import struct
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from typing import Any
 import psutil
 import pytest
 from cells import NOTEBOOKS, executed, kernel, output
-from processes import end, metrics, start, state, until
+from processes import metrics, state, until
 
 from rl_swarm import notebook
+from rl_swarm.cli.experiment import app as experiment_app
 from rl_swarm.identity import Identity, animal_name
-from rl_swarm.notebook.cells import _written
+from rl_swarm.notebook.cells import written
+from rl_swarm.notebook.experiments import OPTIONS, flags
 
 ROUNDS = 10
 QUICK = "web=False, held_out_questions=16, held_out_samples=1"
@@ -93,10 +98,14 @@ def test_the_monitor_shows_table_and_curves(trained: Trained) -> None:
     for shown in table.data["text/html"], table.data["text/plain"]:
         assert all(name in shown for name in trained.names) and f"round {ROUNDS}/{ROUNDS}" in shown
     for cell, words in (("curves", "reward, held-out score, tokens"), ("more", "entropy, length of answers")):
-        (figure,) = output(run, cell)
-        assert words in figure.data["text/plain"]
-        png = base64.b64decode(figure.data["image/png"])
-        assert png.startswith(b"\x89PNG") and min(struct.unpack(">II", png[16:24])) > 300
+        _has_picture(output(run, cell), words)
+
+
+def _has_picture(outputs: list[Any], words: str) -> None:
+    (figure,) = outputs
+    assert words in figure.data["text/plain"]
+    png = base64.b64decode(figure.data["image/png"])
+    assert png.startswith(b"\x89PNG") and min(struct.unpack(">II", png[16:24])) > 300
 
 
 def test_the_curves_of_a_plot_are_those_of_the_logs(trained: Trained) -> None:
@@ -104,39 +113,98 @@ def test_the_curves_of_a_plot_are_those_of_the_logs(trained: Trained) -> None:
     (axes,) = swarm.plot("reward_local").figure.axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert set(lines) == {*trained.names, "mean"}
-    for node, written in metrics(trained.cwd / "runs" / "r").items():
+    for node, logged in metrics(trained.cwd / "runs" / "r").items():
         rewards = dict.fromkeys(range(ROUNDS), 0.0)
-        rewards |= {line["round"]: line["reward_local"] for line in written if line["kind"] == "round"}
+        rewards |= {line["round"]: line["reward_local"] for line in logged if line["kind"] == "round"}
         name = next(name for name in trained.names if node.startswith(name.replace(" ", "-")))
         assert lines[name][-1] == pytest.approx(rewards[ROUNDS - 1]) and len(lines[name]) == ROUNDS
     with pytest.raises(notebook.UserError, match=r"no curve of 'nothing'.*entropy"):
         swarm.plot("nothing")
 
 
-def test_a_worker_joins_and_trains_below_its_cell(tmp_path: Path) -> None:
+def test_coordinator_and_worker_train_in_two_notebooks(tmp_path: Path) -> None:
+    """As two machines would that share a folder, with the switch that makes it short."""
     address = tmp_path / "drive" / "experiments" / "first"
-    address.parent.mkdir(parents=True)
-    (tmp_path / "coordinator").mkdir()
-    rules = ["--rounds", "2", "--round-end", "everyone", "--min-peers", "1", "--set", "poll_interval=0.2"]
-    coordinator = start(tmp_path / "coordinator", "coordinate", str(address), *rules)
-    small = {
-        "held_out_questions": 16,
-        "held_out_samples": 1,
-        "generations": 4,
-        "poll_interval": 0.2,
-        "threads": 1,
-    }
-    small["node_id"] = "colab"
-    try:
-        run = executed("worker.ipynb", tmp_path, ADDRESS=str(address), LOCAL=2, EXTERNAL=1, SETTINGS=small)
-        said, _ = coordinator.communicate(timeout=60)
-    finally:
-        end(coordinator)
-    assert coordinator.returncode == 0, said
-    (shown,) = output(run, "join")
-    name = animal_name(Identity.load(tmp_path / "swarm.pem").peer_id)
-    assert name in shown.data["text/html"] and "round 2/2" in shown.data["text/html"]
-    assert [line["round"] for line in metrics(address)["colab"] if line["kind"] == "round"] == [0, 1]
+    for folder in ("coordinator", "worker", "drive"):
+        (tmp_path / folder).mkdir()
+    quick = {"poll_interval": 0.2, "threads": 1}
+    rules = {**quick, "round_end": "everyone", "rounds": 2}
+    small = {**quick, "held_out_questions": 16, "held_out_samples": 1, "node_id": "colab"}
+    with ThreadPoolExecutor() as pool:
+        books = [
+            pool.submit(
+                executed, f"{name}.ipynb", tmp_path / name, ADDRESS=str(address), TEST=True, **parameters
+            )
+            for name, parameters in (
+                ("coordinator", {"SETTINGS": rules}),
+                ("worker", {"LOCAL": 2, "EXTERNAL": 1, "SETTINGS": small}),
+            )
+        ]
+        coordinator, worker = (book.result() for book in books)
+    name = animal_name(Identity.load(tmp_path / "worker" / "swarm.pem").peer_id)
+    for book, cell in ((coordinator, "coordinate"), (worker, "join")):
+        (shown,) = output(book, cell)
+        assert name in shown.data["text/html"] and "round 2/2" in shown.data["text/html"]
+    tried = address.with_name("first-test")
+    played = [line for line in metrics(tried)["colab"] if line["kind"] == "round"]
+    assert [line["round"] for line in played] == [0, 1] and not address.exists()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The notebook of the experiment after a small one."""
+    cwd = tmp_path_factory.mktemp("sapo")
+    small = {"held_out_questions": 10, "held_out_samples": 1, "generations": 4, "device": "cpu"}
+    sizes = {"NODES": 2, "ROUNDS": 2, "CONFIGS": "8/0,4/4"}
+    return cwd, executed("sapo.ipynb", cwd, OUT="e", SETTINGS=small, **sizes)
+
+
+def test_the_experiment_runs_below_its_cell_and_shows_what_came_of_it(compared: tuple[Path, Any]) -> None:
+    cwd, run = compared
+    (shown,) = output(run, "run")
+    for words in ("2 of 2 runs have finished", "4/4 sapo", "against 8/0", "report.md"):
+        assert words in shown.data["text/html"]
+    found = json.loads((cwd / "e" / "report.json").read_text())["configurations"]
+    assert all({"training_set", "fresh_local", "held_out"} <= arm.keys() for arm in found.values())
+    (table,) = output(run, "results")
+    assert f"{found['4/4 sapo']['fresh_local']['total']['mean']:.1f} (" in table.data["text/markdown"]
+    _has_picture(output(run, "curves"), "fresh local reward, training set reward")
+
+
+def test_results_stand_beside_each_other_and_beside_the_paper(compared: tuple[Path, Any]) -> None:
+    cwd, _ = compared
+    (cwd / "kept").mkdir()
+    shutil.copy(cwd / "e" / "report.json", cwd / "kept")  # without its runs
+    run = executed("results.ipynb", cwd, EXPERIMENTS=["e", "kept"])
+    (table,), (tables,) = output(run, "results"), output(run, "more")
+    for shown in table, tables:
+        assert (
+            "| e: 4/4 sapo |" in shown.data["text/markdown"]
+            and "| kept: 8/0 |" in shown.data["text/markdown"]
+        )
+    assert "| kept: 4/4 sapo | 1093.31 | +94 % |" in tables.data["text/markdown"]
+    _has_picture(output(run, "curves"), "held-out score")
+    _has_picture(output(run, "by-task"), "held-out score")
+    with pytest.raises(notebook.UserError, match="no such folder"):
+        notebook.results(cwd / "nowhere")
+    with pytest.raises(notebook.UserError, match=r"no plot 'luck'.*fresh_local"):
+        notebook.results(cwd / "e").plot("luck")
+
+
+@pytest.mark.slow
+def test_the_experiment_is_tried_out_within_three_minutes(tmp_path: Path) -> None:
+    executed("sapo.ipynb", tmp_path, seconds=180, OUT="e", TEST=True)
+    found = json.loads((tmp_path / "e-test" / "report.json").read_text())["configurations"]
+    assert [(arm["configuration"], arm["nodes"]) for arm in found.values()] == [
+        (configuration, 4) for configuration in ("8/0", "6/2", "4/4", "2/6")
+    ]
+
+
+def test_options_of_an_experiment_are_written_as_its_command_takes_them() -> None:
+    given = flags({"configs": "paper", "tune_seeds": 3, "rates": "", "model": None, "temperature": 0.9})
+    assert given == ["--configs", "paper", "--tune-seeds", "3", "--set", "temperature=0.9"]
+    (command,) = [c for c in experiment_app.registered_commands if c.callback.__name__ == "sapo"]
+    assert set(OPTIONS) <= set(inspect.signature(command.callback).parameters)
 
 
 def test_errors_are_said_in_a_line_and_nothing_outlives_its_kernel(tmp_path: Path) -> None:
@@ -177,13 +245,14 @@ def test_a_drive_is_mounted_in_colab_only_and_only_where_it_is_needed(
 
 def test_settings_are_written_as_flags_take_them() -> None:
     values = [True, None, 3, 1e-5, "tiny", ["chain_sum", "gcd"]]
-    assert list(map(_written, values)) == ["true", "none", "3", "1e-05", "tiny", "chain_sum,gcd"]
+    assert list(map(written, values)) == ["true", "none", "3", "1e-05", "tiny", "chain_sum,gcd"]
 
 
 def test_every_notebook_is_set_up_the_same_way() -> None:
     """Where the package is there, nothing is installed; the cell that does it is one and the same."""
     found = {path.name: json.loads(path.read_text()) for path in NOTEBOOKS.glob("*.ipynb")}
-    assert {"monitor.ipynb", "worker.ipynb"} <= set(found)
+    names = {"coordinator", "monitor", "results", "sapo", "worker"}
+    assert set(found) == {f"{name}.ipynb" for name in names}
     cells = [[cell for cell in book["cells"] if cell["id"] == "setup"] for book in found.values()]
     assert all(len(cell) == 1 for cell in cells) and len({str(cell[0]["source"]) for cell in cells}) == 1
     assert "find_spec" in str(cells[0][0]["source"])

@@ -8,8 +8,9 @@ preset that only flags override. `resolve` returns the settings together with wh
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -221,9 +222,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
         ),
     ] = "frugal"
-    local_epochs: Annotated[
-        int, _setting("updates per round; those after the first are on own rollouts alone", ge=1, le=64)
-    ] = 1
+    epochs: Annotated[int, _setting("updates per round, all on the same groups", ge=1, le=64)] = 1
     external_negatives: Annotated[
         float,
         _setting(
@@ -416,13 +415,15 @@ class Setting:
     default: object
 
 
-def all_settings() -> Iterator[Setting]:
-    hints = get_type_hints(Settings, include_extras=True)
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    hints, found = get_type_hints(Settings, include_extras=True), []
     for entry in msgspec.structs.fields(Settings):
         meta = next(m for m in hints[entry.name].__metadata__ if isinstance(m, Meta) and m.extra)
         extra = meta.extra or {}
         names = tuple(part.strip() for part in (extra.get("env") or "").split(",") if part.strip())
-        yield Setting(entry.name, hints[entry.name], meta.description or "", names, entry.default)
+        found.append(Setting(entry.name, hints[entry.name], meta.description or "", names, entry.default))
+    return tuple(found)
 
 
 def tellable(values: Mapping[str, object]) -> dict[str, object]:

@@ -122,6 +122,7 @@ class Node:
     def begin(self, state: State) -> Iterator[Work]:
         """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
         self.members, self.watch = state.members, Stopwatch()
+        self.rejected.clear()
         oldest = state.round - self.settings.max_age - 1
         self.transcripts = {number: kept for number, kept in self.transcripts.items() if number >= oldest}
         return self.plays.turn(self, state)
@@ -151,8 +152,8 @@ class Node:
         training = [*local, *external.chosen]
         yield (learning := Learning(self.policy, training, watch))
         update = learning.update
-        for _ in range(1, settings.local_epochs):
-            yield (again := Learning(self.policy, local, watch))
+        for _ in range(1, settings.epochs):
+            yield (again := Learning(self.policy, training, watch))
             update.tokens += again.update.tokens
 
         if settings.publish == "round":
@@ -415,7 +416,6 @@ class Node:
             load=self.load.read(),
             **self.of_stage(state, local, figures or {}),
         )
-        self.rejected.clear()
 
         stages = self.manifest.stages
         log.log(

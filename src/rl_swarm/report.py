@@ -232,9 +232,9 @@ class RunView:
     def refresh_node(self, node: NodeView) -> None:
         node.refresh(self.root)
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
-        node.alive = self._alive(node)
+        node.alive = self.is_alive(node)
 
-    def _alive(self, view: NodeView) -> bool:
+    def is_alive(self, view: NodeView) -> bool:
         """On this machine by its process, elsewhere by its last sign of life."""
         if view.peer is None or self.manifest is None:
             return False

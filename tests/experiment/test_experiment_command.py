@@ -15,7 +15,9 @@ from rich.console import Console
 from rl_swarm.cli.app import app
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
-from rl_swarm.experiment.run import Child, Costs, Experiment, Runner, Told, duration, is_finished, play
+from rl_swarm.experiment.measures import NodeLog, RoundLine, Run
+from rl_swarm.experiment.plan import Costs, duration, makespan
+from rl_swarm.experiment.run import Child, Experiment, Runner, Told, is_finished, play
 
 SMALL = [
     "--device",
@@ -94,9 +96,11 @@ def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) 
         output, _ = process.communicate(timeout=120)
     finally:
         end(process)
-    assert process.returncode == 130 and "same command goes on" in output, output
+    assert process.returncode == 130 and "Stopping" in output and "same command goes on" in output, output
     code, output = run(tmp_path, *command)
     assert code == 0, output
+    for said in ("Plan: ", "held-out score", "fresh local", "report.md", "rl-swarm watch e"):
+        assert said in output
     scores = {}
     for rate in ("0.0001", "0.0003"):
         lines = metrics(tmp_path / "e" / "tuning" / f"2-0-lr{rate}-seed10000")
@@ -122,7 +126,7 @@ def test_help_is_there_without_torch() -> None:
     [
         (["--configs", "4-4"], ["4-4", "4/4", "paper"]),
         (["--configs", "0/8"], ["0/8"]),
-        (["--configs", "4/4x2"], ["4/4x2", "without external"]),
+        (["--configs", "4/4-pooled"], ["4/4-pooled", "one learner"]),
         (["--strategies", "spao"], ["spao", "sapo", "module:Class"]),
         (["--strategies", "nowhere:Idea"], ["nowhere:Idea", "module:Class"]),
         (["--rates", "1e-4,fast"], ["--rates", "3e-5"]),
@@ -164,9 +168,21 @@ def test_presets_and_strategies_make_arms() -> None:
 def test_a_plan_follows_from_what_groups_cost() -> None:
     costs = Costs(local=0.1, external=0.2, train=0.05, look=3.0)
     alone, sharing = (Job(arm, 1, 100, 4) for arm in (Arm(4, 0, "alone"), Arm(4, 4)))
-    assert costs.seconds(alone) == pytest.approx(4 * (100 * (0.4 + 0.2) + 3 * 4))
-    assert costs.seconds(sharing) == pytest.approx(4 * (100 * (0.4 + 0.2 + 0.4) + 3 * 4))
-    assert (duration(20), duration(3600 + 300)) == ("1 min", "1 h 5 min")
+    looks = 2 + 2 / 3  # the one after half of the rounds is not greedy too: two answers of three
+    assert costs.seconds(alone) == pytest.approx(4 * (100 * (0.4 + 0.2) + 3 * looks))
+    assert costs.seconds(sharing) == pytest.approx(4 * (100 * (0.4 + 0.2 + 0.4) + 3 * looks))
+    assert costs.seconds(alone, played=60) == pytest.approx(4 * (40 * (0.4 + 0.2) + 3))
+    assert makespan([5, 3, 1, 1], 2) == 5 and makespan([3, 1, 5], 2) == 6, "the longest is waited for"
+    assert [duration(s) for s in (23, 400, 3600 + 300)] == ["20 s", "7 min", "1 h 5 min"]
+
+
+def test_a_plan_counts_what_no_node_notes() -> None:
+    """A round takes the nodes three seconds each, and everybody seven."""
+    line = RoundLine(0, 0.0, 0.0, 2, 2, 2, 10, 10, {"generate": 2.0, "train": 1.0})
+    nodes = [NodeLog([line] * 5) for _ in range(2)]
+    job = Job(Arm(2, 2), 1, 10, 2, settings={"held_out_every": 0})
+    costs = Costs.of(Run(job, Path("none"), nodes), looked=4.0, looks=1, start=5.0, rounds=3, took=3 * 7.0)
+    assert costs.seconds(job) == pytest.approx(5.0 + 10 * 7.0 + 2 * 4.0)
 
 
 def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_path: Path) -> None:

@@ -181,6 +181,9 @@ def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path
         assert plain["reward_local"] == more["reward_local"] and plain["trained_tokens"] > 0
         assert more["trained_tokens"] == 2 * plain["trained_tokens"]
         assert more["policy_version"] == 2 * plain["policy_version"]
+    shared = played(job(Arm(2, 2, "capped", epochs=3), rounds=1, nodes=2, generations=8), tmp_path / "shared")
+    rounds = [line for lines in shared.values() for line in lines if line["kind"] == "round"]
+    assert {line["policy_version"] for line in rounds} == {3} and any(x["external_taken"] for x in rounds)
     (pooled,) = played(job(Arm(2, 0, "alone", pooled=True), rounds=1, nodes=3), tmp_path / "pooled").values()
     assert next(line for line in pooled if line["kind"] == "round")["local_groups"] == 6
 

@@ -65,7 +65,8 @@ def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
     assert other["fresh_local"]["per_round"]["mean"] == pytest.approx(0.3)
     assert other["fresh_local"]["per_1000_tokens"]["mean"] == pytest.approx(0.6 / 200 * 1000)
     assert other["fresh_local"]["per_second"]["mean"] == pytest.approx(0.6 / 4)
-    assert other["fresh_local"]["by_round"] == [[1, pytest.approx(0.2)], [2, pytest.approx(0.4)]]
+    assert other["fresh_local"]["by_round"] == [[k, *[pytest.approx(0.2 * k)] * 3] for k in (1, 2)]
+    assert base["held_out"]["by_tokens"][1] == pytest.approx([200, 0.3, 0.2, 0.4]), "nodes at 0.2 and 0.4"
     assert other["against"]["4/0"]["training_set"]["mean"] == pytest.approx(1.5)
     assert other["against"]["4/0"]["fresh_local"]["mean"] == pytest.approx(0.5)
     assert other["against"]["4/0"]["held_out"]["mean"] == pytest.approx(0.5)
@@ -83,6 +84,33 @@ def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
     assert "+150 %" in text and "+50 %" in text and "too narrow" in text
     assert (tmp_path / "held_out.png").stat().st_size > 5000
     assert "![Held-out score by task](by_task.png)" in text
+
+
+def test_what_the_paper_has_too_stands_beside_its_numbers(tmp_path: Path) -> None:
+    nodes = {"ann": [(0.1, 0.1), (0.3, 0.3)]}
+    for arm, reward in (
+        (Arm(8, 0, "alone"), 0.2),
+        (Arm(4, 4), 0.3),
+        (Arm(4, 4, "top"), 0.3),
+        (Arm(4, 2), 0.3),
+    ):
+        made(tmp_path, arm, 1, {"ann": [(0.2, reward)] * 2}, {"ann": (0.1, 0.2)}, count=1)
+    text = report.write([tmp_path], tmp_path / "out").read_text()
+    rows = text.partition("## Against the paper")[2].partition("##")[0]
+    assert "| 8/0 | 561.79 |" in rows and "| 4/4 sapo | 1093.31 | +94 % | +50 % (+50 to +50) | +0 %" in rows
+    assert "top" not in rows and "4/2" not in rows
+    made(tmp_path / "other", Arm(4, 4), 1, nodes, {"ann": (0.1, 0.2)}, count=1)
+    alone = report.write([tmp_path / "other"], tmp_path / "other").read_text()
+    assert "## Against the paper" not in alone, "there is no 8/0"
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "out" / "report.json").rename(tmp_path / "kept" / "report.json")
+    both = report.read([tmp_path / "kept", tmp_path / "other"])
+    assert list(both["configurations"])[-2:] == ["kept: 4/4 top", "other: 4/4 sapo"]
+    assert both["configurations"]["kept: 4/4 sapo"]["against"]["kept: 8/0"]["training_set"][
+        "mean"
+    ] == pytest.approx(0.5)
+    with pytest.raises(UserError, match="neither runs nor"):
+        report.read([tmp_path / "nothing"])
 
 
 def test_a_pooled_learner_counts_as_all_nodes(tmp_path: Path) -> None:
@@ -103,6 +131,21 @@ def test_several_experiments_stand_beside_each_other_and_unfinished_runs_are_nam
     assert found["unfinished"] == ["two: 8-0-seed1"] and "8-0-seed1" in path.read_text()
     with pytest.raises(UserError, match="holds no run"):
         report.write([tmp_path], tmp_path)
+
+
+def test_what_was_packed_makes_the_same_report(tmp_path: Path) -> None:
+    lines = {"ann": [(0.125, 0.1), (0.3, 0.3)], "bob": [(0.2, 0.2), (0.2, 0.2)]}
+    made(tmp_path / "e", Arm(4, 0, "alone"), 1, lines, {"ann": (0.1, 0.2), "bob": (0.1, 0.4)})
+    made(tmp_path / "e", Arm(8, 0, "alone"), 1, {"ann": [(0.1, 0.1)]}, {"ann": (0.1, 0.2)})  # unfinished
+    assert [run.folder.name for run in report.pack(tmp_path / "e", tmp_path / "packed")] == ["4-0-seed1"]
+    for name in ("e", "packed"):
+        report.write([tmp_path / name], tmp_path / name)
+    whole, packed = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("e", "packed"))
+    assert whole["configurations"] == packed["configurations"] and not packed["unfinished"]
+    path = tmp_path / "packed" / "runs" / "4-0-seed1" / measures.PACKED
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="cannot be read"):
+        report.write([tmp_path / "packed"], tmp_path / "packed")
 
 
 def test_intervals_are_over_seeds_and_the_nodes_within_them() -> None:

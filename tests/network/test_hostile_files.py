@@ -1,6 +1,7 @@
 """Anybody can put anything into a shared folder. None of it may stop, block or fool a node or the conductor."""
 
 import base64
+import gc
 import gzip
 import logging
 import os
@@ -451,6 +452,7 @@ def test_writing_follows_no_link_out_of_the_folder(tmp_path):
 @pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link to a device", "empty"])
 def test_reading_leaves_no_file_open(kind, tmp_path):
     lay(tmp_path, "x.json", JUNK[kind][0])
+    gc.collect()  # what earlier tests have left may be closed at any time
     files, before = LocalFiles(tmp_path), len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         try:
@@ -458,4 +460,4 @@ def test_reading_leaves_no_file_open(kind, tmp_path):
         except OSError:
             continue
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

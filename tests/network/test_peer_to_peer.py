@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import until
 from swarms import (
     LOOPBACK,
     OWNER,
@@ -288,9 +289,9 @@ def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
     again = seal(notice(who, swarm="beside", size=2), who)
     assert one.store(key_of("beside", "peers"), f"{who.peer_id}/ann.json", again, 150.0)
     assert values == [None] * len(values)  # nothing, where it knows who keeps them
-    for engine in engines:
-        found = engine.find(key_of("beside", "peers"))
-        assert len(found) == 3 and found[f"{who.peer_id}/ann.json"] == again
+    for engine in engines:  # on a busy machine a peer may answer too late, once
+        until(lambda engine=engine: len(engine.find(key_of("beside", "peers"))) == 3, 60)
+        assert engine.find(key_of("beside", "peers"))[f"{who.peer_id}/ann.json"] == again
     assert any(value is not None for value in values)
 
 

@@ -69,14 +69,14 @@ class SmallRun:
         self.state, _ = rounds.advance(self.state, rules, time.time())
         self.files.write(STATE, seal(replace(self.state, peer_id=self.owner.peer_id), self.owner))
 
-    def play(self, text: str = "<answer>7</answer>") -> None:
-        """One round of every node: the first question answered right once, the second never."""
+    def play(self, text: str = "<answer>7</answer>", more: float = 0.0) -> None:
+        """One round of every node: the first question answered right once, the second never. Rewards are higher by `more`."""
         played = self.state.round
         first = self.identities[0].peer_id
         for number, identity in enumerate(self.identities):
             self.publish(identity, played, text)
             others = [other.peer_id for other in self.identities if other is not identity]
-            self.write_round(identity.node, played, 0.25 + number / 100, others)
+            self.write_round(identity.node, played, 0.25 + number / 100 + more, others)
             report = Report(
                 peer_id=identity.peer_id, swarm=self.manifest.swarm(), node=identity.node, round=played, stage=0,
                 timestamp=time.time(), reward=0.25, training_reward=0.3, rollouts=2, vote=first,
@@ -106,7 +106,8 @@ class SmallRun:
         self.journals[node].metrics(
             "round", round=played, stage=0, reward_local=reward, reward_training=reward, local_groups=4,
             local_with_signal=3, external_taken=len(learned_from), external_from=dict.fromkeys(learned_from, 1),
-            external_rejected={"digest": 1}, tokens_per_second=100.0, seconds={"generate": 0.5, "train": 0.25},
+            external_rejected={"digest": 1}, tokens_per_second=100.0,
+            generated_tokens=50, trained_tokens=40, seconds={"generate": 0.5, "train": 0.25},
             entropy=0.5, grad_norm=1.0, completion_length=6.0, peak_memory=1 << 28,
         )  # fmt: skip
 

@@ -297,18 +297,24 @@ def members(
 def status(
     address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
 ) -> None:
-    """Show where a swarm stands."""
+    """Show where a swarm, or an experiment, stands."""
     from rich.console import Console
 
     from rl_swarm.cli.live import snapshot
+    from rl_swarm.experiment.arms import is_experiment
     from rl_swarm.report import looked_at
 
+    if is_experiment(address):
+        from rl_swarm.cli.standing import snapshot as experiment
+
+        return experiment(Path(address), as_json)
     with looked_at(address) as view:
         if as_json:
             view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
         else:
             snapshot(view, Console(highlight=False))
+    return None
 
 
 @app.command()
@@ -323,7 +329,7 @@ def watch(
     ] = None,
     sets: Sets = None,
 ) -> None:
-    """Watch a swarm in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops it."""
+    """Watch a swarm or an experiment in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops it."""
     from rl_swarm.cli import dashboard
 
     if tui and (port is not None or host is not None):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rl_swarm.cli import catch_signals
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
+from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.report import looked_at
 from rl_swarm.web import server
 
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
 
 
 def watch(address: str, settings: Settings) -> None:
-    """Serves the swarm at an address, whatever network it is on, until Ctrl-C."""
+    """Serves the swarm at an address, whatever network it is on, or an experiment, until Ctrl-C."""
     if not server.is_installed():
         raise UserError(server.MISSING)
     stop = catch_signals()
+    if is_experiment(address):
+        with server.bound(settings.web_host, settings.web_port) as listening:
+            print(f"{address} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
+            server.serve_experiment(Path(address), listening, stop, settings.web_token)
+        return
     with looked_at(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
         name = view.manifest.name if view.manifest else address
         print(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
@@ -28,12 +34,16 @@ def watch(address: str, settings: Settings) -> None:
 
 
 def watch_here(address: str) -> None:
-    """Shows the swarm in the terminal, until it has finished or Ctrl-C."""
+    """Shows the swarm or experiment in the terminal, until it has finished or Ctrl-C."""
     from rich.console import Console
 
+    from rl_swarm.cli import standing
     from rl_swarm.cli.live import watch
 
     stop = catch_signals()
+    if is_experiment(address):
+        standing.watch(Path(address), Console(highlight=False), stop)
+        return
     with looked_at(address) as view:
         watch(view, Console(highlight=False), stop)
 

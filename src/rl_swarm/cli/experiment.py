@@ -26,7 +26,7 @@ def sapo(
         str,
         typer.Option(
             "--configs",
-            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/0x2 (trains twice on its own), 4/0-pooled (one "
+            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/4x2 (two updates on the same groups), 4/0-pooled (one "
             "learner with all questions); or presets: paper (8/0, 6/2, 4/4, 2/6), gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, "
             "4/4, 4/12, 8/0, 8/8), controls (4/0x2, 4/0-pooled).",
         ),
@@ -93,8 +93,10 @@ def sapo(
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals
+    from rl_swarm.cli.standing import arms_table
     from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.run import Experiment, Runner
+    from rl_swarm.experiment.standing import followed
 
     flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
     given = {name: value for name, value in flags.items() if value is not None}
@@ -102,7 +104,7 @@ def sapo(
         name, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"--set {assignment}: write it as --set name=value.")
-        if name in ("local", "external", "strategy", "local_epochs", "seed"):
+        if name in ("local", "external", "strategy", "epochs", "seed"):
             raise UserError(
                 f"--set {assignment}: an experiment has --configs, --strategies and --seeds for that."
             )
@@ -138,10 +140,11 @@ def sapo(
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}.") from error
     if path is not None:
+        console.print(arms_table(followed(out).told(), console.width))
         console.print(
-            f"Written: {path} and {path.with_suffix('.json').name}. Look at the runs with:", soft_wrap=True
+            f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True
         )
-        console.print(f"  {program()} watch {next((out / 'runs').iterdir())}", soft_wrap=True)
+        console.print(f"  {program()} watch {out}", soft_wrap=True)
     elif stop.is_set():
         console.print(f"Stopped. The same command goes on where it was: {out}", soft_wrap=True)
         sys.exit(130)
@@ -164,6 +167,20 @@ def report(
             )
     path = write(folders, out or folders[0])
     print(path.read_text(), end="")
+
+
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --out was.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write.")],
+) -> None:
+    """Keep of the finished runs what a report reads, in some tens of kilobytes each, to store or to send."""
+    from rl_swarm.experiment.report import pack
+
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such directory. Give what `experiment sapo --out` was given.")
+    packed = pack(folder, out)
+    print(f"{len(packed)} runs in {out}. Read them with: {program()} experiment report {out}")
 
 
 def _rates(text: str) -> list[float]:

@@ -1,7 +1,7 @@
 """What is compared: an arm is how many groups a node takes from where, by which strategy, and how it trains on them.
 
-Written `I/J`: own and external groups per round. `4/0x2` trains twice on its own groups, which costs as much training
-as 4/4; `4/0-pooled` is one learner that has the questions of all nodes to itself.
+Written `I/J`: own and external groups per round. `4/0x2` makes two updates on the same groups, which costs as much
+training as 4/4; `4/0-pooled` is one learner that has the questions of all nodes to itself.
 """
 
 import re
@@ -32,7 +32,7 @@ PRESET: dict[str, object] = {
     "keep_checkpoints": 2,
     "threads": 1,
 }
-GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "local_epochs")
+GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "epochs")
 HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
 # Of a machine or another command, whose environment variables may be set: no part of a run.
 ELSEWHERE = (
@@ -41,7 +41,8 @@ ELSEWHERE = (
     "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
     "connect_to_testnet", "round_interval",
 )  # fmt: skip
-FILE = "arm.json"
+RUNS, TUNING = "runs", "tuning"  # folders of an experiment
+FILE = "arm.json"  # in a run's
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -59,6 +60,16 @@ class Arm(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         return f"{self.configuration} {self.strategy}" if self.external else self.configuration
+
+    @property
+    def is_plain(self) -> bool:
+        """Nodes that train alone, in the plain way: what others are compared with."""
+        return not self.external and self.epochs == 1 and not self.pooled
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Its place in a table: arms without sharing first, then by how much they share."""
+        return (self.external > 0, self.pooled or self.epochs > 1, -self.local, self.external, self.strategy)
 
     @property
     def slug(self) -> str:
@@ -87,13 +98,21 @@ class Job(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return 1 if self.arm.pooled else self.nodes
 
+    def looks(self, begun: int, played: int) -> float:
+        """How often the held-out questions are answered, beside the last time, while it plays from one round to another;
+        in between not greedily, which is the cheaper."""
+        settings = self.members()[0]
+        every, samples = settings.held_out_every, settings.held_out_samples
+        between = min(played, self.rounds - 1) // every - begun // every if every else 0
+        return (begun == 0) + max(0, between) * samples / (samples + 1)
+
     def members(self) -> list[Settings]:
         """The settings of every node."""
         arm: dict[str, object] = {
             "strategy": self.arm.strategy,
             "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
             "external": self.arm.external,
-            "local_epochs": self.arm.epochs,
+            "epochs": self.arm.epochs,
             "fetch_max_peers": max(10, self.nodes),
             "nodes_per_device": self.count,
             "seed": self.seed,
@@ -151,6 +170,11 @@ class Job(msgspec.Struct, frozen=True):
             raise UserError(f"{folder / FILE} cannot be read: {error}.") from error
 
 
+def is_experiment(address: str | Path) -> bool:
+    """Whether a folder is one that `experiment sapo` was given as `--out`, and that has a run in it."""
+    return any(any(Path(address).glob(f"{kind}/*/{FILE}")) for kind in (RUNS, TUNING))
+
+
 def arms(configurations: str, names: str) -> list[Arm]:
     """Every configuration, or those of a preset, with every strategy; without external groups there is no strategy."""
     wanted = [strategy.strip() for strategy in names.split(",") if strategy.strip()]
@@ -169,18 +193,19 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     local, external = (int(match[1]), int(match[2])) if match else (0, 0)
     if match is None or local == 0:
         raise UserError(
-            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/0x2 (trains twice on its own) or "
+            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same groups) or "
             f"4/0-pooled (one learner with all questions), comma-separated, or a preset: {', '.join(PRESETS)}."
         )
-    if external and (match[3] or match[4]):
-        raise UserError(
-            f"--configs {text}: the controls x2 and -pooled are for nodes without external groups."
-        )
+    epochs, pooled = int(match[3] or 1), match[4] is not None
+    if external and pooled:
+        raise UserError(f"--configs {text}: -pooled is one learner, which has nobody to take groups of.")
+    if not epochs:
+        raise UserError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
     if not external:
-        return [Arm(local, 0, "alone", int(match[3] or 1), match[4] is not None)]
+        return [Arm(local, 0, "alone", epochs, pooled)]
     if not names:
         raise UserError(f"--strategies: {text} needs one, such as sapo.")
-    return [Arm(local, external, name) for name in names if name != "alone"]
+    return [Arm(local, external, name, epochs) for name in names if name != "alone"]
 
 
 def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:

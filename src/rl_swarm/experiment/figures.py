@@ -1,94 +1,92 @@
-"""Figures of an experiment: every arm a line."""
+"""Figures of an experiment, from the numbers of its report: every arm a line, its interval a band."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from rl_swarm.experiment import measures
-from rl_swarm.experiment.measures import ArmResult
-
-WIDE = (6.4, 3.8)
+Numbers = Mapping[str, Any]  # what stands in report.json
+WIDTH, HEIGHT = 6.4, 3.8  # inches of a panel
 
 
-def draw(arms: Sequence[ArmResult], out: Path) -> dict[str, str]:
+def draw(numbers: Numbers, out: Path) -> dict[str, str]:
     """Writes the figures; what each shows, and the name of its file."""
-    figures = {
-        "Reward of fresh local rollouts": (
-            "fresh_local.png",
-            _curves(arms, "fresh local reward", "reward_local"),
+    files = {
+        "Reward of fresh local rollouts": ("fresh_local.png", ["fresh_local"]),
+        "Reward of the training set": ("training_set.png", ["training_set"]),
+        "Held-out score by rounds and by generated tokens": (
+            "held_out.png",
+            ["held_out", "held_out_by_tokens"],
         ),
-        "Reward of the training set": (
-            "training_set.png",
-            _curves(arms, "training set reward", "reward_training"),
-        ),
-        "Held-out score by rounds and by generated tokens": ("held_out.png", _held_out(arms)),
-        "Held-out score by task": ("by_task.png", _by_task(arms)),
+        "Held-out score by task": ("by_task.png", ["by_task"]),
     }
-    for name, figure in figures.values():
-        figure.savefig(out / name, dpi=110)
-    return {title: name for title, (name, _) in figures.items()}
+    for name, panels in files.values():
+        figure(numbers, panels).savefig(out / name, dpi=110)
+    return {title: name for title, (name, _) in files.items()}
 
 
-def _axes(figure: Figure, place: tuple[int, int, int], ylabel: str, xlabel: str) -> Any:
-    axes = figure.add_subplot(*place)
-    axes.set_ylabel(ylabel)
-    axes.set_xlabel(xlabel)
-    axes.grid(alpha=0.3)
-    return axes
+def figure(numbers: Numbers, panels: Sequence[str], columns: int = 2) -> Figure:
+    """Some panels of `PANELS` beside each other."""
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    wide = 1.6 if list(panels) == ["by_task"] else columns
+    made = Figure(figsize=(wide * WIDTH, rows * HEIGHT), layout="constrained")
+    for number, name in enumerate(panels, 1):
+        axes = made.add_subplot(rows, columns, number)
+        axes.grid(alpha=0.3)
+        PANELS[name](axes, numbers["configurations"])
+        if number == 1:
+            axes.legend(fontsize="small")
+    return made
 
 
-def _curves(arms: Sequence[ArmResult], ylabel: str, field: str) -> Figure:
-    figure = Figure(figsize=WIDE, layout="constrained")
-    axes = _axes(figure, (1, 1, 1), ylabel, "round")
-    for result in arms:
-        points = result.curve(lambda line: float(getattr(line, field)), points=40)
-        axes.plot([x for x, _ in points], [y for _, y in points], label=result.label)
-    axes.legend(fontsize="small")
-    return figure
+def _curves(
+    measure: str, ylabel: str, by: str = "by_round", xlabel: str = "round"
+) -> Callable[[Any, Numbers], None]:
+    def panel(axes: Any, arms: Numbers) -> None:
+        axes.set(ylabel=ylabel, xlabel=xlabel)
+        for label, arm in arms.items():
+            points = arm[measure][by]
+            x, mean, low, high = zip(*points, strict=True) if points else ([], [], [], [])
+            axes.plot(x, mean, marker="." if len(points) < 30 else "", label=label)
+            axes.fill_between(x, low, high, alpha=0.15)
+
+    return panel
 
 
-def _held_out(arms: Sequence[ArmResult]) -> Figure:
-    figure = Figure(figsize=(2 * WIDE[0], WIDE[1]), layout="constrained")
-    by_round = _axes(figure, (1, 2, 1), "held-out score (sampled)", "round")
-    by_tokens = _axes(figure, (1, 2, 2), "held-out score (sampled)", "generated tokens per node")
-    for result in arms:
-        points = result.held_out_curve()
-        by_round.plot([x for x, _ in points], [y for _, y in points], marker=".", label=result.label)
-        spent = [measures.tokens_spent(run, node) for run in result.runs for node in run.nodes]
-        tokens = [sum(each[x - 1] if x else 0.0 for each in spent) / len(spent) for x, _ in points]
-        by_tokens.plot(tokens, [y for _, y in points], marker=".", label=result.label)
-    by_round.legend(fontsize="small")
-    return figure
-
-
-def _by_task(arms: Sequence[ArmResult]) -> Figure:
-    figure = Figure(figsize=(1.6 * WIDE[0], WIDE[1]), layout="constrained")
-    axes = _axes(figure, (1, 1, 1), "held-out score (sampled)", "")
+def _by_task(axes: Any, arms: Numbers) -> None:
+    axes.set_ylabel("held-out score (sampled)")
     width = 0.8 / (len(arms) + 1)
-    tasks: list[str] = []
-    for number, result in enumerate(arms):
-        scores = result.by_task()
-        tasks = tasks or list(scores)
+    tasks = list(next(iter(arms.values()))["held_out"]["by_task"])
+    for number, (label, arm) in enumerate(arms.items()):
+        scores = arm["held_out"]["by_task"]
         if number == 0:
-            starts = [scores[task][0].mean for task in tasks]
-            axes.bar(
-                [k + width / 2 for k in range(len(tasks))], starts, width, label="start", color="lightgray"
-            )
-        ends = [scores[task][1] for task in tasks if task in scores]
-        places = [k + (number + 1.5) * width for k in range(len(ends))]
-        errors = [[e.mean - e.low for e in ends], [e.high - e.mean for e in ends]]
+            starts = [scores[task]["sampled"]["start"]["mean"] for task in tasks]
+            places = [k + width / 2 for k in range(len(tasks))]
+            axes.bar(places, starts, width, label="start", color="lightgray")
+        known = [(k, scores[task]["sampled"]["end"]) for k, task in enumerate(tasks) if task in scores]
         axes.bar(
-            places,
-            [e.mean for e in ends],
+            [k + (number + 1.5) * width for k, _ in known],
+            [end["mean"] for _, end in known],
             width,
-            yerr=errors,
-            label=result.label,
+            yerr=[
+                [end["mean"] - end["low"] for _, end in known],
+                [end["high"] - end["mean"] for _, end in known],
+            ],
+            label=label,
             error_kw={"linewidth": 0.8},
         )
-    axes.set_xticks(
-        [k + 0.4 for k in range(len(tasks))], [task.replace("_", "\n") for task in tasks], fontsize="x-small"
-    )
-    axes.legend(fontsize="small")
-    return figure
+    names = [task.replace("_", "\n") for task in tasks]
+    axes.set_xticks([k + 0.4 for k in range(len(tasks))], names, fontsize="x-small")
+
+
+PANELS: dict[str, Callable[[Any, Numbers], None]] = {
+    "fresh_local": _curves("fresh_local", "fresh local reward"),
+    "training_set": _curves("training_set", "training set reward"),
+    "held_out": _curves("held_out", "held-out score (sampled)"),
+    "held_out_by_tokens": _curves(
+        "held_out", "held-out score (sampled)", "by_tokens", "generated tokens per node"
+    ),
+    "by_task": _by_task,
+}

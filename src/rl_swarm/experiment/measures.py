@@ -5,6 +5,7 @@ by bootstrap: seeds are drawn anew, and within each seed its nodes. With one see
 questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says so.
 """
 
+import lzma
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec.structs import astuple
 
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
@@ -21,7 +23,9 @@ from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.telemetry.journal import new_lines
 
 DRAWS = 1000  # of a bootstrap
+FEWER_DRAWS = 200  # for every point of a curve
 WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
+PACKED, MOST_UNPACKED = "nodes.json.xz", 256 << 20  # bytes
 SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
 
 
@@ -35,6 +39,11 @@ class RoundLine(msgspec.Struct, frozen=True, tag_field="kind", tag="round"):
     generated_tokens: int
     trained_tokens: int
     seconds: dict[str, float]
+
+    def packed(self) -> tuple[float, ...]:
+        """In fewer digits, with the seconds of all phases as one number."""
+        *numbers, seconds = astuple(self)
+        return (*(round(number, 5) for number in numbers), round(sum(seconds.values()), 3))
 
 
 class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out"):
@@ -82,12 +91,24 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run | None":
         """The run in a folder, as far as all its nodes have got; None where there is none."""
-        job = Job.read(folder)
-        logs = [NodeLog.read(path) for path in sorted(folder.glob("logs/*/metrics.jsonl"))]
+        job, packed = Job.read(folder), folder / PACKED
+        if packed.exists():
+            logs = _unpacked(packed)
+        else:
+            logs = [NodeLog.read(path) for path in sorted(folder.glob("logs/*/metrics.jsonl"))]
         if job is None or not logs:
             return None
         played = min(len(log.rounds) for log in logs)
         return cls(job, folder, [log.up_to(played) for log in logs]) if played else None
+
+    def pack(self, folder: Path) -> None:
+        """Writes what a report reads of this run into another folder, in some tens of kilobytes."""
+        self.job.write(folder)
+        nodes = [
+            (list(zip(*(line.packed() for line in log.rounds), strict=True)), log.held_out)
+            for log in self.nodes
+        ]  # column by column, which packs best
+        (folder / PACKED).write_bytes(lzma.compress(msgspec.json.encode(nodes), preset=9))
 
     @property
     def played(self) -> int:
@@ -97,6 +118,25 @@ class Run:
     def share(self) -> float:
         """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
         return self.job.nodes / len(self.nodes)
+
+
+def _unpacked(path: Path) -> list[NodeLog]:
+    try:
+        decompressor = lzma.LZMADecompressor()
+        data = decompressor.decompress(path.read_bytes(), MOST_UNPACKED)
+        if not decompressor.eof:
+            raise UserError(f"{path} cannot be read: it is cut off, or too large.")
+        found = msgspec.json.decode(data, type=list[tuple[list[list[int | float]], list[HeldOutLine]]])
+        return [NodeLog([_line(*values) for values in zip(*columns, strict=True)], held)
+                for columns, held in found]  # fmt: skip
+    except (OSError, ValueError, TypeError, lzma.LZMAError, msgspec.DecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def _line(*values: float) -> RoundLine:
+    *numbers, seconds = values
+    fields = dict(zip(RoundLine.__struct_fields__, numbers, strict=False))
+    return msgspec.convert({"kind": "round", **fields, "seconds": {"all": seconds}}, RoundLine)
 
 
 @dataclass(frozen=True)
@@ -112,16 +152,17 @@ class Measure:
 
 
 Values = Sequence[Sequence[float]]  # of every seed, of every node
+Point = tuple[float, float, float, float]  # of a curve: where, the mean, and its interval
 
 
-def measured(values: Values, total: float = 1.0) -> Measure:
+def measured(values: Values, total: float = 1.0, count: int = DRAWS) -> Measure:
     """The mean over nodes and seeds times `total`, and the interval of that."""
     known = [list(of_seed) for of_seed in values if of_seed]
     if not known:
         return Measure(0.0, 0.0, 0.0)
     rng = random.Random(0)
-    draws = sorted(total * _mean(_drawn(known, rng)) for _ in range(DRAWS))
-    return Measure(total * _mean(known), draws[int(0.025 * DRAWS)], draws[int(0.975 * DRAWS) - 1])
+    draws = sorted(total * _mean(_drawn(known, rng)) for _ in range(count))
+    return Measure(total * _mean(known), draws[int(0.025 * count)], draws[int(0.975 * count) - 1])
 
 
 def compared(values: Mapping[int, Sequence[float]], base: Mapping[int, Sequence[float]]) -> Measure | None:
@@ -263,28 +304,36 @@ class ArmResult:
         """What a node of this arm spends in all its rounds, on average."""
         return self.of(lambda run, node: spent(run, node)[-1]).mean
 
-    def curve(self, value: Callable[[RoundLine], float], points: int = 100) -> list[tuple[int, float]]:
-        """The mean over nodes and seeds, in windows of rounds: the last round of each, and the value."""
+    def curve(self, value: Callable[[RoundLine], float], points: int = 100) -> list[Point]:
+        """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval."""
         size = max(1, self.rounds // points)
-        found = []
-        for start in range(0, self.rounds - size + 1, size):
-            window = [
-                mean([value(line) for line in node.rounds[start : start + size]])
-                for run in self.runs
-                for node in run.nodes
-            ]
-            found.append((start + size, mean(window)))
-        return found
+        return [
+            self._point(
+                start + size,
+                lambda run, node, start=start: mean([value(x) for x in node.rounds[start : start + size]]),  # type: ignore[misc]
+            )
+            for start in range(0, self.rounds - size + 1, size)
+        ]
 
-    def held_out_curve(self) -> list[tuple[int, float]]:
-        """The sampled score after so many rounds, mean over nodes and seeds."""
-        found: dict[int, list[float]] = {}
-        for run in self.runs:
-            for node in run.nodes:
-                for line in node.held_out:
-                    found.setdefault(line.round + 1, []).append(line.sampled)
-        full = max(map(len, found.values()), default=0)
-        return [(after, mean(values)) for after, values in sorted(found.items()) if len(values) == full]
+    def held_out_curve(self) -> list[Point]:
+        """The sampled score after so many rounds, at the looks that all nodes of all seeds have had."""
+        looks = [{line.round for line in node.held_out} for run in self.runs for node in run.nodes]
+        return [
+            self._point(
+                played + 1,
+                lambda run, node, played=played: next(x.sampled for x in node.held_out if x.round == played),  # type: ignore[misc]
+            )
+            for played in sorted(set.intersection(*looks))
+        ]
+
+    def tokens_after(self, rounds: int) -> float:
+        """What a node has generated by then, on average."""
+        spent = [tokens_spent(run, node) for run in self.runs for node in run.nodes]
+        return mean([each[rounds - 1] if rounds else 0.0 for each in spent])
+
+    def _point(self, at: float, value: Callable[[Run, NodeLog], float]) -> Point:
+        found = measured(list(self.each(value).values()), count=FEWER_DRAWS)
+        return (at, found.mean, found.low, found.high)
 
     def by_task(self, greedy: bool = False) -> dict[str, tuple[Measure, Measure]]:
         """Of every task the held-out score at the start and at the end."""

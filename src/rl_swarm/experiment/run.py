@@ -6,7 +6,6 @@ after Ctrl-C, a crash or a power cut, with more seeds or arms too.
 """
 
 import logging
-import math
 import multiprocessing
 import os
 import resource
@@ -14,8 +13,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -23,13 +22,13 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import report
-from rl_swarm.experiment.arms import Arm, Job, differences
+from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences
 from rl_swarm.experiment.measures import Run
+from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
 from rl_swarm.experiment.report import Tuned
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
@@ -40,7 +39,7 @@ from rl_swarm.wire import Rejected
 
 log = logging.getLogger(__name__)
 
-PLAN_ROUNDS = 3  # that are timed
+PLAN_ROUNDS, PLAN_SECONDS = 3, 8.0  # that are timed, at least, after a first round that warms up
 CUDA_BYTES = 1 << 30  # of a GPU's memory beside what a run allocates
 SCORER_BYTES = 400 << 20  # of the scoring process beside a run
 MOST_FAILURES = 3  # of one run, until that is no accident
@@ -93,41 +92,7 @@ class Experiment:
         ]
 
     def folder(self, job: Job) -> Path:
-        return self.out / (report.TUNING if job.tuning else report.RUNS) / job.name
-
-
-@dataclass
-class Costs:
-    """Seconds that things take, per node; from some rounds of one run."""
-
-    local: float  # to ask, answer, score and publish one group
-    external: float  # to collect, per round
-    train: float  # per group
-    look: float  # at the held-out questions
-
-    @classmethod
-    def of(cls, run: Run, looked: float) -> "Costs":
-        lines = [line for node in run.nodes for line in node.rounds]
-        arm, members = run.job.arm, run.job.members()
-
-        def spent(*phases: str) -> float:
-            return mean([sum(line.seconds.get(phase, 0.0) for phase in phases) for line in lines])
-
-        groups = members[0].local * arm.epochs + arm.external
-        return cls(
-            spent("questions", "generate", "score", "publish", "report") / members[0].local,
-            spent("collect"),
-            spent("train") / groups,
-            looked / len(run.nodes),
-        )
-
-    def seconds(self, job: Job) -> float:
-        """What all rounds of a run may take."""
-        settings = job.members()[0]
-        each = self.local * settings.local + self.external * (job.arm.external > 0)
-        each += self.train * (settings.local * job.arm.epochs + job.arm.external)
-        looks = 2 + (job.rounds // settings.held_out_every if settings.held_out_every else 0)
-        return job.count * (each * job.rounds + self.look * looks)
+        return self.out / (TUNING if job.tuning else RUNS) / job.name
 
 
 @dataclass
@@ -136,6 +101,35 @@ class Child:
     process: multiprocessing.process.BaseProcess
     pipe: Connection
     told: Told = field(default_factory=Told)
+    began: float = field(default_factory=time.monotonic)
+    ready: tuple[float, Told] | None = None  # when it first said something, and what
+    warm: tuple[float, Told] | None = None  # and after its first round
+
+    def hear(self, told: Told) -> None:
+        self.told = told
+        if self.ready is None:
+            self.ready = (time.monotonic(), told)
+        elif self.warm is None:
+            self.warm = (time.monotonic(), told)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it has played enough to plan by."""
+        if self.warm is None or self.told.done >= self.job.rounds:
+            return self.told.done >= self.job.rounds
+        since, told = self.warm
+        return self.told.done - told.done >= PLAN_ROUNDS and time.monotonic() - since >= PLAN_SECONDS
+
+    def costs(self, run: Run) -> Costs:
+        """From the rounds since it was warm; from all that there are where it has ended before."""
+        begun = self.ready[1].done if self.ready else 0
+        looks = run.job.looks(begun, run.played)
+        if self.ready is None or self.warm is None or self.warm[1].done >= self.told.done:
+            return Costs.of(run, self.told.looked, looks)
+        since, told = self.warm
+        took = time.monotonic() - since - (self.told.looked - told.looked)
+        start = self.ready[0] - self.began - self.ready[1].looked
+        return Costs.of(run, self.told.looked, looks, start, self.told.done - told.done, took)
 
 
 class Runner:
@@ -201,7 +195,7 @@ class Runner:
             chosen[arm.label] = Tuned(
                 best, {f"{rate:g}": score for rate, score in scores.items()}, seeds, experiment.tune_rounds
             )
-            self.console.print(f"{arm.label}: learning rate {best:g}, by held-out score", soft_wrap=True)
+            self.say(f"{arm.label}: learning rate {best:g}, by held-out score")
         (experiment.out / report.RATES).write_bytes(msgspec.json.format(msgspec.json.encode(chosen)))
         return {label: tuned.rate for label, tuned in chosen.items()}
 
@@ -210,18 +204,20 @@ class Runner:
         pending = [job for job in jobs if not is_finished(self.experiment.folder(job))]
         if not pending:
             return True
-        if self.costs is None:  # the one that needs most memory is timed
-            pending.sort(key=lambda job: -(job.arm.local + job.arm.external))
+        pending.sort(key=self._turn)
         running: list[Child] = []
-        with self._progress(jobs) as progress:
+        shown = Shown(self.console, sorted(jobs, key=self._turn), self._played(jobs))
+        with shown.bars:
             try:
                 while pending or running:
                     if self.stop.is_set():
                         return False
-                    if self.costs is None and running and running[0].told.done >= PLAN_ROUNDS:
+                    if self.costs is None and running and running[0].is_timed:
                         self._plan(running[0])
                         if only_plan:
                             return False
+                    if self.costs and shown.since is None:
+                        shown.expect(self.costs, self.at_once)
                     room = 1 if self.costs is None else max(1, self.at_once)
                     while pending and len(running) < room:
                         running.append(self._start(pending.pop(0)))
@@ -229,32 +225,58 @@ class Runner:
                         running.remove(child)
                         if not self._ended(child):
                             pending.insert(0, child.job)
-                    progress.show(running)
+                    shown.show({child.job.name: child.told.done for child in running})
             finally:
+                if running and self.stop.is_set():
+                    self.say(
+                        "Stopping: the runs finish their rounds and save. (Ctrl-C again ends them at once.)"
+                    )
                 self._stop(running)
         return True
 
     def _plan(self, child: Child) -> None:
         """How long all of it may take, and how many runs there is room for."""
-        run = Run.read(self.experiment.folder(child.job))
+        folder = self.experiment.folder
+        run = Run.read(folder(child.job))
         if run is None:
             return
-        looks = 1 + run.played // (run.job.members()[0].held_out_every or math.inf)
-        self.costs = Costs.of(run, child.told.looked / looks)
+        self.costs = costs = child.costs(run)
         need = child.told.memory + (CUDA_BYTES if self.on_gpu else SCORER_BYTES)
         fits = max(1, int(child.told.free * 0.9 // need))
-        left = [job for job in self.all if not is_finished(self.experiment.folder(job))]
+        left = sorted((job for job in self.all if not is_finished(folder(job))), key=self._turn)
         if not self.at_once:
-            self.at_once = max(
-                1, min(os.cpu_count() or 1, fits, len(left))
-            )  # the last may have finished by now
-        work = sum(self.costs.seconds(job) for job in left)
-        self.console.print(
-            f"Plan: {len(left)} runs, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
-            f"{child.told.free / 2**30:.1f} GiB; about {duration(work / self.at_once)} "
-            "if the machine has nothing else to do.",
-            soft_wrap=True,
+            most = min(os.cpu_count() or 1, fits)
+            self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
+        played = self._played(left)
+        seconds = [costs.seconds(job, played.get(job.name, 0)) for job in left]
+        tuning = sum(job.tuning for job in left)
+        short = f" ({tuning} short ones for learning rates)" if tuning else ""
+        self.say(
+            f"Plan: {len(left)} runs{short}, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
+            f"{child.told.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
+            "if the machine has nothing else to do."
         )
+
+    def _played(self, jobs: Sequence[Job]) -> dict[str, int]:
+        """The rounds of the runs that have begun, by name."""
+        found = {}
+        for job in jobs:
+            folder = self.experiment.folder(job)
+            if is_finished(folder):
+                found[job.name] = job.rounds
+            elif run := Run.read(folder):
+                found[job.name] = run.played
+        return found
+
+    def _turn(self, job: Job) -> tuple[bool, int, int]:
+        """Where a run's turn is: seed by seed, and of those the longest and largest first."""
+        seeds = list(self.experiment.seeds)
+        seed = job.seed if job.tuning else seeds.index(job.seed)
+        return (not job.tuning, seed, -(job.arm.local + job.arm.external))
+
+    def say(self, text: str) -> None:
+        """A line, whatever its length; in a terminal it is folded between words."""
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     def _start(self, job: Job) -> Child:
         folder = self.experiment.folder(job)
@@ -273,7 +295,7 @@ class Runner:
         for child in running:
             try:
                 while child.pipe.poll():
-                    child.told = msgspec.json.decode(child.pipe.recv_bytes(1 << 16), type=Told)
+                    child.hear(msgspec.json.decode(child.pipe.recv_bytes(1 << 16), type=Told))
             except (EOFError, OSError):
                 child.process.join()
                 ended.append(child)
@@ -291,9 +313,7 @@ class Runner:
             raise UserError(f"{name} has failed {MOST_FAILURES} times, the last time with exit code "
                             f"{child.process.exitcode}. {where} says why.")  # fmt: skip
         self.at_once = max(1, self.at_once - 1)  # it may have been memory
-        self.console.print(
-            f"{name} ended with exit code {child.process.exitcode} and goes on", soft_wrap=True
-        )
+        self.say(f"{name} ended with exit code {child.process.exitcode} and goes on")
         return False
 
     def _stop(self, running: Sequence[Child]) -> None:
@@ -308,50 +328,6 @@ class Runner:
                 if child.process.is_alive():
                     child.process.kill()
 
-    @contextmanager
-    def _progress(self, jobs: Sequence[Job]) -> Iterator["Shown"]:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(
-            *columns, console=self.console, speed_estimate_period=300, disable=not self.console.is_terminal
-        ) as bars:
-            yield Shown(self, bars, jobs)
-
-
-class Shown:
-    """The progress of some runs: a bar in a terminal, elsewhere a line now and then."""
-
-    def __init__(self, runner: Runner, bars: Progress, jobs: Sequence[Job]) -> None:
-        self.runner, self.bars, self.jobs = runner, bars, jobs
-        what = "learning rates" if jobs[0].tuning else "runs"
-        self.task: TaskID = bars.add_task(f"{len(jobs)} {what}", total=1.0)
-        self.done = {
-            job.name: float(job.rounds) for job in jobs if is_finished(runner.experiment.folder(job))
-        }
-        self.said = -1
-        self.weights: dict[str, float] = {}  # what a run takes beside the others, once that is known
-
-    def show(self, running: Sequence[Child]) -> None:
-        for child in running:
-            self.done[child.job.name] = max(self.done.get(child.job.name, 0.0), child.told.done)
-        weight = self._weights()
-        spent = sum(weight[job.name] * self.done.get(job.name, 0.0) / job.rounds for job in self.jobs)
-        share = spent / sum(weight.values())
-        self.bars.update(self.task, completed=share)
-        if int(share * 10) > self.said and not self.runner.console.is_terminal:
-            self.said = int(share * 10)
-            rounds = ", ".join(f"{c.job.name} {c.told.done}/{c.job.rounds}" for c in running)
-            self.runner.console.print(f"{100 * share:.0f} %  {rounds}", soft_wrap=True)
-
-    def _weights(self) -> dict[str, float]:
-        costs = self.runner.costs
-        if costs is None:
-            return {job.name: float(job.rounds) for job in self.jobs}
-        self.weights = self.weights or {job.name: costs.seconds(job) for job in self.jobs}
-        return self.weights
-
 
 def is_finished(folder: Path) -> bool:
     files = LocalFiles(folder)
@@ -359,11 +335,6 @@ def is_finished(folder: Path) -> bool:
         return read_state(files, read_manifest(files)).phase == "finished"
     except (OSError, Rejected):
         return False
-
-
-def duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{max(1, minutes)} min"
 
 
 def play(
@@ -402,7 +373,9 @@ def play(
 
 
 def _child_main(job: Job, folder: Path, keep_models: bool, pipe: Connection) -> None:
-    os.environ.update({name: value for name, value in SHARED.items() if name not in os.environ})
+    # The runs share the cores: none of them shall take all for a few texts.
+    wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

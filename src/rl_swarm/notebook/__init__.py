@@ -4,13 +4,18 @@
 
     notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local=4, external=4)   # a node, live below the cell
     notebook.look("/content/drive/MyDrive/rl-swarm/experiments/first").plot()                 # the swarm's curves
+    notebook.experiment("/content/drive/MyDrive/rl-swarm/sapo", configs="paper")              # the SAPO experiment
+    notebook.results("/content/drive/MyDrive/rl-swarm/sapo").plot()                           # and what came of it
 
-`cells.py` runs commands of `rl-swarm` below a cell, `looking.py` shows a swarm and `plots.py` draws its curves. The notebooks
-in `notebooks/` are a few lines around them.
+`cells.py` runs commands of `rl-swarm` below a cell, `looking.py` shows a swarm, `experiments.py` the experiment, and
+`plots.py` draws curves. The notebooks in `notebooks/` are a few lines around them.
 """
 
 from rl_swarm.errors import UserError
 from rl_swarm.notebook.cells import coordinate, join, up, watch
+from rl_swarm.notebook.experiments import Results, experiment, results
 from rl_swarm.notebook.looking import Swarm, look, mount_drive
 
-__all__ = ["Swarm", "UserError", "coordinate", "join", "look", "mount_drive", "up", "watch"]
+__all__ = [
+    "Results", "Swarm", "UserError", "coordinate", "experiment", "join", "look", "mount_drive", "results", "up", "watch",
+]  # fmt: skip

@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from rl_swarm.cli.drawing import Drawing, plain
@@ -64,25 +64,40 @@ def watch(address: str | Path) -> None:
             time.sleep(DRAW_SECONDS)
 
 
-def _run(arguments: list[str], address: str | Path, settings: dict[str, object]) -> None:
+def _run(arguments: list[str], address: str | Path, settings: Mapping[str, object]) -> None:
     """Runs a command and shows its swarm until it ends or the cell is interrupted."""
+    with _seen(address) as drawing:
+
+        def picture(last: bool) -> RenderableType:
+            drawing.look(again=last)
+            return drawing.draw(WIDTH, HEIGHT)
+
+        shown([*arguments, *set_flags(settings)], picture)
+
+
+def shown(
+    arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MOST_LINES
+) -> None:
+    """Runs a command below the cell, with a picture of what it does and its last lines, until it ends or the cell is
+    interrupted. `picture` is told when it is the last."""
     cell, interrupted = Cell(), False
-    for name, value in settings.items():
-        arguments += ["--set", f"{name}={_written(value)}"]
-    with Command(arguments) as command, _seen(address) as drawing:
+    with Command(arguments) as command:
         try:
             while not command.ended(DRAW_SECONDS):
-                drawing.look()
-                cell.show(_with_lines(drawing, command.lines[-LAST_LINES:]))
+                cell.show(_with_lines(picture(False), command.lines[-LAST_LINES:]))
         except KeyboardInterrupt:
             interrupted = True
-            cell.show(_with_lines(drawing, ["Stopping: it saves where it is. (Interrupt again: at once.)"]))
+            stopping = ["Stopping: it saves where it is. (Interrupt again: at once.)"]
+            cell.show(_with_lines(picture(False), stopping))
             command.stop()
-        drawing.look(again=True)
         note = ["Stopped. Run the cell again to go on."] if interrupted else []
-        cell.show(_with_lines(drawing, command.lines + note))
+        cell.show(_with_lines(picture(True), command.lines[-lines_at_end:] + note))
     if command.process.returncode and not interrupted:
         raise UserError(command.complaint())
+
+
+def set_flags(settings: Mapping[str, object]) -> list[str]:
+    return [part for name, value in settings.items() for part in ("--set", f"{name}={written(value)}")]
 
 
 class Command:
@@ -155,11 +170,11 @@ def _seen(address: str | Path) -> Iterator[Drawing]:
         yield Drawing(RunView(address))
 
 
-def _with_lines(drawing: Drawing, lines: Sequence[str]) -> Group:
-    return Group(drawing.draw(WIDTH, HEIGHT), *(Text(plain(line)) for line in lines))
+def _with_lines(picture: RenderableType, lines: Sequence[str]) -> Group:
+    return Group(picture, *(Text(plain(line)) for line in lines))
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
     """A value as a flag takes it."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))

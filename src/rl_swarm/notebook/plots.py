@@ -2,7 +2,8 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rl_swarm.errors import UserError
@@ -33,14 +34,22 @@ class Plot:
         return png.getvalue()
 
     def __repr__(self) -> str:
-        return "a plot of " + ", ".join(axes.get_title("left") for axes in self.figure.axes)
+        return "a plot of " + ", ".join(
+            axes.get_title("left") or axes.get_ylabel() for axes in self.figure.axes
+        )
+
+
+@contextmanager
+def needs_matplotlib() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError("Curves need matplotlib: pip install 'rl-swarm[notebooks]'") from error
 
 
 def plotted(charts: Sequence[Lines]) -> Plot:
-    try:
+    with needs_matplotlib():
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("Curves need matplotlib: pip install 'rl-swarm[notebooks]'") from error
     columns = min(COLUMNS, len(charts))
     rows = math.ceil(len(charts) / columns)
     figure = Figure(figsize=(6 * columns, 3.4 * rows), layout="constrained")

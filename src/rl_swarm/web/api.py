@@ -86,7 +86,8 @@ def create_app(
 
     @app.get("/api/overview", response_model=r.Overview)
     def overview(swarm: Swarm) -> Response:
-        return as_json(telling.overview(swarm, can_stop=token is not None and stop is not None))
+        can_stop = token is not None and stop is not None
+        return as_json(telling.overview(swarm, can_stop, runs.experiment))
 
     @app.post("/api/stop", status_code=202, responses=STOP_RESPONSES)
     def stop_run(

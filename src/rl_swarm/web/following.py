@@ -21,22 +21,15 @@ MOST_EVENTS = 2000  # remembered of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
-class Follower:
-    """A swarm that is looked at by many and read by one. Whoever reads from it holds `lock`."""
+class Looking:
+    """What many look at and one reads, no more often than it is worth. Whoever reads from it holds `lock`."""
 
-    def __init__(
-        self, view: RunView, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
-    ) -> None:
-        self.view, self.clock, self.now = view, clock, now
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.lock = threading.Lock()
-        self.tracks: dict[str, Track] = {}
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.version = 0
         self._looking = threading.Lock()
         self._next = -1.0
-        self._reports = Reports()
-        self._trouble = ""  # why it could not be read, said once
-        self._place: Place | None = None  # in the run, when it was looked at last
 
     def look(self) -> int:
         """Reads what is new, if it is time to and nobody else does; the version after that."""
@@ -60,6 +53,25 @@ class Follower:
         """The same although it is not time to: the last look of somebody who leaves."""
         self._next = self.clock()
         return self.look()
+
+    def _read(self) -> bool:
+        """Brings it up to date; whether there was anything new."""
+        raise NotImplementedError
+
+
+class Follower(Looking):
+    """A swarm that is followed."""
+
+    def __init__(
+        self, view: RunView, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__(clock)
+        self.view, self.now = view, now
+        self.tracks: dict[str, Track] = {}
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._reports = Reports()
+        self._trouble = ""  # why it could not be read, said once
+        self._place: Place | None = None  # in the run, when it was looked at last
 
     def _read(self) -> bool:
         """Brings the view and the tracks up to date; whether there was anything new."""

@@ -32,6 +32,7 @@ class Overview:
     from_others: float | None  # share of the groups learned from
     logs: bool  # whether the nodes' logs are at hand
     can_stop: bool  # whoever has the token may stop the run from here
+    experiment: str  # of which it is a run, where that is being watched
     version: int  # grows when anything changes
 
 

@@ -1,4 +1,4 @@
-"""The runs beside the one that is watched, to be laid over each other."""
+"""The runs of a folder, to be laid over each other: those beside the one that is watched, or of an experiment."""
 
 import threading
 from collections import OrderedDict
@@ -17,29 +17,32 @@ MOST_LISTED = 1000
 
 
 class Runs:
-    def __init__(self, follower: Follower) -> None:
-        self.follower = follower
+    def __init__(self, here: Follower | None, root: Path | None = None, experiment: str = "") -> None:
+        """`here` is the one that is watched, `root` the folder; by default that of `here`, where it is on this machine."""
+        if here is not None and not here.view.address.is_url:
+            root = here.view.root.absolute().parent
+        self.here, self.root = here, root
+        self.experiment = experiment  # the name of the one that the runs are of
         self._opening = threading.Lock()
         self._open: OrderedDict[str, Follower] = OrderedDict()
         self.closing: list[Callable[[], None]] = []  # what is to end with the server
 
     def names(self) -> list[str]:
-        """The runs in the same folder, the newest first; of a swarm elsewhere only itself."""
-        here = self.follower.view
-        if here.address.is_url:
-            return [here.address.name]
-        root = here.root.absolute().parent
-        found = [path for path in root.glob("*/manifest.json") if SAFE_NAME.fullmatch(path.parent.name)]
+        """The runs of the folder, the newest first; of a swarm elsewhere only itself."""
+        if self.root is None:
+            return [self.here.view.address.name] if self.here else []
+        found = [path for path in self.root.glob("*/manifest.json") if SAFE_NAME.fullmatch(path.parent.name)]
         found.sort(key=_changed, reverse=True)
         return [path.parent.name for path in found[:MOST_LISTED]]
 
     def get(self, name: str) -> Follower | None:
         """A run of the list, looked at now."""
-        here = self.follower.view
-        if name == here.address.name:
-            return self.follower
-        folder = here.root.absolute().parent / name
-        if here.address.is_url or not SAFE_NAME.fullmatch(name) or not (folder / "manifest.json").is_file():
+        if self.here and name == self.here.view.address.name:
+            return self.here
+        if self.root is None or not SAFE_NAME.fullmatch(name):
+            return None
+        folder = self.root / name
+        if not (folder / "manifest.json").is_file():
             return None
         with self._opening:
             found = self._open.setdefault(name, Follower(RunView(folder)))
@@ -56,7 +59,7 @@ class Runs:
         return RunPage(
             len(names),
             offset,
-            [_row(name, run, run is (here or self.follower)) for name, run in found if run],
+            [_row(name, run, run is (here or self.here)) for name, run in found if run],
         )
 
     def lines(self, names: list[str], metric: str, points: int) -> Lines:

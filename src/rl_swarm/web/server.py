@@ -11,9 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_swarm.errors import UserError
 from rl_swarm.report import RunView
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 MOST_PORTS = 100  # that are tried, from the one that was asked for
 NICENESS = 10  # of the dashboard of `up`: the nodes come first
@@ -71,12 +75,24 @@ def serve(
     stop_run: Callable[[], None] | None = None,
 ) -> None:
     """Serves a swarm until told to stop."""
-    import uvicorn
-
     from rl_swarm.web.api import create_app
     from rl_swarm.web.following import Follower
 
-    app = create_app(Follower(view), hosts_of(listening), token, stop_run)
+    _serve(create_app(Follower(view), hosts_of(listening), token, stop_run), listening, stop)
+
+
+def serve_experiment(
+    folder: Path, listening: socket.socket, stop: threading.Event, token: str | None = None
+) -> None:
+    """Serves an experiment and all its runs until told to stop."""
+    from rl_swarm.web.experiment import create_experiment_app
+
+    _serve(create_experiment_app(folder, hosts_of(listening), token), listening, stop)
+
+
+def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> None:
+    import uvicorn
+
     config = uvicorn.Config(
         app,
         log_config=None,

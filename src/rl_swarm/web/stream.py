@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 from starlette.concurrency import run_in_threadpool
 
-from rl_swarm.web.following import PAUSE_SECONDS, Follower
+from rl_swarm.web.following import PAUSE_SECONDS, Looking
 
 MOST_LISTENERS = 1000
 ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing
@@ -14,9 +14,9 @@ AT_A_TIME, APART = 4, 0.02
 
 
 class Stream:
-    """Looks at the swarm while somebody listens, and at nothing while nobody does."""
+    """Looks while somebody listens, and at nothing while nobody does."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Looking) -> None:
         self.follower = follower
         self.listeners: set[asyncio.Event] = set()
         self.closed = False  # set from any thread: listeners are let go within a second

@@ -33,7 +33,7 @@ MOST_TASKS = 256
 SETTINGS_BYTES = 64 << 10
 
 
-def overview(follower: Follower, can_stop: bool = False) -> Overview:
+def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -> Overview:
     with follower.lock:
         view, state, manifest = follower.view, follower.view.state, follower.view.manifest
         nodes, tracks = list(view.nodes.values()), list(follower.tracks.values())
@@ -64,6 +64,7 @@ def overview(follower: Follower, can_stop: bool = False) -> Overview:
             from_others=taken / (own + taken) if own + taken else None,
             logs=any(node.rounds or node.held_out for node in nodes),
             can_stop=can_stop,
+            experiment=experiment,
             version=follower.version,
         )
 

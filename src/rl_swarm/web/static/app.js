@@ -39,6 +39,7 @@ async function refresh() {
     const phase = document.getElementById("phase");
     phase.textContent = about.phase;
     phase.className = `pill ${about.phase}`;
+    document.getElementById("experiment").hidden = !about.experiment;
     offer(about.can_stop && about.phase !== "finished");
     document.title = `${view.title} · ${about.name || "RL Swarm"}`;
     failure(null);
@@ -61,7 +62,7 @@ function plain(text) {
 function show() {
   const [path, query = ""] = location.hash.slice(1).split("?");
   for (const link of document.querySelectorAll("nav a")) {
-    const here = link.getAttribute("href").slice(1) === (path || "/");
+    const here = link.getAttribute("href") === `#${path || "/"}`;
     here ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   }
   const [found, make] = ROUTES.map(([pattern, make]) => [path.match(pattern), make]).find(([match]) => match) ?? [[""], overview];

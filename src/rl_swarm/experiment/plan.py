@@ -1,0 +1,133 @@
+"""How long an experiment may take, from some rounds of one of its runs; and how far it has come."""
+
+import heapq
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from rl_swarm.evaluation import mean
+from rl_swarm.experiment.arms import Job
+from rl_swarm.experiment.measures import Run
+
+SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan
+
+
+@dataclass
+class Costs:
+    """Seconds that things take, per node."""
+
+    local: float  # to ask, answer, score and publish one group
+    external: float  # to collect, per round
+    train: float  # per group
+    look: float  # at the held-out questions, sampled and greedily
+    start: float = 0.0  # of a run, whatever its nodes
+
+    @classmethod
+    def of(
+        cls, run: Run, looked: float, looks: float, start: float = 0.0, rounds: int = 0, took: float = 0.0
+    ) -> "Costs":
+        """From the last `rounds` of a run, which took so long together; without, from what its nodes noted in all."""
+        lines = [line for node in run.nodes for line in node.rounds[-rounds:]]
+        arm, settings = run.job.arm, run.job.members()[0]
+
+        def spent(*phases: str) -> float:
+            return mean([sum(line.seconds.get(phase, 0.0) for phase in phases) for line in lines])
+
+        noted = mean([sum(line.seconds.values()) for line in lines]) * len(run.nodes) * rounds
+        more = took / noted if noted and took else 1.0  # what is done for all of them no node notes
+        local = more * spent("questions", "generate", "score", "publish", "report") / settings.local
+        answers = settings.held_out_questions * (settings.held_out_samples + 1)
+        return cls(
+            local,
+            more * spent("collect"),
+            more * spent("train") / (arm.epochs * (settings.local + arm.external)),
+            looked / looks / len(run.nodes) if looks else local * answers / settings.generations,
+            start,
+        )
+
+    def seconds(self, job: Job, played: int = 0) -> float:
+        """What is left of a run may take so long."""
+        settings = job.members()[0]
+        each = self.local * settings.local + self.external * (job.arm.external > 0)
+        each += self.train * job.arm.epochs * (settings.local + job.arm.external)
+        looks = job.looks(played, job.rounds) + 1  # the last one comes after all rounds
+        return self.start + job.count * (each * (job.rounds - played) + self.look * looks)
+
+
+def makespan(seconds: Sequence[float], at_once: int) -> float:
+    """When the last of some runs ends that are begun in this order, so many at once."""
+    lanes = [0.0] * at_once
+    for each in seconds:
+        heapq.heapreplace(lanes, lanes[0] + each)
+    return max(lanes)
+
+
+def duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 95:
+        return f"{10 * max(1, round(seconds / 10))} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+class Shown:
+    """How far some runs have come: bars in a terminal, elsewhere a line now and then."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job], done: Mapping[str, int]) -> None:
+        self.console, self.jobs = console, jobs  # in the order of their turns
+        self.done = dict(done)  # rounds, by run
+        self.whole = {
+            job.name: 1.0 for job in jobs
+        }  # what a run takes beside the others; seconds, once they are known
+        self.since: tuple[float, float] | None = None  # when they were, and what was left then
+        self.at_once = 1
+        self.said = -1
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[says]}"))
+        self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        what = "learning rates" if jobs[0].tuning else "runs"
+        self.all = self.bars.add_task(f"{len(jobs)} {what}", total=1.0, says="")
+        self.tasks: dict[str, TaskID] = {}
+
+    def expect(self, costs: Costs, at_once: int) -> None:
+        self.at_once = at_once
+        self.whole = {job.name: costs.seconds(job) for job in self.jobs}
+        self.since = (time.monotonic(), makespan(self._planned(), at_once))
+
+    def show(self, running: Mapping[str, int]) -> None:
+        """With the rounds of the runs that are going on."""
+        self.done |= {name: max(self.done.get(name, 0), done) for name, done in running.items()}
+        rounds = {job.name: job.rounds for job in self.jobs}
+        share, left = 1 - sum(self._planned()) / sum(self.whole.values()), self._left()
+        says = "timing a few rounds first" if left is None else f"{100 * share:.0f} %"
+        if left:
+            says += f", {duration(left)} left"
+        if not self.console.is_terminal:
+            self._line(says, share, [f"{name} {done}/{rounds[name]}" for name, done in running.items()])
+            return
+        for name in [name for name in self.tasks if name not in running]:
+            self.bars.remove_task(self.tasks.pop(name))
+        for name in running:
+            if name not in self.tasks:
+                self.tasks[name] = self.bars.add_task(f"  {name}", total=rounds[name], says="")
+            played = f"{self.done[name]} of {rounds[name]} rounds"
+            self.bars.update(self.tasks[name], completed=self.done[name], says=played)
+        self.bars.update(self.all, completed=share, says=says)
+
+    def _planned(self) -> list[float]:
+        """What is left of every run, as planned."""
+        return [self.whole[job.name] * (1 - self.done.get(job.name, 0) / job.rounds) for job in self.jobs]
+
+    def _left(self) -> float | None:
+        """What all of it will take at the pace since the plan."""
+        if self.since is None:
+            return None
+        since, planned = self.since
+        left, took = makespan(self._planned(), self.at_once), time.monotonic() - since
+        return left * took / (planned - left) if took > SETTLED and planned > left else left
+
+    def _line(self, says: str, share: float, running: Sequence[str]) -> None:
+        if int(share * 10) > self.said:
+            self.said = int(share * 10)
+            self.console.print(f"{says}: {', '.join(running)}", soft_wrap=True)

@@ -1,0 +1,107 @@
+"""The SAPO experiment in a notebook: run below a cell, and what came of it."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from rl_swarm.cli.standing import drawn
+from rl_swarm.errors import UserError
+from rl_swarm.experiment import report, text
+from rl_swarm.experiment.standing import Standing
+from rl_swarm.notebook.cells import set_flags, shown, written
+from rl_swarm.notebook.picture import WIDTH
+from rl_swarm.notebook.plots import Plot, needs_matplotlib
+
+# Options of `rl-swarm experiment sapo`; everything else is a setting.
+OPTIONS = (
+    "configs", "strategies", "nodes", "rounds", "seeds", "model", "tasks", "rates", "tune_seeds", "tune_rounds", "device",
+    "at_once",
+)  # fmt: skip
+# Does all of it work here? On two slow cores it takes about three minutes with four arms.
+TEST = {"model": "tiny", "nodes": 4, "rounds": 20, "seeds": "1", "rates": "", "held_out_questions": 50}
+
+
+def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
+    """Runs the SAPO experiment, or goes on with it; the folder of its results. Options are those of `rl-swarm experiment
+    sapo` (`configs="paper"`) and settings of docs/settings.md. A `test` is a small one, in a folder of its own."""
+    folder = Path(f"{out}-test" if test else out)
+    standing = Standing(folder)
+
+    def picture(last: bool) -> RenderableType:
+        standing.look()
+        told = standing.told()
+        return drawn(told, WIDTH) if told.runs or told.tuning else Text(f"{folder}: starting")
+
+    shown(
+        ["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture
+    )
+    return folder
+
+
+def flags(options: dict[str, object]) -> list[str]:
+    """Options as the command takes them; those that are None or empty are left to it."""
+    given = {name: value for name, value in options.items() if value is not None and value != ""}
+    found = [
+        part
+        for name, value in given.items()
+        if name in OPTIONS
+        for part in (f"--{name.replace('_', '-')}", written(value))
+    ]
+    return found + set_flags({name: value for name, value in given.items() if name not in OPTIONS})
+
+
+def results(*folders: str | Path) -> "Results":
+    """What came of one or several experiments: of the folders that `experiment` was given, or with a report.json."""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{folder}: there is no such folder. Give what the experiment was given as its folder."
+            )
+    return Results(report.read([Path(folder) for folder in folders]))
+
+
+class Markdown:
+    """Some tables of a report. At the end of a cell they show themselves."""
+
+    def __init__(self, written: str) -> None:
+        self.text = written
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Results(Markdown):
+    """The numbers of a report, as in report.json. At the end of a cell it shows what was earned and learned."""
+
+    def __init__(self, numbers: dict[str, Any]) -> None:
+        self.numbers = numbers
+        super().__init__("\n\n".join([*text.head(numbers), self.tables("Rewards", "Held-out score").text]))
+
+    def tables(self, *titles: str) -> Markdown:
+        """Sections of the report by the beginnings of their titles; all without any."""
+        sections = text.sections(self.numbers)
+        for title in titles:
+            if not any(known.startswith(title) for known in sections):
+                raise UserError(f"There is no table {title!r}. There are: {', '.join(sections)}.")
+        wanted = [
+            f"**{title}**\n\n{section}"
+            for title, section in sections.items()
+            if not titles or title.startswith(titles)
+        ]
+        return Markdown("\n\n".join(wanted))
+
+    def plot(self, *panels: str) -> Plot:
+        """Curves with intervals: fresh_local, training_set, held_out, held_out_by_tokens; or by_task."""
+        with needs_matplotlib():
+            from rl_swarm.experiment import figures
+        for panel in panels:
+            if panel not in figures.PANELS:
+                raise UserError(f"There is no plot {panel!r}. There are: {', '.join(figures.PANELS)}.")
+        return Plot(
+            figures.figure(self.numbers, panels or [name for name in figures.PANELS if name != "by_task"])
+        )

@@ -1,0 +1,159 @@
+"""An experiment over HTTP: its arms and curves, and every run as a page of its own under `run/<name>/`."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import Depends, FastAPI, HTTPException, Query
+from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+
+from rl_swarm import __version__
+from rl_swarm.experiment.arms import RUNS
+from rl_swarm.experiment.measures import Measure
+from rl_swarm.experiment.standing import ArmStands, Points, RunStands, Standing, Stands
+from rl_swarm.web import guard, tables
+from rl_swarm.web.api import OR_CSV, STATIC, Format, as_csv, as_json, create_app
+from rl_swarm.web.curves import mean_of
+from rl_swarm.web.following import Looking
+from rl_swarm.web.kept import Kept
+from rl_swarm.web.others import Others
+from rl_swarm.web.records import Line, Lines
+from rl_swarm.web.runs import Runs
+from rl_swarm.web.stream import Stream
+
+MEASURED = (
+    "training_set", "fresh_local", "held_out_start", "held_out", "training_set_change", "fresh_local_change",
+    "held_out_change",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExperimentPage:
+    version: int  # grows when anything changes
+    stands: Stands
+
+
+class Followed(Looking):
+    """An experiment that many look at."""
+
+    def __init__(self, standing: Standing) -> None:
+        super().__init__()
+        self.standing = standing
+
+    def _read(self) -> bool:
+        with self.lock:
+            return self.standing.look()
+
+    def told(self) -> ExperimentPage:
+        with self.lock:
+            return ExperimentPage(self.version, self.standing.told())
+
+    def lines(self, metric: str, points: int) -> Lines:
+        with self.lock:
+            return _lines(metric, self.standing.curves(metric, points))
+
+
+def create_experiment_app(folder: Path, hosts: Sequence[str], token: str | None = None) -> FastAPI:
+    followed = Followed(Standing(folder))
+    stream, runs = Stream(followed), Runs(None, folder.absolute() / RUNS, folder.absolute().name)
+
+    def close() -> None:
+        stream.closed = True
+        for ending in runs.closing:
+            ending()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        close()
+
+    app = FastAPI(
+        title="RL Swarm: an experiment",
+        version=__version__,
+        description="What sharing rollouts is worth, measured, as the page shows it. Read only.",
+        openapi_url="/api/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.close = close
+    app.add_middleware(Kept, version=lambda: followed.version)
+    app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+    guard.protect(app, hosts, token)
+
+    def looked() -> Followed:
+        if not stream.looks or not followed.version:
+            followed.look()
+        return followed
+
+    Experiment = Annotated[Followed, Depends(looked)]
+
+    @app.get("/api/experiment", response_model=ExperimentPage, responses=OR_CSV)
+    def experiment(experiment: Experiment, format: Format = "json") -> Response:
+        """The arms with what they have earned, and the runs."""
+        page = experiment.told()
+        return as_json(page) if format == "json" else as_csv("arms", arms_csv(page.stands.arms))
+
+    @app.get("/api/experiment/runs", response_model=list[RunStands], responses=OR_CSV)
+    def all_runs(experiment: Experiment, format: Format = "json") -> Response:
+        found = experiment.told().stands.runs
+        return as_json(found) if format == "json" else as_csv("runs", tables.records_csv(RunStands, found))
+
+    @app.get("/api/experiment/curves", response_model=Lines, responses=OR_CSV)
+    def curves(
+        experiment: Experiment,
+        metric: Literal["fresh_local", "training_set", "held_out"] = "fresh_local",
+        points: Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")] = 100,
+        format: Format = "json",
+    ) -> Response:
+        """A line per arm: the mean over its nodes and seeds."""
+        lines = experiment.lines(metric, points)
+        return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
+
+    @app.get(
+        "/api/stream",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
+    )
+    def changes() -> StreamingResponse:
+        """An event `changed` whenever there is something new to read, with the number of the version."""
+        if stream.full:
+            raise HTTPException(429, "Too many listen already.")
+        return StreamingResponse(stream.listen(), media_type="text/event-stream")
+
+    @app.get("/", include_in_schema=False)
+    def page() -> FileResponse:
+        return FileResponse(STATIC / "experiment.html")
+
+    app.mount("/static", StaticFiles(directory=STATIC))
+    return app
+
+
+def _lines(metric: str, curves: dict[str, Points]) -> Lines:
+    """All curves over the same rounds."""
+    rounds = sorted({after for points in curves.values() for after, _ in points})
+    known = {label: dict(points) for label, points in curves.items()}
+    lines = [Line(label, label, [values.get(after) for after in rounds]) for label, values in known.items()]
+    return Lines(metric, rounds, mean_of([line.values for line in lines]), lines)
+
+
+def arms_csv(arms: Sequence[ArmStands]) -> str:
+    """A line per arm; every measure with the ends of its interval."""
+    plain = ["arm", "nodes", "played", "rounds", "against"]
+    header = [*plain, "seeds", *(f"{name}{end}" for name in MEASURED for end in ("", "_low", "_high"))]
+
+    def ends(measure: Measure | None) -> list[float | None]:
+        return [measure.mean, measure.low, measure.high] if measure else [None] * 3
+
+    rows = [
+        [
+            *(getattr(arm, name) for name in plain),
+            " ".join(map(str, arm.seeds)),
+            *(value for name in MEASURED for value in ends(getattr(arm, name))),
+        ]
+        for arm in arms
+    ]
+    return tables.csv_text(header, rows)

@@ -1,0 +1,181 @@
+"""An experiment that is watched while its runs go on: the numbers of its report, as far as it has come."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browsing import Visit, address_of, opened
+from playwright.sync_api import expect
+from processes import end, run, start
+from small_runs import SmallRun
+from starlette.testclient import TestClient
+from test_page import pytestmark as needs_chromium
+
+from rl_swarm.experiment import report
+from rl_swarm.experiment.arms import Arm, Job
+from rl_swarm.experiment.lockstep import rewind
+from rl_swarm.experiment.standing import Standing, followed
+from rl_swarm.web.experiment import create_experiment_app
+
+ROUNDS = 4
+ALONE, SHARING = Arm(2, 0, "alone"), Arm(2, 2)
+
+
+class SmallExperiment:
+    """Two arms and a seed, played by the calls of a test."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.runs = {arm.label: self.begin(arm, 1) for arm in (ALONE, SHARING)}
+
+    def begin(self, arm: Arm, seed: int) -> SmallRun:
+        job = Job(arm, seed, ROUNDS, 2)
+        folder = self.out / "runs" / job.name
+        made = SmallRun(folder, nodes=2, total=ROUNDS)
+        job.write(folder)
+        return made
+
+    def play(self, label: str, rounds: int, more: float = 0.0) -> None:
+        made = self.runs[label]
+        for _ in range(rounds):
+            if made.state.round == ROUNDS - 1:
+                for number, identity in enumerate(made.identities):
+                    made.score(identity, "end", 0.5 + more + number / 10)
+            made.play(more=more)
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> SmallExperiment:
+    made = SmallExperiment(tmp_path / "e")
+    made.play("2/0", ROUNDS)
+    made.play("2/2 sapo", 2, more=0.1)
+    return made
+
+
+def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallExperiment) -> None:
+    standing = followed(experiment.out)
+    experiment.play("2/2 sapo", 2, more=0.1)
+    assert standing.look() and not standing.look()
+    told = standing.told()
+    numbers = report.as_numbers(report.find([experiment.out]))["configurations"]
+    assert told.phase == "finished" and [arm.arm for arm in told.arms] == list(numbers)
+    for arm in told.arms:
+        found = numbers[arm.arm]
+        for name in ("training_set", "fresh_local"):
+            assert vars(getattr(arm, name)) == pytest.approx(found[name]["total"])
+        assert vars(arm.held_out_start) == pytest.approx(found["held_out"]["sampled"]["start"])
+        assert vars(arm.held_out) == pytest.approx(found["held_out"]["sampled"]["end"])
+        for name, change in found["against"].get("2/0", {}).items():
+            assert vars(getattr(arm, f"{name}_change")) == pytest.approx(change)
+    for name in ("fresh_local", "training_set", "held_out"):
+        assert standing.curves(name, 100)["2/2 sapo"] == [
+            (after, pytest.approx(mean)) for after, mean, _, _ in numbers["2/2 sapo"][name]["by_round"]
+        ]
+
+
+def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(
+    experiment: SmallExperiment,
+) -> None:
+    told = followed(experiment.out).told()
+    alone, sharing = told.arms
+    assert told.phase == "running" and (alone.played, sharing.played) == (ROUNDS, 2)
+    assert alone.fresh_local.mean == pytest.approx(ROUNDS * (0.25 + 0.26))
+    assert sharing.fresh_local.mean == pytest.approx(2 * (0.35 + 0.36))
+    assert sharing.fresh_local_change.mean == pytest.approx(0.355 / 0.255 - 1)
+    assert sharing.held_out.mean == 0.2, "its last look was before the first round"
+    assert sharing.held_out_change.mean == pytest.approx(0.0), "and that of the other then"
+    experiment.begin(ALONE, 2).play()
+    again = followed(experiment.out).told()
+    assert again.arms[0] == alone, "a finished seed does not wait for one that has just begun"
+    assert [(run.run, run.phase, run.played) for run in again.runs] == [
+        ("2-0-seed1", "finished", 4),
+        ("2-0-seed2", "running", 1),
+        ("2-2-sapo-seed1", "running", 2),
+    ]
+
+
+def test_rounds_that_a_crash_took_back_are_not_counted(experiment: SmallExperiment) -> None:
+    standing = followed(experiment.out)
+    made = experiment.runs["2/2 sapo"]
+    for node in made.names:
+        rewind(made.journals[node].metrics_path, 0)
+    standing.look()
+    assert standing.told().arms[1].played == 1
+    for node in made.names:
+        made.write_round(node, 1, 0.9, [])
+    standing.look()
+    assert standing.told().arms[1].fresh_local.mean == pytest.approx(0.35 + 0.36 + 2 * 0.9)
+
+
+def test_nothing_yet_is_told_too(tmp_path: Path) -> None:
+    standing = Standing(tmp_path)
+    Job(SHARING, 1, ROUNDS, 2).write(tmp_path / "runs" / "2-2-sapo-seed1")
+    assert standing.look()
+    told = standing.told()
+    assert (told.phase, told.runs[0].phase, told.arms[0].fresh_local) == ("waiting", "waiting", None)
+    with TestClient(create_experiment_app(tmp_path, ["localhost"]), "http://localhost") as client:
+        assert client.get("/api/experiment/curves").json()["rounds"] == []
+
+
+def test_tables_and_curves_are_there_as_csv_and_every_run_by_its_name(experiment: SmallExperiment) -> None:
+    with TestClient(create_experiment_app(experiment.out, ["localhost"]), "http://localhost") as client:
+        (_, sharing) = csv.DictReader(io.StringIO(client.get("/api/experiment?format=csv").text))
+        assert (sharing["arm"], sharing["against"], sharing["seeds"]) == ("2/2 sapo", "2/0", "1")
+        assert float(sharing["fresh_local_low"]) <= float(sharing["fresh_local"]) == pytest.approx(1.42)
+        curves = list(csv.DictReader(io.StringIO(client.get("/api/experiment/curves?format=csv").text)))
+        assert [float(row["2/0"]) for row in curves] == [0.255] * ROUNDS and curves[3]["2/2 sapo"] == ""
+        runs = client.get("/api/experiment/runs?format=csv").text
+        assert runs.splitlines()[1] == "2-0-seed1,2/0,1,finished,4,4"
+        assert client.get("/api/experiment/curves?metric=luck").status_code == 422
+        assert client.get("/run/2-0-seed1/api/overview").json()["experiment"] == "e"
+        assert client.get("/run/2-0-seed9/api/overview").status_code == 404
+        assert client.get("/api/experiment", headers={"Host": "example.org"}).status_code == 400
+
+
+@pytest.fixture
+def watched(experiment: SmallExperiment) -> Iterator[str]:
+    process = start(experiment.out.parent, "watch", "e", "--port", "18850")
+    yield address_of(process)
+    end(process)
+
+
+@needs_chromium
+def test_the_page_shows_arms_and_runs_and_changes_by_itself(
+    experiment: SmallExperiment, watched: str
+) -> None:
+    with opened() as browser:
+        visit = Visit(browser, watched)
+        page = visit.open("")
+        sharing = page.get_by_label("Arms", exact=True).locator("tbody tr").nth(1)
+        expect(sharing).to_contain_text("against 2/0")
+        expect(sharing).to_contain_text("2 of 4")
+        expect(sharing).to_contain_text("+39 %")
+        expect(page.locator("canvas")).to_have_count(3)
+        expect(page.locator("figure .key", has_text="2/2 sapo")).to_have_count(3)
+        assert not visit.barriers()
+        experiment.play("2/2 sapo", 2, more=0.1)
+        expect(page.locator("#phase")).to_have_text("finished")
+        expect(sharing).to_contain_text("4 of 4")
+        expect(sharing).to_contain_text("0.200 → 0.650")
+        page.get_by_role("link", name="2-2-sapo-seed1").click()
+        expect(page).to_have_title("Overview · 2-2-sapo-seed1")
+        page.get_by_role("link", name="Experiment").click()
+        expect(page).to_have_title("e · RL Swarm")
+        visit.close()
+        phone = Visit(browser, watched, 360, "dark")
+        expect(phone.open("").get_by_label("Arms", exact=True)).to_contain_text("0.650")
+        assert phone.too_wide() <= 0 and not phone.barriers()
+        phone.close()
+
+
+def test_status_tells_it_in_a_shell(experiment: SmallExperiment) -> None:
+    where = experiment.out.parent
+    code, output = run(where, "status", "e")
+    assert code == 0 and "1 of 2 runs have finished" in output and "against 2/0" in output, output
+    code, output = run(where, "status", "e", "--json")
+    assert code == 0 and json.loads(output)["arms"][1]["played"] == 2
+    code, output = run(where, "watch", "e", "--tui")
+    assert code == 0 and "2-2-sapo-seed1 running 2/4" in output, output
