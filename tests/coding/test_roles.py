@@ -124,3 +124,28 @@ def test_where_programs_must_not_run_a_guess_is_the_verdict():
 def test_an_evaluator_says_how_good_it_was(coding):
     told = {"balanced": 0.81, "disagreement": 0.2, "calibration": 0.05}
     assert "81%" in Evaluator.summary(told) and "20%" in Evaluator.summary(told)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_solvers_get_better_within_a_few_rounds(tmp_path):
+    code, output = run(
+        tmp_path,
+        "up",
+        "--env",
+        "coding",
+        "--run",
+        "r",
+        "--rounds",
+        "24",
+        "--set",
+        "held_out_questions=100",
+        timeout=900,
+    )
+    assert code == 0, output
+    for path in (tmp_path / "r" / "logs").glob("*/metrics.jsonl"):
+        scores = [
+            line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "held_out"
+        ]
+        for start, end in zip(scores[:1], scores[-1:], strict=True):
+            assert end["sampled"] >= 1.5 * start["sampled"] and end["greedy"] >= start["greedy"]
