@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_swarm.turns import Work
 
 CANDIDATES = 4  # proposals that a model writes for one that is published
+MOST_TRIES = 64  # at a task of the generator that counts and is new
 MOST_REMEMBERED = 4096  # digests of what was proposed
 MOST_GUESSES = 512  # that an evaluator's figures are of
 FEW_ANSWERS = 16  # judged by an evaluator in a stage
@@ -93,12 +94,16 @@ class Proposer(Role):
         for text in drafts:
             if self.coding.score([(question, text)])[0] and self._is_new(text, question):
                 return text, True
-        draw = 0
-        while True:
-            task = generator.make(self.difficulty.name, question.seed, 1 + draw)
-            text, draw = proposals.as_json(task), draw + 1
-            if draw > 50 or (self.coding.score([(question, text)])[0] and self._is_new(text, question)):
-                return text, False
+        level, subject = question.task.split(" ", 1)
+        text = ""
+        for draw in range(MOST_TRIES):
+            task = generator.make(level, question.seed, draw)
+            if draw < MOST_TRIES // 2 and task.subject != subject:  # not every level has every subject
+                continue
+            text = proposals.as_json(task)
+            if self.coding.score([(question, text)])[0] and self._is_new(text, question):
+                break
+        return text, False
 
     def _is_new(self, text: str, question: Question) -> bool:
         """Whether nothing with the same solution was proposed here before."""
