@@ -287,3 +287,20 @@ def test_whatever_a_peer_claims_it_is_refused_or_followed(heard, parents, role, 
     rollouts = list(unpack(claimed, MANIFEST.limits))
     with suppress(Rejected):
         assert len(check(rollouts, MANIFEST, transcript.environment, lambda round: transcript)) == 2
+
+
+def test_an_environment_can_say_whose_role_is_heard(monkeypatch):
+    swarm = Swarm()
+    for peer_id in PEERS[:6]:
+        swarm.publish(peer_id, 0)
+    for peer_id in PEERS[6:8]:
+        swarm.publish(peer_id, 0, count=1, role="prompter")
+    everybody = swarm.publish("peer-8", 1)
+    assert len(everybody.heard[0]) == 3
+    monkeypatch.setattr(Chain, "hears_from", ("prompter",))
+    publication = swarm.publish("peer-8", 1)
+    assert sorted(publication.heard[0]) == PEERS[6:8]
+    assert len(swarm.check(publication)) == 2
+    assert swarm.refusal(everybody) == "parents"
+    transcript = swarm.transcript()
+    assert transcript.speakers(0, PEERS, 9, ("",)) == PEERS[:6]
