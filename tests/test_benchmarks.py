@@ -59,6 +59,17 @@ def test_the_dashboard_is_measured_at_its_start_and_under_load_and_every_answer_
     assert 0 < load["rss_start"] <= load["rss_most"] and load["page_bytes"] > 1000
 
 
+def test_programs_judged_per_second_are_counted_and_every_verdict_is_right() -> None:
+    command = [sys.executable, str(BENCHMARKS / "sandbox.py"), "--programs", "80", "--tests", "1"]
+    command += ["--repeats", "1", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {"a fresh Python process per test", "a fork per program, not isolated"} < set(rows)
+    assert any(name.startswith("ours") for name in rows)
+    assert all(row["per_second"] > 0 and row["times"] > 0 for row in rows.values())
+
+
 def test_unknown_systems_are_refused_with_the_known_ones() -> None:
     command = [sys.executable, str(BENCHMARKS / "round.py"), "--systems", "ours,theirs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -6,6 +6,7 @@ import platform
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -182,11 +183,53 @@ def test_the_numbers_of_the_system_calls_are_the_kernels(header, column):
             for found in re.finditer(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read())
         }
     known["newfstatat"] = known.get("newfstatat", known.get("fstatat", -1))
-    ours = {name: numbers[column] for name, numbers in lockdown.ALLOWED.items()}
+    every = {**lockdown.ALLOWED, **lockdown.IN_A_FOLDER, **lockdown.WAITING}
+    ours = {name: numbers[column] for name, numbers in every.items()}
     ours |= {name: numbers[column] for name, (numbers, _) in lockdown.OPENING.items()}
     ours = {name: number for name, number in ours.items() if number is not None}
     assert len(ours) > 40
     assert {name: known.get(name) for name in ours} == ours
+
+
+def answer_of(program, number, flags=0):
+    """What the kernel would do with a system call, step by step."""
+    data = {0: number, 4: lockdown.MACHINES[platform.machine()][1], 24: flags, 32: flags}
+    place = value = 0
+    while True:
+        code, if_true, if_false, operand = struct.unpack_from("=HBBI", program, 8 * place)
+        place += 1
+        if code == lockdown.LOAD:
+            value = data[operand]
+        elif code == lockdown.ANSWER:
+            return operand
+        else:
+            holds = {
+                lockdown.EQUAL: value == operand,
+                lockdown.ABOVE: value >= operand,
+                lockdown.ANY_BIT: bool(value & operand),
+            }[code]
+            place += if_true if holds else if_false
+
+
+@linux
+@pytest.mark.parametrize("for_code", [False, True])
+def test_the_filter_answers_every_number_as_the_tables_say(for_code):
+    column = lockdown.MACHINES[platform.machine()][0]
+    allow, refuse, missing, done = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050000
+    expected = {number: refuse if number < lockdown.NEWER else missing for number in range(600)}
+    expected |= {numbers[column]: allow for numbers in lockdown.ALLOWED.values()}
+    opening = [numbers[column] for numbers, _ in lockdown.OPENING.values() if numbers[column] is not None]
+    expected |= dict.fromkeys(opening, allow)
+    if for_code:
+        expected |= {numbers[column]: allow for numbers in lockdown.IN_A_FOLDER.values()}
+        expected |= {numbers[column]: done for numbers in lockdown.WAITING.values()}
+        expected |= {lockdown.ALLOWED[name][column]: refuse for name in lockdown.SIGNALS}
+    expected.pop(None, None)
+    program = lockdown.call_filter(for_code)
+    assert {number: answer_of(program, number) for number in expected} == expected
+    assert answer_of(program, 0x40000000) == missing
+    for number in opening:
+        assert answer_of(program, number, os.O_WRONLY | os.O_CREAT) == (allow if for_code else refuse)
 
 
 def children_of(pid):

@@ -87,6 +87,23 @@ def scoring() -> Iterator[Finding]:
         environment.close()
 
 
+def code() -> Iterator[Finding]:
+    """Which isolation is active, and why no better one is. Only the coding environment needs any."""
+    from rl_swarm.scoring.sandbox import ISOLATIONS, Sandbox, available
+
+    try:
+        sandbox = Sandbox(workers=1)
+    except UserError as error:
+        yield str(config.load().settings.environment) != "coding", str(error)
+        return
+    sandbox.close()
+    yield True, f"programs of models and strangers run behind {ISOLATIONS[sandbox.isolation]}"
+    for offer in available():
+        if offer.isolation == sandbox.isolation:
+            return
+        yield True, f"not behind {ISOLATIONS[offer.isolation]}: {offer.problem}"
+
+
 def folder() -> Iterator[Finding]:
     settings = config.load().settings
     address = settings.experiment_dir()
@@ -197,6 +214,7 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("machine", machine),
     ("model", model),
     ("scoring", scoring),
+    ("running code", code),
     ("folder", folder),
     ("peer-to-peer", peer_to_peer),
     ("identity", identity),

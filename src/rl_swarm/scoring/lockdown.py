@@ -18,8 +18,11 @@ import socket
 import struct
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.syscall.restype = ctypes.c_long
 
 MEMORY = 1 << 30  # of address space; all tasks together need a quarter of it
 LIMITS = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 0, "RLIMIT_NOFILE": 64}
@@ -81,8 +84,36 @@ ALLOWED = {
     "exit_group": (231, 94),
 }
 OPENING = {"open": ((2, None), 1), "openat": ((257, 56), 2)}  # numbers, and which argument holds the flags
+# What code that was written to be run needs beside that, in a folder of its own.
+IN_A_FOLDER = {
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rmdir": (84, None),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "ftruncate": (77, 46),
+    "pwrite64": (18, 68),
+}
+# What would wait. Such a call can be made to return at once, as if what it waits for had happened: then a process
+# either computes or ends, and only the time of its processor needs a tight limit.
+WAITING = {
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "futex": (202, 98),
+}
+SIGNALS = {"setitimer", "getitimer", "rt_sigaction", "rt_sigprocmask", "sigaltstack"}
 WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000  # write or both, create, truncate, nameless file
+LOAD, EQUAL, ABOVE, ANY_BIT, ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06  # steps of a filter
 NEWER = 424  # from here on system calls have one number everywhere; libraries expect some to be missing
+READ_FILE, LIST, MAKE_AND_REMOVE = 0b100, 0b1000, 0b1_1011_0010  # rights of Landlock
+TRUNCATE = 1 << 14
 MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}  # column, audit name, seccomp
 
 
@@ -101,86 +132,117 @@ def lock_down(readable: Iterable[str]) -> dict[str, bool]:
     """Locks this process and its threads down, and says which protections hold. There is no way back."""
     limit_resources()
     with suppress(OSError, AttributeError):  # another system, or a kernel or container that refuses
-        restrict_paths(readable)
+        restrict_paths(dict.fromkeys(readable, READ_FILE | LIST))
     with suppress(OSError, AttributeError):
         restrict_calls()
     return probe()
 
 
-def limit_resources() -> None:
-    for name, value in LIMITS.items():
+def limit_resources(limits: Mapping[str, int] = LIMITS) -> None:
+    for name, value in limits.items():
         try:
             resource.setrlimit(getattr(resource, name), (value, value))
         except (AttributeError, ValueError, OSError):
             continue
 
 
-def restrict_paths(readable: Iterable[str]) -> None:
-    """Landlock: beneath `readable` files can be read, elsewhere nothing can be opened."""
+def restrict_paths(rights: Mapping[str, int]) -> None:
+    """Landlock: what may be done with these files, and beneath these folders; elsewhere nothing can be opened."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "only Linux has Landlock")
-    version = _call(444, None, 0, 1)
+    version = call(444, None, 0, 1)
     all_files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network, signals = 3 if version >= 4 else 0, 3 if version >= 6 else 0
     attributes = struct.pack("=QQQ", all_files, network, signals)
-    rules = _call(444, attributes, len(attributes), 0)
+    rules = call(444, attributes, len(attributes), 0)
     try:
-        for path in readable:
-            folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        for path, allowed in rights.items():
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
-                _call(445, rules, 1, struct.pack("=Qi", 0b1100, folder), 0)  # read files, list directories
+                call(445, rules, 1, struct.pack("=Qi", allowed & all_files, place), 0)
             finally:
-                os.close(folder)
-        _no_new_privileges()
-        _call(446, rules, 0)
+                os.close(place)
+        no_new_privileges()
+        call(446, rules, 0)
     finally:
         os.close(rules)
 
 
 def restrict_calls() -> None:
     """seccomp: all system calls fail but the allowed ones, in all threads."""
-    column, machine, seccomp = MACHINES.get(platform.machine(), (0, 0, 0))
-    if sys.platform != "linux" or not seccomp:
-        raise OSError(errno.ENOSYS, "the system calls of this machine are not known")
-    program = call_filter(column, machine)
+    no_new_privileges()
+    prepare(call_filter())()
+
+
+def prepare(program: bytes) -> Callable[[], None]:
+    """What installs a filter, ready: whoever forks often prepares it once."""
     code = ctypes.create_string_buffer(program, len(program))
     filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    _no_new_privileges()
-    _call(seccomp, 1, 1, filter_)  # a filter, for all threads
+    install = ctypes.CDLL(None, use_errno=True).syscall
+    install.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_long, ctypes.c_char_p]
+    install.restype = ctypes.c_long
+    number = MACHINES[platform.machine()][2]
+
+    def installed() -> None:
+        if install(number, 1, 1, filter_):  # a filter, for all threads
+            raise OSError(ctypes.get_errno(), f"seccomp: a filter of {len(code)} bytes is refused")
+
+    return installed
 
 
-def call_filter(column: int, machine: int) -> bytes:
-    """The filter as a program for the kernel's packet filter: load, compare and jump, return."""
-    load, equal, above, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+def call_filter(for_code: bool = False) -> bytes:
+    """The filter as a program for the kernel's packet filter: load, compare and jump, return.
+
+    `for_code` is the one for code: it may write, where Landlock or the mounts let it, but not change what signals do.
+    The kernel runs a new filter once for every call that it knows, so the numbers are searched by halves.
+    """
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        raise OSError(errno.ENOSYS, "the system calls of this machine are not known")
+    column, machine, _ = MACHINES[platform.machine()]
     allow, refuse, missing, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
+    done = 0x00050000  # the call is not made, and returns 0
+    answers = dict.fromkeys(ALLOWED, allow)
+    if for_code:
+        answers |= {**dict.fromkeys(IN_A_FOLDER, allow), **dict.fromkeys(OPENING, allow)}
+        answers |= {**dict.fromkeys(WAITING, done), **dict.fromkeys(SIGNALS, refuse)}
+    known = {**ALLOWED, **IN_A_FOLDER, **WAITING, **{name: each for name, (each, _) in OPENING.items()}}
+    numbered = sorted((known[name][column] or 0, name) for name in answers if known[name][column] is not None)
 
-    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, if_true, if_false, value)
+    def half(calls: list[tuple[int, str]]) -> list[bytes]:
+        if len(calls) == 1:
+            ((number, name),) = calls
+            return [_step(EQUAL, number, 0, 1), _step(ANSWER, answers[name]), _step(ANSWER, refuse)]
+        middle = len(calls) // 2
+        below, others = half(calls[:middle]), half(calls[middle:])
+        return [_step(ABOVE, calls[middle][0], len(below), 0), *below, *others]
 
-    program = [step(load, 4), step(equal, machine, 1, 0), step(answer, kill), step(load, 0)]
-    for numbers in ALLOWED.values():
-        number = numbers[column]
-        if number is not None:
-            program += [step(equal, number, 0, 1), step(answer, allow)]
-    for numbers, argument in OPENING.values():
-        number = numbers[column]
-        if number is not None:
+    program = [_step(LOAD, 4), _step(EQUAL, machine, 1, 0), _step(ANSWER, kill), _step(LOAD, 0)]
+    for number, name in numbered:
+        if number >= NEWER:
+            program += [_step(EQUAL, number, 0, 1), _step(ANSWER, answers[name])]
+    program += [_step(ABOVE, NEWER, 0, 1), _step(ANSWER, missing)]
+    for name, (each, argument) in OPENING.items():
+        opening = each[column]
+        if opening is not None and name not in answers:
             flags = 16 + 8 * argument  # the lower half of that argument
-            program += [step(equal, number, 0, 4), step(load, flags), step(any_bit, WRITING, 0, 1)]
-            program += [step(answer, refuse), step(answer, allow)]
-    program += [step(above, NEWER, 0, 1), step(answer, missing), step(answer, refuse)]
-    return b"".join(program)
+            program += [_step(EQUAL, opening, 0, 4), _step(LOAD, flags), _step(ANY_BIT, WRITING, 0, 1)]
+            program += [_step(ANSWER, refuse), _step(ANSWER, allow)]
+    return b"".join(program + half([(number, name) for number, name in numbered if number < NEWER]))
 
 
-def probe() -> dict[str, bool]:
-    """What this process is seen to be kept from."""
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def probe(folder: str = "/", memory: int = MEMORY) -> dict[str, bool]:
+    """What this process is seen to be kept from. `folder` is one that it should not see into."""
     attempts: dict[str, Callable[[], object]] = {
-        "reading files": lambda: os.close(os.open("/", os.O_RDONLY)),
+        "reading files": lambda: os.close(os.open(folder, os.O_RDONLY)),
         "writing files": lambda: os.close(os.open(os.devnull, os.O_WRONLY)),
         "network": lambda: socket.socket().close(),
         "starting processes": _fork,
         "signalling processes": lambda: os.kill(os.getppid(), 0),
-        "using much memory": lambda: mmap.mmap(-1, MEMORY).close(),
+        "using much memory": lambda: mmap.mmap(-1, memory).close(),
     }
     return {name: _fails(attempt) for name, attempt in attempts.items()}
 
@@ -207,17 +269,14 @@ def _fork() -> None:
     os.waitpid(child, 0)
 
 
-def _no_new_privileges() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(38, 1, 0, 0, 0):
+def no_new_privileges() -> None:
+    if LIBC.prctl(38, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _call(number: int, *arguments: int | bytes | None) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
+def call(number: int, *arguments: int | bytes | None) -> int:
     typed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    result = int(libc.syscall(ctypes.c_long(number), *typed))
+    result = int(LIBC.syscall(ctypes.c_long(number), *typed))
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

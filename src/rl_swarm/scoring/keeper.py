@@ -1,0 +1,234 @@
+"""The process that runs programs: `python -m rl_swarm.scoring.keeper ISOLATION`, started by `sandbox`.
+
+It has Python's usual modules loaded and has moved where there is nothing to reach. For every program it forks a child,
+which takes from itself what is left to take and only then reads the code from a socket that was made for this program.
+The keeper itself never reads one: so its memory, which every child inherits, holds nothing of any task. It waits for
+the child, empties the scratch folder and says how the child ended.
+
+What a child says is a line for every call: `=` and a literal, or `!` and what went wrong. The code may say the same by
+itself; all it gains is to have given that value.
+"""
+
+import errno
+import gc
+import importlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import struct
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import ModuleType
+from typing import NoReturn
+
+from rl_swarm.scoring import lockdown
+from rl_swarm.scoring.literals import write
+from rl_swarm.scoring.namespaces import drop_capabilities, move_in
+
+MEMORY = 256 << 20  # of address space
+SCRATCH, SCRATCH_SIZE, SCRATCH_FILES, FILE_SIZE = "/tmp", 8 << 20, 64, 4 << 20
+LIMITS = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": FILE_SIZE, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": 32}
+MAX_OUTPUT = 128 << 10  # bytes of all replies; they have to fit into the socket's buffer
+STATUS = struct.Struct("=id")  # as `wait` tells it, and seconds of processor time
+NO_MEMORY = 2  # the exit status of a child
+WARM = (  # loaded before anybody forks
+    "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum",
+    "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "operator", "random", "re",
+    "statistics", "string", "textwrap", "time", "typing", "unicodedata",
+)  # fmt: skip
+
+
+def library() -> list[str]:
+    """Where Python's own modules are."""
+    stdlib = sysconfig.get_path("stdlib")
+    shared = str(sysconfig.get_config_var("DESTSHARED"))
+    return [stdlib] if shared.startswith(stdlib) or not os.path.isdir(shared) else [stdlib, shared]
+
+
+def rights(scratch: bool) -> dict[str, int]:
+    """Read Python's modules, but not the packages that some systems keep among them."""
+    found = {}
+    for folder in library():
+        found[folder] = lockdown.LIST
+        for entry in os.scandir(folder):
+            if entry.name not in ("site-packages", "dist-packages") and not entry.is_symlink():
+                found[entry.path] = lockdown.READ_FILE | (lockdown.LIST if entry.is_dir() else 0)
+    if scratch:
+        found[SCRATCH] = lockdown.READ_FILE | lockdown.LIST | lockdown.MAKE_AND_REMOVE | lockdown.TRUNCATE
+    return found
+
+
+def move(isolation: str) -> None:
+    """The part of the isolation that all programs share. Raises OSError where the kernel does not offer it."""
+    if isolation == "namespaces":
+        move_in(library(), SCRATCH, SCRATCH_SIZE, SCRATCH_FILES)
+        try:
+            lockdown.restrict_paths(rights(scratch=True))
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise  # on a kernel without Landlock the mounts alone keep code in
+    else:
+        drop_capabilities()
+        lockdown.restrict_paths(rights(scratch=False))
+    lockdown.limit_resources(LIMITS)
+    lockdown.no_new_privileges()
+    lockdown.LIBC.prctl(4, 0, 0, 0, 0)  # no core dumps, which some systems hand to a program of root's
+
+
+def lock(seconds: float, restrict_calls: Callable[[], None]) -> None:
+    """The part that every child does for itself."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 1))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    restrict_calls()
+
+
+def run(channel: int) -> None:
+    """One program and its calls. From here on the code may do what it likes with this process."""
+    request = b""
+    while part := os.read(channel, 1 << 14):
+        request += part
+    code, *calls = request.decode(errors="surrogatepass").split("\0")
+    random.seed(0)
+    module = ModuleType("solution")
+    sys.modules["solution"] = module
+    left = MAX_OUTPUT
+
+    def reply(work: Callable[[], str]) -> bool:
+        nonlocal left
+        try:
+            line = "=" + work()
+        except MemoryError:
+            line = "!too much memory"
+        except BaseException as error:  # noqa: BLE001 code may raise anything
+            line = "!" + complaint(error)
+        data = line.encode(errors="backslashreplace") + b"\n"
+        left -= len(data)
+        if left < 0:
+            data = b"!too much output\n"
+        os.write(channel, data)
+        return line[0] == "="
+
+    def define() -> str:
+        exec(compile(code, "solution", "exec"), module.__dict__)
+        return ""
+
+    if reply(define):
+        for call in calls:
+            reply(partial(value_of, call, module.__dict__))
+
+
+def value_of(call: str, names: dict[str, object]) -> str:
+    return write(eval(compile(call, "test", "eval"), names))
+
+
+def complaint(error: BaseException) -> str:
+    try:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    except BaseException:  # noqa: BLE001 an exception of theirs may not even be printable
+        text = "an exception that cannot be shown"
+    return text[:200].replace("\n", " ")
+
+
+def child(channel: int, lock: Callable[[], None], work: Callable[[int], None]) -> NoReturn:
+    status = 1
+    try:
+        os.dup2(channel, 3)
+        os.closerange(4, 64)
+        lock()
+        work(3)
+        status = 0
+    except MemoryError:
+        status = NO_MEMORY
+    finally:
+        os._exit(status)
+
+
+def probe(channel: int) -> None:
+    """What a child finds that it cannot do, and that it can import what was not loaded."""
+    importlib.import_module("colorsys")
+    os.write(channel, json.dumps(lockdown.probe(os.path.dirname(sys.executable), MEMORY)).encode())
+
+
+class Parent:
+    """Forks a child for every program, and waits for it."""
+
+    def __init__(self, control: socket.socket, isolation: str, seconds: float) -> None:
+        self.control = control
+        self.lock = partial(lock, seconds, lockdown.prepare(lockdown.call_filter(for_code=True)))
+        move(isolation)
+        self.scratch = SCRATCH if isolation == "namespaces" else None
+
+    def serve(self) -> None:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
+            if not data:
+                return
+            status, usage = self.fork(descriptors[0], run)
+            self.control.send(STATUS.pack(status, usage.ru_utime + usage.ru_stime))
+            self.clean()
+
+    def fork(self, channel: int, work: Callable[[int], None]) -> tuple[int, resource.struct_rusage]:
+        pid = os.fork()
+        if pid == 0:
+            child(channel, self.lock, work)
+        os.close(channel)
+        _, status, usage = os.wait4(pid, 0)
+        return status, usage
+
+    def probe(self) -> dict[str, bool]:
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb") as file:
+            status, _ = self.fork(writing, probe)
+            found: dict[str, bool] = json.loads(file.read() or "{}")
+        if status or not found:
+            raise OSError(f"a child that tries what it can do ended with status {status}")
+        return found
+
+    def clean(self) -> None:
+        """What a program left is gone before the next; if it cannot be removed, so is this keeper."""
+        for entry in os.scandir(self.scratch) if self.scratch else ():
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry)
+            else:
+                os.unlink(entry)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the node; this process ends with its socket
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    os.close(nothing)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, this goes before the node
+    isolation, seconds = sys.argv[1], float(sys.argv[2])
+    try:
+        for name in WARM:
+            importlib.import_module(name)
+        sys.path[:] = [path for path in sys.path if path.startswith(tuple(library()))]
+        sys.argv[1:] = []
+        os.environ.clear()
+        gc.collect()
+        gc.freeze()  # what is shared with the children stays shared
+        parent = Parent(control, isolation, seconds)
+        control.send(json.dumps({"kept_from": parent.probe()}).encode() + b"\n")
+    except BaseException as error:
+        last = traceback.format_exception_only(type(error), error)[-1].strip()
+        control.send(json.dumps({"error": last}).encode() + b"\n")
+        raise
+    parent.serve()
+
+
+if __name__ == "__main__":
+    main()
