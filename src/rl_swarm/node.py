@@ -122,6 +122,7 @@ class Node:
     def begin(self, state: State) -> Iterator[Work]:
         """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
         self.members, self.watch = state.members, Stopwatch()
+        self.rejected.clear()
         oldest = state.round - self.settings.max_age - 1
         self.transcripts = {number: kept for number, kept in self.transcripts.items() if number >= oldest}
         return self.plays.turn(self, state)
@@ -413,7 +414,6 @@ class Node:
             load=self.load.read(),
             **self.of_stage(state, local, figures or {}),
         )
-        self.rejected.clear()
 
         stages = self.manifest.stages
         log.log(
