@@ -16,7 +16,7 @@ settings.load_profile("steady")
 
 # Files that take longest begin first, so that no process is left with one of them at the end.
 LONG = (
-    "test_swarm.py", "test_cuda.py", "test_faults.py", "test_cli.py", "test_team.py", "test_scale.py", "test_page.py",
+    "test_swarm.py", "test_cuda.py", "test_roles.py", "test_faults.py", "test_cli.py", "test_team.py", "test_scale.py", "test_page.py",
     "test_warmup.py", "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py",
     "test_fuzzed_api.py", "test_memory.py", "test_url_swarm.py", "test_api.py",
 )  # fmt: skip

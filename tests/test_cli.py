@@ -90,7 +90,7 @@ def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None
     code, output = run(tmp_path, "models", "--json", "--set", "lora_rank=8")
     found = json.loads(output[output.index("{") :])
     assert code == 0 and found["available"] > 0
-    assert [row["model"] for row in found["models"]][:2] == ["tiny", "smollm2-135m"]
+    assert [row["model"] for row in found["models"]][:2] == ["tiny", "coder"]
     assert all(row["plan"]["needed"] > 0 and row["seconds"] > 0 for row in found["models"])
     assert found["models"][0]["plan"]["fits"]
     code, output = run(tmp_path, "doctor", P2P_LISTEN="/ip4/127.0.0.1/tcp/0")

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from rl_swarm.config import Settings
-from rl_swarm.environments.base import PEER_SECONDS, Question
+from rl_swarm.environments.base import PEER_SECONDS, Environment, Question
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.tasks import Task
 from rl_swarm.manifest import new_manifest, question_seed
@@ -19,11 +19,8 @@ MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stage
 ROUND = 7
 
 
-class Doubling:
+class Doubling(Environment):
     """The question of a seed is twice what; the right answer is the number."""
-
-    stages = 1
-    system_prompt = ""
 
     def __init__(self):
         self.scored = []
@@ -31,18 +28,9 @@ class Doubling:
     def questions(self, seeds, seconds=None):
         return [Question("doubling", 0, seed, f"2 x {seed} = ?", str(2 * seed)) for seed in seeds]
 
-    def held_out(self, count):
-        return []
-
     def score(self, answered, seconds=None):
         self.scored += answered
         return [float(text == question.answer) for question, text in answered]
-
-    def well_formed(self, text):
-        return True
-
-    def close(self):
-        pass
 
 
 def question_of(peer_id, number, round=ROUND, environment=None):

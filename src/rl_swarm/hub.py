@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_swarm import __version__
 from rl_swarm.card import Trained, card, prompting
-from rl_swarm.config import Settings
+from rl_swarm.config import BUNDLED, Settings
 from rl_swarm.manifest import Manifest
 from rl_swarm.telemetry.journal import Journal, read_lines
 
@@ -230,7 +230,7 @@ def license_of(base: str, base_is: str, api: "HfApi") -> dict[str, str]:
 
 
 def _where(model: str) -> Literal["bundled", "local", "hub"]:
-    if model == "tiny":
+    if model in BUNDLED:
         return "bundled"
     return "local" if Path(model).expanduser().is_dir() else "hub"
 

@@ -185,11 +185,13 @@ class Node:
         transcript = self.transcript(state.round)
         return transcript.questions(self.identity.peer_id, self.role_name, state.stage, seeds)
 
-    def heard(self, round: int, stage: int) -> list[Statement]:
-        """What the others said in a stage that has ended, as many as are asked in a round."""
+    def heard(self, round: int, stage: int, role: str | None = None) -> list[Statement]:
+        """What the others said in a stage that has ended, as many as are asked in a round; `role` says who, `""` is the
+        ordinary one."""
         transcript = self.transcript(round)
         order = transcript.order(self.identity.peer_id)
-        speakers = transcript.speakers(stage, order, self.settings.fetch_max_peers)
+        roles = () if role is None else (role,)
+        speakers = transcript.speakers(stage, order, self.settings.fetch_max_peers, roles)
         return [said for peer_id in speakers for said in transcript.said(stage, peer_id)]
 
     def transcript(self, round: int) -> Transcript:

@@ -206,6 +206,9 @@ def score(
         (question, completion.text) for _, question, completions in answered for completion in completions
     ]
     rewards = environment.score(flat, PEER_SECONDS if external else None)
+    if environment.ending and answered and not answered[0][1].role:
+        ended = (completion.ended for _, _, completions in answered for completion in completions)
+        rewards = [r + (1 if e else -1) * environment.ending for r, e in zip(rewards, ended, strict=False)]
     groups: list[Group] = []
     start = 0
     for peer_id, question, completions in answered:

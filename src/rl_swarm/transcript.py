@@ -64,7 +64,7 @@ class Transcript:
         """Whom a peer hears before a stage: for each of the earlier ones the first that said something there."""
         if (peer_id, stage) not in self._heard:
             self._heard[peer_id, stage] = tuple(
-                tuple(self.speakers(earlier, self.order(peer_id), self.environment.hears))
+                tuple(self._speakers(earlier, self.order(peer_id), self.environment.hears))
                 for earlier in range(stage if self.environment.hears else 0)
             )
         return self._heard[peer_id, stage]
@@ -75,8 +75,13 @@ class Transcript:
         others = [other for other in self.members if other != peer_id]
         return sorted(others, key=lambda other: (derive(root, "hears", self.round, peer_id, other), other))
 
-    def speakers(self, stage: int, peers: Sequence[str], most: int) -> list[str]:
-        """The first so many of the peers that said something in a stage. No more are asked than it takes."""
+    def _speakers(self, stage: int, peers: Sequence[str], most: int) -> list[str]:
+        """Of those who can be heard."""
+        return self.speakers(stage, peers, most, self.environment.hears_from)
+
+    def speakers(self, stage: int, peers: Sequence[str], most: int, roles: Sequence[str] = ()) -> list[str]:
+        """The first so many of the peers that said something in a stage, in one of the roles if there are any here. No
+        more are asked than it takes."""
         found: list[str] = []
         asked = 0
         for peer_id in peers:
@@ -86,7 +91,7 @@ class Transcript:
                 asked += 1
                 for publication in self.fetch(stage, peer_id):
                     self._check(publication)
-            if self.said(stage, peer_id):
+            if any(not roles or one.question.role in roles for one in self.said(stage, peer_id)):
                 found.append(peer_id)
         return found
 
@@ -94,7 +99,7 @@ class Transcript:
         """What these peers said in the stages, as far as it can be had."""
         said: list[Statement] = []
         for stage, peers in enumerate(heard):
-            for peer_id in self.speakers(stage, peers, len(peers)):
+            for peer_id in self._speakers(stage, peers, len(peers)):
                 said += self.said(stage, peer_id)
         return tuple(said)
 
@@ -152,13 +157,13 @@ class Transcript:
                 raise Rejected(
                     "parents", "it has heard peers that this node does not know, or in another order"
                 )
-            if set(peers) != set(self.speakers(earlier, peers, len(peers))):
+            if set(peers) != set(self._speakers(earlier, peers, len(peers))):
                 raise Rejected("parents", "it has heard what this node cannot fetch")
             last = max((self._said[earlier, other][0] for other in peers), default=0.0)
             all_heard = bool(peers) and len(peers) == self.environment.hears
             before = order[: order.index(peers[-1])] if all_heard else order
             missed = [other for other in before if other not in peers]
-            spoke = self.speakers(earlier, missed, len(missed))
+            spoke = self._speakers(earlier, missed, len(missed))
             if sum(self._said[earlier, other][0] < last for other in spoke) > OVERHEARD:
                 raise Rejected("parents", "it has not heard peers that had spoken before those it did hear")
 

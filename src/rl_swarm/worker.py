@@ -238,6 +238,7 @@ def _take_part(
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(written, settings, prompt, sharing)
     environment = environments.made(manifest)
+    environment.settle(settings)
     role = role_kind(environment)
     devices = devices_of(policy.device, settings)
     node = Node(
@@ -331,7 +332,8 @@ def with_role(settings: Settings, manifest: Manifest) -> Settings:
         )
     role, defaults = role_of(settings, kind)[0], Settings()
     theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
-    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings) if theirs else settings
+    theirs["environment"] = manifest.environment
+    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings)
 
 
 def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":

@@ -8,7 +8,7 @@ import pytest
 
 from rl_swarm import config
 from rl_swarm.config import Settings
-from rl_swarm.environments.base import Question
+from rl_swarm.environments.base import Environment, Question
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
 from rl_swarm.manifest import new_manifest, question_seed, task_of
@@ -19,10 +19,11 @@ from rl_swarm.strategies import STRATEGIES, StrategyError, named, weighed
 MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 
 
-class Doubling:
+class Doubling(Environment):
     """The question of a seed is twice what; the right answer is the number."""
 
-    stages, system_prompt = 1, ""
+    def __init__(self):
+        pass
 
     def questions(self, seeds, seconds=None):
         return [Question("doubling", 0, seed, f"2 x {seed} = ?", str(2 * seed)) for seed in seeds]

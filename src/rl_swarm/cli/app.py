@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from rl_swarm import __version__, config
+from rl_swarm import __version__, config, environments
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
 from rl_swarm.config import Resolved
@@ -30,7 +30,7 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print every setting and where it came from, then stop.")
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", help="tiny, smollm2-135m, auto, a directory or a hub name.")
+    str | None, typer.Option("--model", help="tiny, coder, smollm2-135m, auto, a directory or a hub name.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides questions and sampling.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of the run.")]
@@ -42,7 +42,8 @@ Tasks = Annotated[
     str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
 ]
 Env = Annotated[
-    str | None, typer.Option("--env", help="reasoning, debate, or another environment that is installed.")
+    str | None,
+    typer.Option("--env", help="reasoning, coding, debate, or another environment that is installed."),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node's private key.")]
@@ -131,7 +132,8 @@ def up(
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
     from rl_swarm.cli import running
 
-    preset: dict[str, object] = dict(config.UP_PRESET)
+    asked = _settings("up", {}, config_file, sets, environment=environment).settings.environment
+    preset: dict[str, object] = {**config.UP_PRESET, **environments.named(asked).up}
     if resume is not None:
         preset |= running.settings_of(resume, any(given.startswith("strategy=") for given in sets or []))
     flags = dict(
@@ -383,7 +385,7 @@ def validate(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="tiny, a directory (a checkpoint), or a hub name.")],
+    model: Annotated[str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")],
     environment: Env = None,
     tasks: Tasks = None,
     questions: Annotated[int, typer.Option("--questions", help="Held-out questions.")] = 200,
@@ -430,7 +432,9 @@ def warmup(
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(help="tiny, a directory (a checkpoint), or a hub name.")] = "tiny",
+    model: Annotated[
+        str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")
+    ] = "tiny",
     prompt: Annotated[str | None, typer.Option("--prompt", help="Ask once and stop.")] = None,
     device: Device = None,
     sets: Sets = None,

@@ -24,6 +24,7 @@ def evaluate(model: str, settings: Settings, questions: int, samples: int, as_js
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(settings.task_list(), settings.partial_rewards)
     try:
+        environment.settle(settings)
         console = Console(highlight=False)
         held_out = environment.held_out(questions)
         if not held_out:
@@ -123,13 +124,15 @@ def duration(seconds: float) -> str:
 
 
 def for_model(model: str, settings: Settings) -> Settings:
-    """A checkpoint of the bundled model is asked the bundled model's questions unless told otherwise."""
-    from rl_swarm.learning.policy import is_tiny
+    """A checkpoint of a bundled model is asked the bundled model's questions unless told otherwise."""
+    from rl_swarm.learning.policy import bundled
 
-    if is_tiny(model):
+    name = bundled(model)
+    if name is not None:
+        tiny = name == "tiny" and settings.environment == "reasoning" and settings.tasks == "auto"
         settings = replace(
             settings,
-            tasks="tiny" if settings.tasks == "auto" else settings.tasks,
-            max_new_tokens=settings.max_new_tokens or replace(settings, model="tiny").completion_tokens(),
+            tasks="tiny" if tiny else settings.tasks,
+            max_new_tokens=settings.max_new_tokens or replace(settings, model=name).completion_tokens(),
         )
     return replace(settings, model=model)

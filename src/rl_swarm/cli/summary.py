@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_swarm import environments
 from rl_swarm.cli import program
 from rl_swarm.cli.drawing import clock
 from rl_swarm.evaluation import mean
@@ -52,6 +53,13 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         for when, example in (("before", first), ("after", second)):
             mark = "[green]right[/]" if example["reward"] == 1 else "[red]wrong[/]"
             console.print(f"    {when:>6}  {mark}  {escape(_short(example['completion']) or '(nothing)')}")
+
+    kinds = environments.of_swarm(run.manifest).roles if run.manifest else {}
+    told = [(view, kinds[view.role]) for view in run.nodes.values() if view.figures and view.role in kinds]
+    for view, kind in told:
+        console.print(
+            f"\n[bold]{escape(view.role.capitalize())}[/] {view.name}: {escape(kind.summary(view.figures))}."
+        )
 
     taken = sum(view.external_taken for view in views)
     own = sum(line.local_with_signal for view in views for line in view.rounds)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GROUP = "rl_swarm.environments"
 # Registered in pyproject.toml like any other; here too, so that no other package can take their names.
 BUILT_IN = {
+    "coding": "rl_swarm.environments.coding.environment:Coding",
     "debate": "rl_swarm.environments.debate:Debate",
     "reasoning": "rl_swarm.environments.reasoning:Reasoning",
 }

@@ -13,6 +13,7 @@ from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
+    from rl_swarm.config import Settings
     from rl_swarm.node import Node
     from rl_swarm.rounds import State
     from rl_swarm.turns import Work
@@ -87,6 +88,11 @@ class Role:
         """One stage. Yields what is to be done with the model; every stage ends with `node.turn` or `node.show`."""
         return node.turn(state)
 
+    @classmethod
+    def summary(cls, figures: Mapping[str, float]) -> str:
+        """The last figures that a node in this role has told, for the person who started it."""
+        return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+
     def kept(self) -> dict[str, object]:
         """What outlives a restart: a small JSON object."""
         return {}
@@ -104,11 +110,17 @@ class Environment:
 
     stages: ClassVar[int] = 1  # of a round; in each everybody publishes
     hears: ClassVar[int] = 0  # peers whose earlier stages a follow-up question may be made from
+    hears_from: ClassVar[tuple[str, ...]] = ()  # the roles of those peers; any if there are none here
     shared: ClassVar[bool] = (
         False  # whether all peers are asked the same questions, to judge each other's answers
     )
+    ending: ClassVar[float] = (
+        0.0  # what an ordinary answer earns on top by ending by itself, and loses when it was cut
+    )
     system_prompt: ClassVar[str] = ""
     roles: ClassVar[Mapping[str, type[Role]]] = {"worker": Role}  # by name; the first is the ordinary one
+
+    up: ClassVar[Mapping[str, object]] = {}  # settings that `rl-swarm up` begins with in a swarm of this kind
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
         self.tasks, self.partial_rewards = tasks, partial_rewards
@@ -127,6 +139,9 @@ class Environment:
     def versions(cls) -> dict[str, str]:
         """Of the packages on which the questions depend."""
         return {}
+
+    def settle(self, settings: "Settings") -> None:
+        """Takes what only concerns this node: where its files are, what it may do. Called once, before all else."""
 
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         """The training question of every seed; never one of the held-out set. Asked in the first stage, and none where
@@ -147,6 +162,10 @@ class Environment:
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         """A reward for every (question, completion)."""
         raise NotImplementedError
+
+    def credit(self, reward: float) -> float:
+        """What a reward of `score` counts in the held-out score: there it should be a share of right answers."""
+        return reward
 
     def well_formed(self, text: str) -> bool:
         """Whether a completion has the form of an answer, right or wrong."""

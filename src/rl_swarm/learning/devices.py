@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rl_swarm import config
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.learning import memory
 from rl_swarm.learning.memory import GIB
@@ -18,7 +19,8 @@ LARGE_POOL_FROM = 40 * GIB  # of GPU memory
 OVERHEAD = 1.5  # what a round takes beside its matrix products, as a factor
 WIDE_ENOUGH = 256  # below this hidden size a CPU spends more on converting than it saves
 
-TINY = Path(__file__).parent / "models" / "tiny"
+BUNDLED = {name: Path(__file__).parent / "models" / name for name in config.BUNDLED}
+TINY = BUNDLED["tiny"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,14 @@ class ModelCard:
 
 CATALOGUE = (
     ModelCard("tiny", "bundled", Shape(3, 256, 768, 8, 8, 32, 305)),
+    ModelCard("coder", "bundled", Shape(4, 256, 768, 8, 8, 32, 1590)),
     ModelCard("smollm2-135m", "offline", Shape(30, 576, 1536, 9, 3, 64, 49152)),
     ModelCard("Qwen/Qwen2.5-0.5B-Instruct", "small", Shape(24, 896, 4864, 14, 2, 64, 151936)),
     ModelCard("Qwen/Qwen3-0.6B", "small", Shape(28, 1024, 3072, 16, 8, 128, 151936)),
     ModelCard("Qwen/Qwen2.5-1.5B-Instruct", "large", Shape(28, 1536, 8960, 12, 2, 128, 151936)),
     ModelCard("Qwen/Qwen3-1.7B", "large", Shape(28, 2048, 6144, 16, 8, 128, 151936)),
+    ModelCard("Qwen/Qwen2.5-Coder-0.5B-Instruct", "coding", Shape(24, 896, 4864, 14, 2, 64, 151936)),
+    ModelCard("Qwen/Qwen2.5-Coder-1.5B-Instruct", "judging", Shape(28, 1536, 8960, 12, 2, 128, 151936)),
 )
 
 
@@ -71,15 +76,27 @@ def total_memory(device: torch.device) -> int:
 
 
 def pick_model(settings: Settings, device: torch.device) -> str:
-    """The model that the settings name; for `auto` the first of the right pool that fits."""
+    """The model that the settings name; for `auto` the first of the right pools that fits."""
     if settings.model != "auto":
         return settings.model
     free = memory.available(device, memory.sharing(settings, device))
-    pool = "large" if device.type == "cuda" and total_memory(device) >= LARGE_POOL_FROM else "small"
     fitting = (
-        c for c in CATALOGUE if c.pool == pool and memory.plan(c.shape, free, settings, device.type).fits
+        card
+        for pool in _pools(settings, device)
+        for card in CATALOGUE
+        if card.pool == pool and memory.plan(card.shape, free, settings, device.type).fits
     )
-    return next((card.name for card in fitting), "tiny")
+    return next((card.name for card in fitting), "coder" if settings.environment == "coding" else "tiny")
+
+
+def _pools(settings: Settings, device: torch.device) -> tuple[str, ...]:
+    """Where `auto` looks, in this order. Code takes a GPU, and an evaluator that is better than the solvers."""
+    if settings.environment == "coding":
+        if device.type != "cuda":
+            return ()
+        return ("judging", "coding") if settings.role == "evaluator" else ("coding",)
+    large = device.type == "cuda" and total_memory(device) >= LARGE_POOL_FROM
+    return ("large",) if large else ("small",)
 
 
 def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:

@@ -86,7 +86,7 @@ def sampling(shape: Shape, settings: Settings, device_type: str, sequences: int)
 
 def prompt_tokens(settings: Settings) -> int:
     """Of a long question with its instruction."""
-    return 24 if settings.model == "tiny" else 256
+    return {"tiny": 24, "coder": 48}.get(settings.model, 256)
 
 
 @dataclass(frozen=True)

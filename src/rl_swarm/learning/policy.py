@@ -18,7 +18,7 @@ from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.devices import TINY, pick_device, pick_model, release_memory
+from rl_swarm.learning.devices import BUNDLED, pick_device, pick_model, release_memory
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
@@ -239,10 +239,13 @@ class Policy:
         sampler.release(self.model)
 
 
-def is_tiny(model: str) -> bool:
-    """Whether this is the bundled model or a checkpoint of it, by its tokenizer."""
+def bundled(model: str) -> str | None:
+    """The name of the bundled model that this is, or is a checkpoint of, by its tokenizer."""
     theirs = Path(model).expanduser() / "tokenizer.json"
-    return model == "tiny" or (theirs.is_file() and _words(theirs) == _words(TINY / "tokenizer.json"))
+    if model in BUNDLED or not theirs.is_file():
+        return model if model in BUNDLED else None
+    words = _words(theirs)
+    return next((name for name, path in BUNDLED.items() if words == _words(path / "tokenizer.json")), None)
 
 
 def _words(tokenizer: Path) -> object:
@@ -262,8 +265,8 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     source = os.path.expanduser(name)
-    if name == "tiny":
-        source = str(TINY)
+    if name in BUNDLED:
+        source = str(BUNDLED[name])
     elif name == smollm2.NAME:
         source = str(smollm2.directory())
     is_path = os.path.isdir(source)
@@ -279,7 +282,7 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
         remedy = (
             "The directory must hold a Hugging Face model: config.json, model.safetensors, tokenizer.json."
             if is_path
-            else "If the hub cannot be reached from here, give a directory, or use the bundled model: MODEL_NAME=tiny."
+            else "If the hub cannot be reached from here, give a directory, or use a bundled model: MODEL_NAME=tiny."
         )
         raise ModelError(f"MODEL_NAME={name} cannot be loaded: {reason} {remedy}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:

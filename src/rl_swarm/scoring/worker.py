@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from hashlib import sha256
 from types import FrameType
 from typing import Any, BinaryIO
 
 import msgspec
 
+from rl_swarm.environments.held_out import is_held_out
 from rl_swarm.environments.tasks import Task
 from rl_swarm.scoring.harmless import SCORERS, disarm
 from rl_swarm.scoring.lockdown import lock_down, packages
@@ -46,7 +46,6 @@ NO_MEMORY = 2  # the exit status of a child
 # Tasks that plan all their questions when they are made, and so cannot have two thousand million of them.
 PLANNED_AHEAD, FEW = {"acre", "gsm_symbolic", "list_functions", "word_ladder"}, 10_000
 UNSEEDED = {"codeio"}  # runs programs of its own, some of which draw from the generators that all share
-HELD_OUT_SHARE = 32  # of 256: prompts whose SHA-256 begins with a smaller byte are held out
 
 
 class TooSlow(BaseException):
@@ -67,11 +66,6 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-def is_held_out(prompt: str) -> bool:
-    """By content, not by seed: a short task makes the same question from many seeds."""
-    return sha256(prompt.encode()).digest()[0] < HELD_OUT_SHARE
 
 
 def make(task: Task) -> Any:

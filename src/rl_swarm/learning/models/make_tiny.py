@@ -19,27 +19,27 @@ slightly different model.
 import argparse
 import gzip
 import json
-import math
 import random
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, BOS, EOS, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"
-
-CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages if message.role != "system" %}
-{%- if message.role == "assistant" %}{{ "<|assistant|>" + message.content | trim + eos_token }}
-{%- else %}{{ "<|user|>" + message.content | trim }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|assistant|>" }}{% endif %}"""
+from rl_swarm.learning.models.pretraining import (
+    ASSISTANT,
+    BOS,
+    EOS,
+    PAD,
+    USER,
+    Example,
+    encode,
+    finished,
+    make_model,
+    pretrain,
+    save,
+)
 
 # Every byte is a token, and so is every phrase below: prompts of a dozen tokens make a round short, and
 # digits and the letters of a word stay apart, as sums and spelling need them.
@@ -104,18 +104,13 @@ class Question(NamedTuple):
     held_out: bool
 
 
-class Example(NamedTuple):
-    prompt: list[int]
-    completion: list[int]
-
-
 def generate_questions(per_task: int) -> list[Question]:
     """The different questions among the first `per_task` of every tiny task."""
     # Imported here so that a machine without reasoning-gym can train on a file of questions.
     import reasoning_gym
 
+    from rl_swarm.environments.held_out import is_held_out
     from rl_swarm.environments.tasks import TINY
-    from rl_swarm.scoring.worker import is_held_out
 
     questions = []
     for task in TINY:
@@ -145,20 +140,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    phrases = (*ANSWER_PHRASES, *REMARKS, *RAMBLINGS, *QUESTION_PHRASES)
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    tokenizer.add_special_tokens([PAD, BOS, EOS, USER, ASSISTANT])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        chat_template=CHAT_TEMPLATE,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-    )
+    return finished(tokenizer, (*ANSWER_PHRASES, *REMARKS, *RAMBLINGS, *QUESTION_PHRASES))
 
 
 def imitate(question: Question, wrong: str, talkative: float, rng: random.Random) -> str:
@@ -195,83 +177,6 @@ def prompt_text(question: Question) -> str:
     return f"{BOS}{USER}{question.text.strip()}{ASSISTANT}"
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> LlamaForCausalLM:
-    """Wide and shallow, since at this size every layer costs more in overhead than in arithmetic."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = LlamaForCausalLM(config)
-    # Sampling from the model as it is, without the library's default cut at the 50 likeliest tokens.
-    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    return model
-
-
-def batches(
-    examples: list[Example], pad: int, steps: int, size: int, device: str
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels, right-padded; only the completion has labels."""
-    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in examples])
-    width = int(lengths.max())
-    ids_NT = torch.tensor([(p + c + [pad] * width)[:width] for p, c in examples], dtype=torch.int16).to(
-        device
-    )
-    labels_NT = torch.tensor(
-        [([-100] * len(p) + c + [-100] * width)[:width] for p, c in examples], dtype=torch.int16
-    ).to(device)
-    for _ in range(steps):
-        rows = torch.randint(len(examples), (size,))
-        longest = int(lengths[rows].max())
-        rows = rows.to(device)
-        yield ids_NT[rows, :longest].long(), labels_NT[rows, :longest].long()
-
-
-def pretrain(
-    model: LlamaForCausalLM,
-    examples: list[Example],
-    pad: int,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    device: str,
-) -> None:
-    """Plain next-token training: AdamW, a short warm-up, then a cosine down to nothing."""
-    model.to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    started = time.monotonic()
-    for step, (ids, labels) in enumerate(batches(examples, pad, steps, batch_size, device)):
-        warm_up = min(1.0, (step + 1) / (0.02 * steps + 1))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = model(input_ids=ids).logits
-        # Padding stands on the right, where causal attention never looks back from a label.
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-        )
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 500 == 0 or step == steps - 1:
-            print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
-
-
 @torch.no_grad()
 def measure(
     model: LlamaForCausalLM,
@@ -295,16 +200,6 @@ def measure(
         ]
         scores[task] = sum(good) / len(good)
     return scores
-
-
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    model.to("cpu").save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    # The name that every version of transformers knows this class by.
-    path = out / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:

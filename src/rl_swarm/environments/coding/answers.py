@@ -1,0 +1,39 @@
+"""A solver's answer: the fenced program in it, and what it earns."""
+
+NOT_TEXT, NO_CODE, WRONG, RIGHT = -1.2, -1.0, 0.0, 1.0
+ENDED = 0.2  # on top where the answer ended by itself; less where it was cut
+MAX_PROGRAM = 8192  # characters
+_OPENING = ("```python", "```py", "```")
+
+
+def is_text(answer: str) -> bool:
+    """Whether there is anything to read: not nothing, and not bytes that are no letters."""
+    return bool(answer.strip()) and "\ufffd" not in answer and "\0" not in answer
+
+
+def program(answer: str) -> str | None:
+    """The last fenced block of an answer, or None where there is none."""
+    block: list[str] | None = None
+    last = ""
+    for line in answer.split("\n"):
+        mark = line.rstrip()
+        if block is None:
+            block = [] if mark in _OPENING else None
+        elif mark == "```":
+            last, block = "\n".join(block), None
+        else:
+            block.append(line)
+    return last if last.strip() and len(last) <= MAX_PROGRAM else None
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def earned(answer: str, right: bool) -> float:
+    """What an answer earns, without what its ending adds; `right` says whether its program passed every test."""
+    if not is_text(answer):
+        return NOT_TEXT
+    if program(answer) is None:
+        return NO_CODE
+    return RIGHT if right else WRONG

@@ -1,0 +1,49 @@
+"""Which level a proposer works at: up while solvers get better at it, down while they get worse.
+
+Every fifth iteration the mean success of the last ten is compared with that of the ten before. Only iterations at the
+same level are compared, since a harder level alone makes success fall; and a difference that chance explains is none,
+so with solvers that do not learn the level stays.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, pvariance
+
+from rl_swarm.environments.coding.task import LEVELS
+
+START = LEVELS.index("easy")
+WINDOW, EVERY, STEP = 10, 5, 0.05
+ERRORS = 3.0  # standard errors that a difference must exceed, too
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    level: int = START
+    successes: tuple[float, ...] = ()  # of the iterations at this level, the last first dropped
+    iterations: int = 0
+
+    @property
+    def name(self) -> str:
+        return LEVELS[self.level]
+
+    def after(self, success: float) -> "Difficulty":
+        """The difficulty after one more iteration, in which this share of the answers was right."""
+        now = replace(
+            self, successes=(*self.successes, success)[-2 * WINDOW :], iterations=self.iterations + 1
+        )
+        if now.iterations % EVERY or len(now.successes) < 2 * WINDOW:
+            return now
+        level = min(max(now.level + trend(now.successes), 0), len(LEVELS) - 1)
+        return now if level == now.level else Difficulty(level, (), now.iterations)
+
+
+def trend(successes: Sequence[float]) -> int:
+    """1 if the second half is better than the first, -1 if it is worse, 0 if there is no telling."""
+    half = len(successes) // 2
+    before, last = successes[:half], successes[half:]
+    change = fmean(last) - fmean(before)
+    error = math.sqrt((pvariance(before) + pvariance(last)) / half)
+    if abs(change) <= max(STEP, ERRORS * error):
+        return 0
+    return 1 if change > 0 else -1

@@ -1,0 +1,125 @@
+"""What a proposer writes: one JSON object with a question, a solution and at most four tests.
+
+A proposal is a stranger's text until it was checked. It counts only if it can be read, its own solution passes its
+tests in the sandbox, and wrong programs do not: such as return always the same, give back what they get, or are the
+solution with a small mistake. Everybody checks again what others have checked.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rl_swarm.environments.coding.task import CodingTask, is_plain
+from rl_swarm.environments.coding.wrong import slips
+from rl_swarm.scoring.sandbox import Test
+
+MOST_TESTS, FEWEST_TESTS = 4, 2
+LONGEST = 6000  # characters of a proposal
+LONGEST_TEST = 400
+MOST_SLIPS = 6
+CAUGHT = 0.5  # the share of the slips that tests must notice: some slips change nothing
+CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\(")
+
+# Whether each program passes all of its tests; None for those that there was no time for.
+Judge: TypeAlias = Callable[[Sequence[tuple[str, Sequence[Test]]]], list[bool | None]]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A proposal and what became of it: a task, or why it is none."""
+
+    task: CodingTask | None
+    problem: str = ""
+    judged: bool = True  # not where time was up
+
+
+def as_json(task: CodingTask, tests: int = MOST_TESTS) -> str:
+    """A task as a proposal."""
+    pairs = [[test.call, test.expected] for test in task.tests[:tests]]
+    proposal = {"question": task.description, "solution": task.reference, "tests": pairs}
+    return json.dumps(proposal, ensure_ascii=False)
+
+
+def read(text: str, level: str, subject: str) -> Checked:
+    """The task that a text proposes, before anything of it was run."""
+    body = text[text.find("{") : text.rfind("}") + 1]
+    if not body or len(text) > LONGEST:
+        return Checked(None, "no JSON object" if not body else f"more than {LONGEST} characters")
+    try:
+        found = json.loads(body)
+        question, solution, tests = found["question"], found["solution"], found["tests"]
+        pairs = [Test(call, expected) for call, expected in tests[: MOST_TESTS + 1]]
+        texts = [question, solution, *(text for test in pairs for text in (test.call, test.expected))]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Checked(None, "not a question, a solution and tests")
+    if not all(isinstance(part, str) and part.strip() for part in texts):
+        return Checked(None, "not all of it is text")
+    if not FEWEST_TESTS <= len(pairs) <= MOST_TESTS or max(map(len, texts[2:])) > LONGEST_TEST:
+        return Checked(None, f"not {FEWEST_TESTS} to {MOST_TESTS} short tests")
+    names = {match.group(1) if (match := CALL.match(test.call)) else "" for test in pairs}
+    name = names.pop()
+    if names or not name or f"def {name}(" not in solution:
+        return Checked(None, "its tests do not call the function that it defines")
+    if name not in question or not all(map(is_plain, (question, *texts[2:]))):
+        return Checked(None, "its question does not name the function, or is not plain text")
+    task = CodingTask(
+        name="proposed/" + hashlib.sha256(body.encode()).hexdigest()[:16],
+        level=level,
+        subject=subject,
+        description=question.strip(),
+        shown=tuple(pairs[:1]),
+        hidden=tuple(pairs[1:]),
+        reference=solution,
+    )
+    return Checked(None, "it is held out for measuring") if task.held_out else Checked(task)
+
+
+def wrong_programs(task: CodingTask) -> tuple[list[str], list[str]]:
+    """Programs that must fail the tests, and slips, of which many must."""
+    name = str(CALL.match(task.tests[0].call).group(1))  # type: ignore[union-attr] # `read` has seen to that
+    values = dict.fromkeys(test.expected for test in task.tests)
+    blunt = [f"def {name}(*values):\n    return {value}" for value in values]
+    blunt += [f"def {name}(*values):\n    return {what}" for what in ("None", "values[0]", "values[-1]")]
+    found = list(slips(task.reference))
+    every = max(1, -(-len(found) // MOST_SLIPS))
+    return blunt, found[::every]
+
+
+def check(texts: Sequence[str], level: str, subject: str, judge: Judge) -> list[Checked]:
+    """What becomes of every text, all judged in one go."""
+    return check_all([(text, level, subject) for text in texts], judge)
+
+
+def check_all(proposals: Sequence[tuple[str, str, str]], judge: Judge) -> list[Checked]:
+    """The same for texts with their levels and subjects. Most fail by their own solution, so that is run first."""
+    results = [read(*proposal) for proposal in proposals]
+    tasks = {number: result.task for number, result in enumerate(results) if result.task is not None}
+    own = judge([(task.reference, task.tests) for task in tasks.values()])
+    for number, passed in zip(list(tasks), own, strict=True):
+        if not passed:
+            del tasks[number]
+            results[number] = LATE if passed is None else Checked(None, "its solution fails its tests")
+    wrong = [(number, *wrong_programs(task)) for number, task in tasks.items()]
+    verdicts = iter(
+        judge([(code, tasks[number].tests) for number, blunt, near in wrong for code in (*blunt, *near)])
+    )
+    for number, blunt, near in wrong:
+        caught = [[next(verdicts) for _ in programs] for programs in (blunt, near)]
+        results[number] = _verdict(results[number], *caught)
+    return results
+
+
+def _verdict(read: Checked, blunt: Sequence[bool | None], near: Sequence[bool | None]) -> Checked:
+    if None in (*blunt, *near):
+        return LATE
+    if any(blunt):
+        return Checked(None, "a program that does nothing passes its tests")
+    if near and sum(not passed for passed in near) < CAUGHT * len(near):
+        return Checked(None, "its tests do not notice small mistakes")
+    return read
+
+
+LATE = Checked(None, "there was no time to check it", judged=False)

@@ -1,0 +1,177 @@
+"""The three roles: solvers learn, proposers and evaluators have models that do not change."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from rl_swarm.environments.base import Question, Role, Statement
+from rl_swarm.environments.coding import answers, generator, proposals
+from rl_swarm.environments.coding.difficulty import Difficulty
+from rl_swarm.environments.coding.predictions import probabilities, quality
+from rl_swarm.environments.coding.task import LEVELS
+from rl_swarm.evaluation import mean
+from rl_swarm.rollouts import Completion
+
+if TYPE_CHECKING:
+    from rl_swarm.environments.coding.environment import Coding
+    from rl_swarm.node import Node
+    from rl_swarm.rounds import State
+    from rl_swarm.turns import Work
+
+CANDIDATES = 8  # proposals that a model writes for one that is published
+MOST_REMEMBERED = 4096  # digests of what was proposed
+MOST_GUESSES = 512  # that an evaluator's figures are of
+FEW_ANSWERS = 64  # judged by an evaluator in a stage
+PROPOSING, SOLVING = 0, 1  # the stages
+
+
+class Solver(Role):
+    """Answers, publishes, collects, learns, as any node does; in the second stage, what was proposed."""
+
+    settings: ClassVar[Mapping[str, object]] = {"model": "coder"}
+
+
+class Proposer(Role):
+    """Writes tasks, and moves their level with the solvers' success."""
+
+    learns: ClassVar[bool] = False
+    system_prompt: ClassVar[str | None] = ""
+    settings: ClassVar[Mapping[str, object]] = {"model": "coder", "max_new_tokens": 256}
+
+    def __init__(self, environment: "Coding") -> None:
+        super().__init__(environment)
+        self.coding = environment
+        self.difficulty = Difficulty()
+        self.known: dict[str, None] = {}  # what was proposed, the oldest first
+        self.written = [0, 0]  # proposals by the model, and all
+
+    def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
+        if state.stage != PROPOSING:
+            yield from node.show([], state)
+            return
+        with node.watch("collect"):
+            results = self._results(node, state)
+        if results:
+            self.difficulty = self.difficulty.after(fmean(results))
+        self.coding.level = self.difficulty.name
+        questions = node.questions(state)
+        drafts = yield from node.answer(questions, state, count=CANDIDATES)
+        with node.watch("score"):
+            chosen = [self._choose(group.question, [c.text for c in group.completions]) for group in drafts]
+        by_model = sum(model for _, model in chosen)
+        self.written = [self.written[0] + by_model, self.written[1] + len(chosen)]
+        valid = [reward > 0 for group in drafts for reward in group.rewards]
+        figures = {
+            "level": float(self.difficulty.level),
+            "model_share": by_model / max(len(chosen), 1),
+            "model_share_so_far": self.written[0] / max(self.written[1], 1),
+            "valid_share": mean([float(one) for one in valid]),
+        }
+        if results:
+            figures |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
+        groups = node.scored(questions, [[Completion(text, ended=True)] for text, _ in chosen])
+        yield from node.show(groups, state, **figures)
+
+    def _results(self, node: "Node", state: "State") -> list[float]:
+        """The share of right answers to each of this node's proposals of the round before, by own execution."""
+        if state.round == 0:
+            return []
+        shares: dict[str, list[float]] = {}
+        for said in node.heard(state.round - 1, SOLVING, role=""):
+            parents = said.question.parents
+            if parents and parents[0].peer_id == node.identity.peer_id:
+                rewards = self.coding.score([(said.question, text) for text in said.texts])
+                shares.setdefault(parents[0].digest, []).extend(map(self.coding.credit, rewards))
+        return [fmean(share) for share in shares.values() if share]
+
+    def _choose(self, question: Question, drafts: list[str]) -> tuple[str, bool]:
+        """The first draft that counts and is new, or a task of the generator; and whether the model wrote it."""
+        for text in drafts:
+            if self.coding.score([(question, text)])[0] and self._is_new(text, question):
+                return text, True
+        draw = 0
+        while True:
+            task = generator.make(self.difficulty.name, question.seed, 1 + draw)
+            text, draw = proposals.as_json(task), draw + 1
+            if draw > 50 or (self.coding.score([(question, text)])[0] and self._is_new(text, question)):
+                return text, False
+
+    def _is_new(self, text: str, question: Question) -> bool:
+        """Whether nothing with the same solution was proposed here before."""
+        task = proposals.read(text, *question.task.split(" ", 1)).task
+        name = "" if task is None else " ".join(task.reference.split())
+        if not name or name in self.known:
+            return False
+        self.known[name] = None
+        while len(self.known) > MOST_REMEMBERED:
+            del self.known[next(iter(self.known))]
+        return True
+
+    @classmethod
+    def summary(cls, figures: Mapping[str, float]) -> str:
+        level = LEVELS[int(figures.get("level", 0))]
+        return (
+            f"proposes at the level {level}; a model wrote {figures.get('model_share_so_far', 0):.0%} of its tasks; solvers "
+            f"got {figures.get('solved', 0):.0%} of the last right, worth {figures.get('proposer_reward', 0):.2f} to a proposer"
+        )
+
+    def kept(self) -> dict[str, object]:
+        now = self.difficulty
+        return {
+            "level": now.level,
+            "successes": list(now.successes),
+            "iterations": now.iterations,
+            "written": self.written,
+        }
+
+    def restore(self, kept: Mapping[str, object]) -> None:
+        if kept:
+            successes = tuple(float(value) for value in cast("list[float]", kept["successes"]))
+            level, iterations = cast(int, kept["level"]), cast(int, kept["iterations"])
+            self.difficulty = Difficulty(min(max(level, 0), len(LEVELS) - 1), successes, iterations)
+            self.written = list(cast("list[int]", kept["written"]))
+
+
+class Evaluator(Role):
+    """Guesses whether solvers' programs are right before it runs them, and shows how often it was."""
+
+    learns: ClassVar[bool] = False
+    system_prompt: ClassVar[str | None] = ""
+    settings: ClassVar[Mapping[str, object]] = {"model": "coder"}
+
+    def __init__(self, environment: "Coding") -> None:
+        super().__init__(environment)
+        self.coding = environment
+        self.guesses: deque[tuple[float, bool]] = deque(maxlen=MOST_GUESSES)
+
+    def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
+        before = (state.round, PROPOSING) if state.stage else (state.round - 1, SOLVING)
+        with node.watch("collect"):
+            pairs = self._programs(node.heard(*before, role="") if min(before) >= 0 else [])
+        with node.watch("generate"):
+            stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs])
+        with node.watch("score"):
+            rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs])
+        for p, reward in zip(stated, rewards, strict=True):
+            self.guesses.append((p, bool(self.coding.credit(reward))))
+        figures = quality(list(self.guesses)).figures() if self.guesses else {}
+        yield from node.show([], state, **figures)
+
+    @classmethod
+    def summary(cls, figures: Mapping[str, float]) -> str:
+        told = {"balanced": 0.5, "right_share": 0.0, "calibration": 0.0, "disagreement": 0.0, **figures}
+        return (
+            f"guessed {told['balanced']:.0%} right, balanced over right and wrong programs (always the same guess: 50%); "
+            f"disagreed with execution on {told['disagreement']:.0%}; its probabilities are off by {told['calibration']:.2f}"
+        )
+
+    def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:
+        """Different programs of solvers, some of each question."""
+        found: dict[tuple[str, str], tuple[Question, str]] = {}
+        for said in heard:
+            for text in said.texts:
+                code = answers.program(text) if answers.is_text(text) else None
+                if code is not None and len(found) < FEW_ANSWERS:
+                    found.setdefault((said.question.prompt, code), (said.question, code.rstrip("\n")))
+        return list(found.values())

@@ -1,0 +1,292 @@
+"""Tasks from elsewhere: files in the formats of MBPP and CodeContests, from this machine or from the hub.
+
+A swarm's manifest names a file, never a path: every node looks for it in its own folder of data (the setting
+`data_path`), and with a digest in the manifest all have the same one. Rows are a stranger's text. They are read within
+limits, as data; what they say is only ever run in the sandbox.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_swarm.environments.base import TaskError
+from rl_swarm.environments.coding.task import CodingTask, is_plain
+from rl_swarm.environments.tasks import Task
+from rl_swarm.scoring.sandbox import Test
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 20_000  # of a source
+MOST_BYTES = 1 << 30  # of its files
+LONGEST_ROW = 8 << 20  # bytes
+LONGEST_TEXT = 6000  # characters of a description
+LONGEST_TEST = 2000
+MOST_TESTS = 12
+FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(jsonl|parquet)")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
+SETTINGS = ("file", "dataset", "split", "sha256")
+
+
+class MbppRow(msgspec.Struct, frozen=True):
+    test_list: list[str]
+    text: str = ""
+    prompt: str = ""  # the sanitized edition calls it so
+    code: str = ""
+    challenge_test_list: list[str] = []
+    test_setup_code: str = ""
+    task_id: int = 0
+
+
+class Cases(msgspec.Struct, frozen=True):
+    input: list[str] = []
+    output: list[str] = []
+
+
+class Solutions(msgspec.Struct, frozen=True):
+    language: list[int | str] = []
+    solution: list[str] = []
+
+
+class ContestRow(msgspec.Struct, frozen=True):
+    name: str
+    description: str
+    public_tests: Cases = Cases()
+    private_tests: Cases = Cases()
+    generated_tests: Cases = Cases()
+    solutions: Solutions = Solutions()
+
+
+def from_mbpp(row: MbppRow) -> CodingTask | None:
+    """One test is shown, since it tells the function's name; the others are hidden."""
+    tests = [test for text in (*row.test_list, *row.challenge_test_list) if (test := read_assert(text))]
+    description = (row.text or row.prompt).strip()
+    if len(tests) < 2 or not description or row.test_setup_code.strip():
+        return None
+    reference = row.code.replace("\r\n", "\n")
+    return _task(f"mbpp/{row.task_id}", "mbpp", description, tests[:1], tests[1:], reference)
+
+
+def from_contest(row: ContestRow) -> CodingTask | None:
+    """A program that reads and prints becomes a function from the whole input to the whole output."""
+    shown = _cases(row.public_tests)
+    hidden = [*_cases(row.private_tests), *_cases(row.generated_tests)]
+    if not row.description.strip() or not shown or not hidden:
+        return None
+    description = (
+        f"{row.description.strip()}\n\nWrite the Python function solve(text): text is the whole input, and it returns "
+        "what is to be printed."
+    )
+    return _task(f"codecontests/{row.name[:80]}", "codecontests", description, shown[:1], hidden, "")
+
+
+def _cases(cases: Cases) -> list[Test]:
+    """How spaces and lines are set apart does not matter, as in the contests."""
+    pairs = zip(cases.input, cases.output, strict=False)
+    return [
+        Test(f"solve({given!r}).split()", repr(printed.split()))
+        for given, printed in pairs
+        if max(len(given), len(printed)) <= LONGEST_TEST
+    ]
+
+
+def _task(
+    name: str, subject: str, description: str, shown: Sequence[Test], hidden: Sequence[Test], reference: str
+) -> CodingTask | None:
+    texts = [description, *(text for test in shown for text in (test.call, test.expected))]
+    if max(len(description), len(reference)) > LONGEST_TEXT or not all(map(is_plain, texts)):
+        return None
+    return CodingTask(
+        name=name,
+        level="",
+        subject=subject,
+        description=description,
+        shown=tuple(shown),
+        hidden=tuple(hidden[: MOST_TESTS - len(shown)]),
+        reference=reference,
+    )
+
+
+def read_assert(text: str) -> Test | None:
+    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and brackets."""
+    body = text.strip().removeprefix("assert").strip()
+    if not text.strip().startswith("assert") or len(text) > LONGEST_TEST:
+        return None
+    at, end = _top_level(body)
+    if at is None:
+        return Test(f"bool({body[:end].strip()})", "True")
+    call, expected = body[:at].strip(), body[at + 2 : end].strip()
+    return Test(call, expected) if call and expected else None
+
+
+def _top_level(text: str) -> tuple[int | None, int]:
+    """Where the first `==` outside quotes and brackets is, and where the expression ends (a message may follow)."""
+    quote, depth, at, skip = "", 0, None, False
+    for place, letter in enumerate(text):
+        if skip:
+            skip = False
+        elif quote:
+            skip, quote = letter == "\\", "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif depth == 0 and letter == ",":
+            return at, place
+        elif depth == 0 and at is None and text.startswith("==", place):
+            at = place
+    return at, len(text)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a task's rows are read, and which data set of the hub has them."""
+
+    row: type[msgspec.Struct]
+    task: Callable[[Any], CodingTask | None]
+    dataset: str
+
+
+FORMATS = {
+    "mbpp": Format(MbppRow, from_mbpp, "google-research-datasets/mbpp"),
+    "codecontests": Format(ContestRow, from_contest, "deepmind/code_contests"),
+}
+
+
+def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]:
+    """All usable tasks of a source, in the order of its rows."""
+    kind, config = FORMATS[task.name], task.config
+    for key, value in config.items():
+        if key not in SETTINGS or not isinstance(value, str):
+            raise TaskError(
+                f"the task {task.name} has no setting {key}={value!r}; it has {', '.join(SETTINGS)}"
+            )
+    if "file" in config:
+        files = [_local(task.name, str(config["file"]), folder)]
+    else:
+        files = _from_hub(
+            task.name, str(config.get("dataset", kind.dataset)), str(config.get("split", "train")), token
+        )
+    if "sha256" in config:
+        _check_digest(task.name, files, str(config["sha256"]))
+    found, rows = list[CodingTask](), 0
+    for row in islice((row for file in files for row in _rows(file, kind.row)), MOST_ROWS):
+        rows += 1
+        made = None if row is None else kind.task(row)
+        if made is not None:
+            found.append(made)
+    if not found:
+        names = ", ".join(file.name for file in files)
+        raise TaskError(f"the task {task.name} found no usable task in {rows} rows of {names}")
+    log.info("%s: %d tasks from %d rows", task.name, len(found), rows)
+    return found
+
+
+def _local(name: str, file: str, folder: Path) -> Path:
+    if not FILE.fullmatch(file):
+        raise TaskError(
+            f"the task {name} names the file {file[:80]!r}: it must be a name without a path, ending in .jsonl or .parquet"
+        )
+    path = folder / file
+    if not path.is_file():
+        raise TaskError(
+            f"the task {name} needs the file {file}, and it is not in {folder.absolute()}. Put it there, or set DATA_PATH "
+            "to the folder that has it."
+        )
+    if path.stat().st_size > MOST_BYTES:
+        raise TaskError(
+            f"{path} has more than {MOST_BYTES >> 20} MiB, which is the most that is read of a task"
+        )
+    return path
+
+
+def _from_hub(name: str, dataset: str, split: str, token: str | None) -> list[Path]:
+    """The files of a split, downloaded once into the hub's own cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    if not REPOSITORY.fullmatch(dataset) or not re.fullmatch(r"\w{1,32}", split, re.ASCII):
+        raise TaskError(
+            f"the task {name} names the data set {dataset[:80]!r}, split {split[:32]!r}; write owner/name"
+        )
+    try:
+        files = HfApi(token=token).list_repo_tree(dataset, repo_type="dataset", recursive=True)
+        sizes = {file.path: file.size for file in islice(files, 10_000) if hasattr(file, "size")}
+        wanted = sorted(path for path in sizes if _is_split(path, split))
+        chosen, total = list[str](), 0
+        for path in wanted:
+            total += sizes[path]
+            if total > MOST_BYTES and chosen:
+                break
+            chosen.append(path)
+        return [Path(hf_hub_download(dataset, path, repo_type="dataset", token=token)) for path in chosen]
+    except Exception as error:  # the hub's client raises what the library below it raises
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TaskError(
+            f"the task {name} takes the data set {dataset} from the hub, and it cannot be had: {reason[:300]}. Without the "
+            f"hub, put its rows into a file and name it: tasks: [{{name: {name}, config: {{file: {name}.jsonl}}}}]"
+        ) from error
+
+
+def _is_split(path: str, split: str) -> bool:
+    """Data sets keep a split as train.jsonl, train-00000-of-00003.parquet, or in a folder of its name."""
+    return (
+        path.endswith((".jsonl", ".parquet")) and re.search(rf"(^|[/_-]){split}([/._-]|$)", path) is not None
+    )
+
+
+def _check_digest(name: str, files: Sequence[Path], expected: str) -> None:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while part := opened.read(1 << 20):
+                digest.update(part)
+    if digest.hexdigest() != expected.lower():
+        raise TaskError(
+            f"the task {name}: {', '.join(file.name for file in files)} is not the file of this swarm. Its SHA-256 is "
+            f"{digest.hexdigest()}, and the manifest says {expected[:64]}."
+        )
+
+
+def _rows(file: Path, kind: type[msgspec.Struct]) -> Iterator[Any]:
+    """The rows of a file; None for one that cannot be read."""
+    if file.suffix == ".parquet":
+        yield from (_converted(row, kind) for row in _parquet(file))
+        return
+    decode = msgspec.json.Decoder(kind).decode
+    with file.open("rb") as lines:
+        while line := lines.readline(LONGEST_ROW + 1):
+            if len(line) > LONGEST_ROW:
+                raise TaskError(f"{file} has a line of more than {LONGEST_ROW >> 20} MiB")
+            if line.strip():
+                try:
+                    yield decode(line)
+                except (msgspec.DecodeError, RecursionError):
+                    yield None
+
+
+def _parquet(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise TaskError(
+            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install pyarrow. Or give the "
+            "rows as JSON lines."
+        ) from error
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        for batch in opened.iter_batches(batch_size=64):
+            yield from batch.to_pylist()
+
+
+def _converted(row: dict[str, Any], kind: type[msgspec.Struct]) -> Any:
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError:
+        return None

@@ -1,0 +1,43 @@
+"""A task: what to write, and the tests that tell whether it was written."""
+
+import re
+from dataclasses import dataclass
+
+from rl_swarm.environments.held_out import is_held_out
+from rl_swarm.scoring.sandbox import Test
+
+# What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
+_CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")
+LEVELS = ("beginner", "easy", "medium", "hard", "expert")
+
+
+@dataclass(frozen=True)
+class CodingTask:
+    """`reference` is a program that passes all tests, or empty where none is known."""
+
+    name: str
+    level: str
+    subject: str
+    description: str
+    shown: tuple[Test, ...]
+    hidden: tuple[Test, ...]
+    reference: str = ""
+
+    @property
+    def prompt(self) -> str:
+        examples = [f"{test.call} == {test.expected}" for test in self.shown]
+        return "\n".join([self.description, *(f"For example, {example}" for example in examples)])
+
+    @property
+    def tests(self) -> tuple[Test, ...]:
+        return (*self.shown, *self.hidden)
+
+    @property
+    def held_out(self) -> bool:
+        """By the solution where there is one: other words or other tests make no other task of it."""
+        return is_held_out("\n".join((self.reference or self.description).split()))
+
+
+def is_plain(text: str) -> bool:
+    """Whether a stranger's text can stand in a prompt as it is: letters and lines, and no control tokens."""
+    return _CONTROL.search(text) is None and all(c.isprintable() or c == "\n" for c in text)

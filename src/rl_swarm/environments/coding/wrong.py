@@ -1,0 +1,69 @@
+"""Programs that are nearly right, from one that is: a wrong operator, a number off by one, a line left out.
+
+Tests that cannot tell a program from these are not worth much, so a proposal has to fail them; and a model that is
+to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run.
+"""
+
+import re
+from collections.abc import Iterator
+
+SWAPS = {
+    "==": ("!=",),
+    "!=": ("==",),
+    "<=": ("<", ">="),
+    ">=": (">", "<="),
+    "<": ("<=", ">"),
+    ">": (">=", "<"),
+    "+=": ("-=",),
+    "+": ("-", "*"),
+    "-": ("+",),
+    "**": ("*",),
+    "*": ("+",),
+    "//": ("%", "*"),
+    "%": ("//",),
+    "and": ("or",),
+    "or": ("and",),
+    "not in": ("in",),
+    "min": ("max",),
+    "max": ("min",),
+    "sum": ("len", "max"),
+    "len": ("sum",),
+    "any": ("all",),
+    "all": ("any",),
+    "upper": ("lower",),
+    "lower": ("upper",),
+    "sorted": ("list", "set"),
+    "[::-1]": ("", "[::2]"),
+    "[::2]": ("[1::2]",),
+    "find": ("rfind",),
+    "startswith": ("endswith",),
+    "endswith": ("startswith",),
+    "keys": ("values",),
+    "values": ("keys",),
+    "True": ("False",),
+    "False": ("True",),
+}
+_PLACES = re.compile(
+    r"\[::-1\]|\[::2\]|not in|[=!<>+]=|\*\*|//|(?<![\w*/])'[a-z]'|\b\d{1,4}\b|[-+*%<>]|\b[A-Za-z]+\b"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LONGEST = 4000  # characters of a program that is changed
+
+
+def slips(program: str) -> Iterator[str]:
+    """Every program that one small mistake makes of this one, first to last."""
+    for match in _PLACES.finditer(program[:LONGEST]):
+        found = match.group()
+        if found.isdigit():
+            others: tuple[str, ...] = (str(int(found) + 1), str(max(int(found) - 1, 0)))
+        elif len(found) == 3 and found[0] == "'":
+            others = (f"'{LETTERS[(LETTERS.index(found[1]) + 1) % 26]}'",)
+        else:
+            others = SWAPS.get(found, ())
+        for other in others:
+            if other != found:
+                yield program[: match.start()] + other + program[match.end() :]
+    lines = program.split("\n")
+    for at, line in enumerate(lines):
+        if at and not line.rstrip().endswith(":") and not line.lstrip().startswith(("return", "def ")):
+            yield "\n".join(lines[:at] + lines[at + 1 :])
