@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 
-from rl_swarm.environments.base import Cue, Environment, Question, Role, Statement, TaskError
+from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment, Question, Role, Statement, TaskError
 from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
 from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
+MOST_PROPOSALS = 8  # of one peer in a round
 
 
 class Coding(Environment):
@@ -218,8 +219,12 @@ class Coding(Environment):
         """The statements that propose something sound."""
         if self.guesser is not None:  # what was not run is not known to be sound
             return {}
-        said = [one for one in heard if one.question.role == "proposer" and one.texts]
-        checked = self.check(said, seconds)
+        by_peer: dict[str, list[Statement]] = {}
+        for one in heard:
+            if one.question.role == "proposer" and one.texts:
+                by_peer.setdefault(one.peer_id, []).append(one)
+        said = [one for theirs in by_peer.values() for one in theirs[:MOST_PROPOSALS]]
+        checked = self.check(said, 2 * PEER_SECONDS if seconds is None else seconds)
         return {one: c.task for one, c in zip(said, checked, strict=True) if c.task is not None}
 
     def _score_proposals(

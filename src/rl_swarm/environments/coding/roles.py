@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from rl_swarm.environments.base import Question, Role, Statement
+from rl_swarm.environments.base import PEER_SECONDS, Question, Role, Statement
 from rl_swarm.environments.coding import answers, generator, proposals
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.predictions import probabilities, quality
@@ -77,13 +77,16 @@ class Proposer(Role):
         """The share of right answers to each of this node's proposals of the round before, by own execution."""
         if state.round == 0:
             return []
+        mine = [
+            (said.question, text)
+            for said in node.heard(state.round - 1, SOLVING, role="")
+            if said.question.parents and said.question.parents[0].peer_id == node.identity.peer_id
+            for text in said.texts
+        ]
         shares: dict[str, list[float]] = {}
-        for said in node.heard(state.round - 1, SOLVING, role=""):
-            parents = said.question.parents
-            if parents and parents[0].peer_id == node.identity.peer_id:
-                rewards = self.coding.score([(said.question, text) for text in said.texts])
-                shares.setdefault(parents[0].digest, []).extend(map(self.coding.credit, rewards))
-        return [fmean(share) for share in shares.values() if share]
+        for (question, _), reward in zip(mine, self.coding.score(mine, 2 * PEER_SECONDS), strict=False):
+            shares.setdefault(question.parents[0].digest, []).append(self.coding.credit(reward))
+        return [fmean(share) for share in shares.values()]
 
     def _choose(self, question: Question, drafts: list[str]) -> tuple[str, bool]:
         """The first draft that counts and is new, or a task of the generator; and whether the model wrote it."""
@@ -152,8 +155,8 @@ class Evaluator(Role):
         with node.watch("generate"):
             stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs])
         with node.watch("score"):
-            rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs])
-        for p, reward in zip(stated, rewards, strict=True):
+            rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
+        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time to run
             self.guesses.append((p, bool(self.coding.credit(reward))))
         figures = quality(list(self.guesses)).figures() if self.guesses else {}
         yield from node.show([], state, **figures)
