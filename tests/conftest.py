@@ -18,7 +18,8 @@ settings.load_profile("steady")
 LONG = (
     "test_swarm.py", "test_cuda.py", "test_roles.py", "test_faults.py", "test_cli.py", "test_team.py", "test_scale.py", "test_page.py",
     "test_warmup.py", "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py",
-    "test_fuzzed_api.py", "test_memory.py", "test_url_swarm.py", "test_api.py",
+    "test_fuzzed_api.py", "test_sandbox.py", "test_debate.py", "test_docs_page.py", "test_memory.py", "test_url_swarm.py",
+    "test_api.py",
 )  # fmt: skip
 
 

@@ -10,6 +10,9 @@ a proposer.
 
 Held-out tasks (see `CodingTask.held_out`) are never trained on, in any of the three roles. Weights are stored in half
 precision, which makes the files half as large and is undone by loading.
+
+The model in `coder/` was made on an H200 in two and a half minutes, with `--tasks 60000 --examples 400000 --steps 3500`, when
+proposals were examples with the task's own tests and wrong programs were fewer; one made now proposes better.
 """
 
 import argparse

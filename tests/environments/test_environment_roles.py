@@ -1,0 +1,163 @@
+"""Roles: what a node does that does not learn, what others hear of it, and what it remembers."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_swarm.config import ConfigError, Settings
+from rl_swarm.environments.base import Environment, Question, Role
+from rl_swarm.identity import Identity
+from rl_swarm.learning import checkpoints
+from rl_swarm.learning.policy import Policy
+from rl_swarm.manifest import new_manifest
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.node import Node
+from rl_swarm.rounds import PeerInfo
+from rl_swarm.telemetry.journal import Journal, read_lines
+from rl_swarm.worker import _restored, found, join
+
+SETTINGS = Settings(local=2, external=4, generations=4, rounds=2, round_end="everyone", device="cpu")
+WRITE, JUDGE = range(2)
+
+
+class Writer(Role):
+    def turn(self, node, state):
+        return node.turn(state) if state.stage == WRITE else node.show([], state)
+
+
+class Judge(Role):
+    """Says of every text that it heard whether it is short, once and greedily."""
+
+    learns = False
+    judged = 0
+
+    def turn(self, node, state):
+        groups = []
+        if state.stage == JUDGE:
+            texts = sum(len(said.texts) for said in node.heard(state.round, WRITE))
+            groups = yield from node.answer(node.questions(state, texts), state, count=1, greedy=True)
+            self.judged += len(groups)
+        yield from node.show(groups, state, judged=self.judged)
+
+    def kept(self):
+        return {"judged": self.judged}
+
+    def restore(self, kept):
+        self.judged = int(kept["judged"])
+
+
+class Reviews(Environment):
+    stages, hears = 2, 4
+    roles = {"writer": Writer, "judge": Judge}  # noqa: RUF012
+
+    def questions(self, seeds, seconds=None):
+        return [Question("write", 0, seed, f"Calculate {seed % 50} + 1.", None) for seed in seeds]
+
+    def follow_up(self, cues, seconds=None):
+        return [self.judgement(cue) for cue in cues]
+
+    def judgement(self, cue):
+        texts = [(said, text) for said in cue.heard for text in said.texts]
+        if cue.number >= len(texts):
+            return Question("judge", 0, cue.seed, "Nothing to judge.", None)
+        said, text = texts[cue.number]
+        return Question("judge", 0, cue.seed, f"Calculate {len(text)} + 1.", None, parents=(said,))
+
+    def score(self, answered, seconds=None):
+        return [float(len(text) % 2) for _, text in answered]
+
+
+@pytest.fixture
+def swarm():
+    settings = Settings(environment="reasoning", rounds=2, round_end="everyone")
+    return LocalSwarm(new_manifest(settings, "test", "owner", 0.0, stages=2), min_peers=3)
+
+
+def player(swarm: LocalSwarm, folder: Path, number: int, role: str = "") -> Node:
+    identity, stop, environment = Identity.derived("roles", number), threading.Event(), Reviews([])
+    node = Node(
+        name=identity.node,
+        identity=identity,
+        settings=SETTINGS,
+        manifest=swarm.manifest,
+        environment=environment,
+        policy=Policy.load(SETTINGS, ""),
+        exchange=LocalExchange(swarm, stop),
+        coordinator=LocalCoordinator(swarm, stop),
+        journal=Journal(folder / identity.node),
+        checkpoints=folder / "checkpoints",
+        stop=stop,
+        role=environment.roles[role or "writer"](environment),
+        role_name=role,
+    )
+    about = {"swarm": swarm.manifest.swarm(), "node": node.name, "model": "tiny", "joined": 0.0}
+    node.coordinator.register(PeerInfo(peer_id=identity.peer_id, timestamp=0.0, **about))
+    return node
+
+
+def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_learn(swarm, tmp_path) -> None:
+    nodes = [player(swarm, tmp_path, 0), player(swarm, tmp_path, 1), player(swarm, tmp_path, 2, "judge")]
+    judge = nodes[2]
+    for stage in (WRITE, JUDGE):
+        state = swarm.state
+        assert (state.round, state.stage) == (0, stage)
+        for node in nodes:
+            node.play(state)
+    assert (swarm.state.round, swarm.state.stage) == (1, 0)
+    lines = {node.name: read_lines(node.journal.metrics_path)[0] for node in nodes}
+    assert [line.get("passed", False) for line in lines[nodes[0].name]] == [False, True]
+    first, second = lines[judge.name]
+    assert first["passed"] and (first["figures"], second["figures"]) == ({"judged": 0}, {"judged": 16})
+    assert judge.policy.version == 0 < max(node.policy.version for node in nodes[:2])
+    assert second["tokens_per_second"] < 1e6, "the time that the model took is counted"
+
+    published = swarm.published[0, JUDGE, judge.name]
+    assert (published.role, len(published.rollouts), len(published.heard[WRITE])) == ("judge", 16, 2)
+    assert all(len(given) == 1 for given in published.rollouts.values()) and len(published.parents) == 16
+    heard = nodes[0].heard(0, JUDGE)
+    assert {said.question.role for said in heard} == {"judge"} and len(heard) == 16
+    assert {parent.peer_id for said in heard for parent in said.question.parents} == set(
+        published.heard[WRITE]
+    )
+    assert swarm.published[0, WRITE, judge.name].rollouts == {}, (
+        "and in a stage without work everybody says so"
+    )
+
+
+def test_what_other_roles_publish_is_not_learned_from(swarm, tmp_path) -> None:
+    writer, judge = player(swarm, tmp_path, 0), player(swarm, tmp_path, 1, "judge")
+    other = player(swarm, tmp_path, 2)
+    other.play(swarm.state)
+    disguised = swarm.published[0, WRITE, other.name]
+
+    judge.exchange.publish(
+        msgspec.structs.replace(disguised, node=judge.name, peer_id=judge.identity.peer_id, role="judge")
+    )
+    writer.play(swarm.state)
+    (line,) = read_lines(writer.journal.metrics_path)[0]
+    assert set(line["external_from"]) <= {other.identity.peer_id} and line["external_rejected"] == {}
+
+
+def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_written(swarm, tmp_path) -> None:
+    judge = player(swarm, tmp_path, 0, "judge")
+    judge.plays.judged, judge.done = 7, (3, 1)
+    judge.save()
+    me = (judge.name, swarm.manifest.swarm(), judge.identity.peer_id)
+    ((folder, place),) = checkpoints.written(tmp_path / "checkpoints", *me)
+    assert [path.name for path in folder.iterdir()] == ["place.json"]
+    policy, found_place = _restored(iter([(folder, place)]), SETTINGS, "", None)
+    assert found_place == place and (place.round, place.stage) == (3, 1) and policy.name == "tiny"
+    again = Judge(judge.environment)
+    again.restore(place.role)
+    assert again.judged == 7
+
+
+def test_where_later_stages_hear_earlier_ones_nobody_publishes_in_pieces(tmp_path) -> None:
+
+    settings = Settings(environment="debate", identity_path=str(tmp_path / "me.pem"), publish="generation")
+    found(LocalFiles(tmp_path), settings, "test", Identity.load_or_create(tmp_path / "me.pem"))
+    with pytest.raises(ConfigError, match="ROLLOUT_PUBLISH_FREQUENCY=generation"):
+        join(tmp_path, settings, threading.Event())
