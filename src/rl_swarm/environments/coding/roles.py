@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rl_swarm.rounds import State
     from rl_swarm.turns import Work
 
-CANDIDATES = 4  # proposals that a model writes for one that is published
+CANDIDATES = 8  # proposals that a model writes for one that is published
 MOST_TRIES = 64  # at a task of the generator that counts and is new
 MOST_REMEMBERED = 4096  # digests of what was proposed
 MOST_GUESSES = 512  # that an evaluator's figures are of
-FEW_ANSWERS = 16  # judged by an evaluator in a stage
+FEW_ANSWERS = 64  # judged by an evaluator in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
 
