@@ -41,6 +41,7 @@ def test_a_swarm_runs_to_its_end_and_tells_what_it_achieved(tmp_path: Path) -> N
         assert name in line
 
 
+@pytest.mark.slow
 def test_lockstep_runs_with_one_seed_are_identical_and_another_seed_differs(tmp_path: Path) -> None:
     for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
         code, output = run(

@@ -67,13 +67,18 @@ def check_logprobs(model, prompts, groups, temperature=1.0):
             np.testing.assert_allclose(s.logprobs, expected, atol=1e-4)
 
 
+def often(kinds, *chosen):
+    """Families of models, of which only the chosen ones are tested every time: the interpreter is slow."""
+    return [kind if kind in chosen else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
 def train(model):
     """One step of the real trainer, large enough to see."""
     groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
     Trainer(model, PAD, Settings(learning_rate=0.05)).update(groups)
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", often(FAST, "qwen3", "gpt2", "gemma3"))
 def test_log_probabilities_are_those_of_a_plain_forward_pass(kind):
     model = small_model(kind)
     groups = drawn(model, PROMPTS, 2, Decoding(3, frozenset(), PAD))
@@ -89,7 +94,7 @@ def test_the_temperature_counts_and_words_that_are_looked_at_in_stretches(monkey
     check_logprobs(model, PROMPTS, groups, 0.6)
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", often(FAST, "qwen3", "gpt2", "gemma3"))
 def test_greedy_is_what_transformers_generates(kind, monkeypatch):
     monkeypatch.setattr(engine, "STRETCH", 16)
     model = small_model(kind, seed=3)
@@ -106,7 +111,7 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
         assert list(found.tokens) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gemma3"))
 def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
     model = small_model(kind)
     one = Engine(1, torch.float32)
@@ -248,7 +253,7 @@ def same_pass(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1, largest))
 
 
-@pytest.mark.parametrize("kind", DISTINCT)  # of which gemma3 has a sliding window
+@pytest.mark.parametrize("kind", often(DISTINCT, "gpt2", "gemma3"))  # of which gemma3 has a sliding window
 def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
     model = small_model(kind)
     monkeypatch.setattr(logprobs, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
@@ -262,7 +267,9 @@ def test_training_passes_and_their_gradients_are_those_without_kernels(kind, mon
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma3"])  # whose layers have all that the others' have
+@pytest.mark.parametrize(
+    "kind", often(["gpt2", "gemma3"], "gpt2")
+)  # whose layers have all that the others' have
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
     """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
     model = small_model(kind)
@@ -413,7 +420,7 @@ def requests_of(models):
     ]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gpt2"))
 def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     requests = requests_of(different_models(3, kind))
