@@ -45,6 +45,7 @@ def test_our_sampler_is_measured_against_transformers() -> None:
     assert result["ratios"]["dynamic"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_dashboard_is_measured_at_its_start_and_under_load_and_every_answer_is_right() -> None:
     command = [sys.executable, str(BENCHMARKS / "dashboard.py"), "start", "load", "--quick", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

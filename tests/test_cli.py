@@ -110,6 +110,7 @@ def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
     assert code == 1 and "P2P_LISTEN=nonsense is no multiaddress" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_runs_are_listed_and_removed_but_not_while_they_run(tmp_path: Path) -> None:
     process = start(tmp_path, "up", "--run", "runs/one", "--nodes", "1", "--rounds", "500", *QUICK)
     try:

@@ -11,7 +11,7 @@ from processes import QUICK, end, run, start, state, until
 
 
 @pytest.mark.parametrize(
-    "megabytes", [pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 60]
+    "megabytes", [pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(60, marks=pytest.mark.slow)]
 )
 def test_a_full_disk_is_said_clearly(tmp_path: Path, megabytes: int) -> None:
     """A real file system of that size, in a mount namespace of its own: too small for the first files, for a

@@ -392,6 +392,7 @@ def test_a_run_ends_with_a_model_on_the_hub_that_loads(
     exec(text.split("```python\n")[1].split("```")[0], {})
 
 
+@pytest.mark.slow
 def test_a_run_finishes_when_the_hub_is_down(tmp_path: Path) -> None:
     """Ctrl-C ends the attempts that follow."""
     process = start(

@@ -117,6 +117,7 @@ def kill_at_random(tmp_path: Path, kills: int, rounds: int, seed: int) -> None:
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_a_run_survives_kills_of_nodes_and_coordinator(tmp_path: Path) -> None:
     kill_at_random(tmp_path, kills=6, rounds=40, seed=1)
 

@@ -106,6 +106,7 @@ def test_an_interrupted_save_leaves_nothing_and_an_existing_directory_stays(tmp_
     assert [path.name for path in tmp_path.rglob("*")] == ["warm", "mine"]
 
 
+@pytest.mark.slow
 def test_the_command_tells_the_score_before_and_after_and_writes_a_model(tmp_path: Path) -> None:
     asked = ("--examples", "640", "--learning-rate", "5e-4", "--questions", "60", "--samples", "2")
     code, output = run(tmp_path, "warmup", "tiny", "--json", *asked)

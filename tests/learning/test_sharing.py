@@ -36,6 +36,7 @@ def one_gpu(tmp_path):
     return {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
 
 
+@pytest.mark.slow
 def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_path: Path, one_gpu) -> None:
     for name, environ in (("shared", one_gpu), ("apart", {})):
         code, output = run(

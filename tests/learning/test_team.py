@@ -74,7 +74,12 @@ def close(one, other):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"batch_tokens": 64, "kl_weight": 0.1}, {"lora_rank": 4, "learning_rate": 1e-4}]
+    "changes",
+    [
+        {"batch_tokens": 64, "kl_weight": 0.1},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 4, "learning_rate": 1e-4}, marks=pytest.mark.slow),
+    ],
 )
 def test_two_learn_what_one_learns(settings, lead, changes):
     settings = replace(settings, **changes)
