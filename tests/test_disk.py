@@ -42,6 +42,7 @@ def test_a_full_disk_is_said_clearly(tmp_path: Path, megabytes: int) -> None:
     assert "Traceback" not in output and "LEFT BEHIND" not in output, output
 
 
+@pytest.mark.slow
 def test_a_folder_that_disappears_is_said_clearly_and_not_made_anew(tmp_path: Path) -> None:
     process = start(tmp_path, "up", "--run", "mounted/r", "--nodes", "2", "--rounds", "500", *QUICK)
     try:

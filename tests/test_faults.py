@@ -207,6 +207,7 @@ def fault(
     return {"kind": kind, "round": round, "nodes": nodes, "seconds": seconds, "amount": amount}
 
 
+@pytest.mark.slow
 def test_a_folder_swarm_lives_through_faults(tmp_path: Path) -> None:
     plan = [
         fault("clock", 1, "node-03", seconds=6.0, amount=40.0),

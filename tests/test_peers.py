@@ -21,6 +21,7 @@ def daemons(*nodes: "subprocess.Popen[str]") -> list[psutil.Process]:
     return [child for node in nodes for child in family(node) if "p2pd" in " ".join(child.cmdline())]
 
 
+@pytest.mark.slow
 def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("boot", "lead", "one", "two")}
     for folder in folders.values():

@@ -46,6 +46,7 @@ def tensorboard_events(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_swarm_tells_all_of_them_what_its_metrics_say_and_nothing_leaves_unasked(tmp_path: Path) -> None:
     sinks = ["tensorboard", "wandb", *(["trackio"] if TRACKIO else [])]
     with collecting() as collector:

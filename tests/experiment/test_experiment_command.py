@@ -74,6 +74,7 @@ def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_wri
     assert "temperature=0.9" in said and "another --out" in said
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) -> None:
     command = [
         "experiment",

@@ -143,6 +143,7 @@ def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
     assert len(written) == 3
 
 
+@pytest.mark.slow
 def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
     model, one = small_model(), Engine(1, torch.float32)
     ends = frozenset(range(2, VOCABULARY, 3))
@@ -173,6 +174,7 @@ def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
     assert all(s.ended and len(s.tokens) == 1 for (s,) in groups)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch():
     model = small_model()
     decoding = Decoding(3, frozenset(), PAD)
@@ -270,6 +272,7 @@ def test_training_passes_and_their_gradients_are_those_without_kernels(kind, mon
 @pytest.mark.parametrize(
     "kind", often(["gpt2", "gemma3"], "gpt2")
 )  # whose layers have all that the others' have
+@pytest.mark.slow
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
     """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
     model = small_model(kind)
@@ -309,6 +312,7 @@ def test_a_recording_is_used_again_where_it_is_little_too_large():
     assert used(512, 0) == ((512, 0, 128), True)
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():
     """Windows that end in the prompt, in the completion, and in another block than their token."""
     torch.manual_seed(0)
@@ -439,6 +443,7 @@ def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, mon
     assert lengths[0] == [1] and 3 in lengths[1] + lengths[2]
 
 
+@pytest.mark.slow
 def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatch):
     decoding = Decoding(2, frozenset(), PAD, top_k=5)
     models = different_models(4)

@@ -12,6 +12,8 @@ from rl_swarm.config import Settings
 from rl_swarm.learning import smollm2
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 
+pytestmark = pytest.mark.slow  # to convert the weights takes a minute
+
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
