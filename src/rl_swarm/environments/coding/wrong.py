@@ -1,7 +1,8 @@
 """Programs that are nearly right, from one that is: a wrong operator, a number off by one, a line left out.
 
 Tests that cannot tell a program from these are not worth much, so a proposal has to fail them; and a model that is
-to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run.
+to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run. What a
+program with a mistake returns never hangs on the order of a set, which is another one in every process.
 """
 
 import re
@@ -32,7 +33,7 @@ SWAPS = {
     "all": ("any",),
     "upper": ("lower",),
     "lower": ("upper",),
-    "sorted": ("list", "set"),
+    "sorted": ("list",),
     "[::-1]": ("", "[::2]"),
     "[::2]": ("[1::2]",),
     "find": ("rfind",),
@@ -58,6 +59,8 @@ def slips(program: str) -> Iterator[str]:
             others: tuple[str, ...] = (str(int(found) + 1), str(max(int(found) - 1, 0)))
         elif len(found) == 3 and found[0] == "'":
             others = (f"'{LETTERS[(LETTERS.index(found[1]) + 1) % 26]}'",)
+        elif found == "sorted" and program.startswith("(set(", match.end()):
+            others = ()
         else:
             others = SWAPS.get(found, ())
         for other in others:
