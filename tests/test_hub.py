@@ -15,17 +15,20 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import msgspec
 import pytest
+import torch
 import yaml
-from hub_server import HubServer, hub_server
+from hub_server import COMMIT, HubServer, hub_server
 from processes import end, run, start, until
 from test_node import make_node
 
-from rl_swarm import __version__
+from rl_swarm import __version__, worker
 from rl_swarm.card import Trained, card, shown_settings
 from rl_swarm.config import ConfigError, Settings, load
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.hub import Push, license_of, outcomes, put_aside
+from rl_swarm.learning import checkpoints, devices
 from rl_swarm.learning.devices import TINY
+from rl_swarm.learning.policy import Policy
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.local import LocalSwarm
 from rl_swarm.swarm import worker_settings
@@ -435,3 +438,41 @@ def test_a_node_pushes_as_often_as_asked_and_finishes_whatever_comes_of_it(
     finally:
         environment.close()
     assert hub.commits == ["RL Swarm: 2 of 4 rounds", "RL Swarm: 4 of 4 rounds"]
+
+
+# What a coding swarm takes from the hub.
+
+
+def test_in_a_coding_swarm_auto_takes_a_model_of_the_hub_where_there_is_one_and_a_gpu(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = "Qwen/Qwen2.5-Coder-0.5B-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(devices.memory, "available", lambda device, nodes: 64 << 30)
+
+    def picked(role: str, device: str = "cuda") -> str:
+        settings = Settings(environment="coding", model="auto", role=role)
+        return devices.pick_model(settings, torch.device(device))
+
+    assert {picked(role) for role in ("solver", "proposer", "evaluator")} == {"coder"}  # the hub has neither
+    hub.repos[small] = hub.repos[large] = {}
+    assert (picked("solver"), picked("proposer"), picked("evaluator")) == (small, small, large)
+    assert picked("solver", "cpu") == "coder"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert picked("solver") == "coder"
+    kept = tmp_path / f"models--{small.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(COMMIT)
+    (kept / "snapshots" / COMMIT).mkdir(parents=True)
+    (kept / "snapshots" / COMMIT / "model.safetensors").touch()
+    assert (picked("solver"), picked("evaluator")) == (small, small)
+
+
+def test_auto_goes_on_with_the_model_it_began_with(tmp_path: Path) -> None:
+    settings = Settings(model="auto", environment="coding", device="cpu")
+    policy = Policy.load(settings, "")
+    assert policy.settings.model == policy.name == "coder" and policy.settings.completion_tokens() == 64
+    place = checkpoints.Place("s", "p", "tiny", 3, 0, 5)
+    again, found = worker._restored(iter([(tmp_path, place)]), settings, "", None)
+    assert found == place and again.name == "tiny" and again.settings.completion_tokens() == 24

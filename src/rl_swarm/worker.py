@@ -237,6 +237,7 @@ def _take_part(
     role_kind, role_name = role_of(settings, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(written, settings, prompt, sharing)
+    settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
     environment.settle(settings)
     role = role_kind(environment)
@@ -379,11 +380,13 @@ def _restored(
 
     load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
     for folder, place in written:
+        model = place.model if settings.model == "auto" else settings.model
+        same = msgspec.structs.replace(settings, model=model)  # what fits now may be another
         try:
             checkpoints.verify(folder, place)
             if not place.files:  # of a model that does not learn
-                return load(settings, system_prompt), place
-            policy = load(settings, system_prompt, folder)
+                return load(same, system_prompt), place
+            policy = load(same, system_prompt, folder)
             checkpoints.restore_optimizer(policy, folder)
         except (ModelError, checkpoints.CheckpointError) as error:
             log.warning("the checkpoint of round %d is passed over: %s", place.round, error)

@@ -1,5 +1,6 @@
 """What this machine can run: device, memory, and the model that fits."""
 
+import logging
 import os
 import shutil
 import time
@@ -15,6 +16,9 @@ from rl_swarm.learning import memory
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.sizes import Shape
 
+log = logging.getLogger(__name__)
+
+HUB_SECONDS = 10.0  # for the hub to answer
 LARGE_POOL_FROM = 40 * GIB  # of GPU memory
 OVERHEAD = 1.5  # what a round takes beside its matrix products, as a factor
 WIDE_ENOUGH = 256  # below this hidden size a CPU spends more on converting than it saves
@@ -76,17 +80,34 @@ def total_memory(device: torch.device) -> int:
 
 
 def pick_model(settings: Settings, device: torch.device) -> str:
-    """The model that the settings name; for `auto` the first of the right pools that fits."""
+    """The model that the settings name; for `auto` the first of the right pools that fits, else the bundled one."""
     if settings.model != "auto":
         return settings.model
+    coding = settings.environment == "coding"
     free = memory.available(device, memory.sharing(settings, device))
     fitting = (
-        card
+        card.name
         for pool in _pools(settings, device)
         for card in CATALOGUE
         if card.pool == pool and memory.plan(card.shape, free, settings, device.type).fits
     )
-    return next((card.name for card in fitting), "coder" if settings.environment == "coding" else "tiny")
+    if coding:  # where `auto` is the default, so it must not need the hub
+        fitting = (name for name in fitting if at_hand(name, settings.hf_token))
+    return next(fitting, "coder" if coding else "tiny")
+
+
+def at_hand(name: str, token: str | None) -> bool:
+    """Whether a model of the hub lies in its cache here, or the hub can be asked for it."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+        return True
+    try:
+        HfApi(token=token).model_info(name, timeout=HUB_SECONDS)
+    except Exception as error:  # noqa: BLE001 whatever the library raises, there is another model
+        log.info("%s is not to be had from the hub: %s", name, " ".join(str(error).split())[:200])
+        return False
+    return True
 
 
 def _pools(settings: Settings, device: torch.device) -> tuple[str, ...]:

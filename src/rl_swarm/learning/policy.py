@@ -82,6 +82,7 @@ class Policy:
         """The model that the settings name, or the one in `path` (a checkpoint)."""
         device = pick_device(settings)
         name = pick_model(settings, device)
+        settings = msgspec.structs.replace(settings, model=name)  # how long its answers are depends on it
         model, tokenizer = load_model(name if settings.lora_rank else str(path or name), settings.hf_token)
         if settings.lora_rank:
             lora.adapt(model, settings.lora_rank, settings.seed)

@@ -30,7 +30,7 @@ PROPOSING, SOLVING = 0, 1  # the stages
 class Solver(Role):
     """Answers, publishes, collects, learns, as any node does; in the second stage, what was proposed."""
 
-    settings: ClassVar[Mapping[str, object]] = {"model": "coder"}
+    settings: ClassVar[Mapping[str, object]] = {"model": "auto"}
 
 
 class Proposer(Role):
@@ -38,7 +38,7 @@ class Proposer(Role):
 
     learns: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = ""
-    settings: ClassVar[Mapping[str, object]] = {"model": "coder", "max_new_tokens": 256}
+    settings: ClassVar[Mapping[str, object]] = {"model": "auto", "max_new_tokens": 256}
 
     def __init__(self, environment: "Coding") -> None:
         super().__init__(environment)
@@ -146,7 +146,7 @@ class Evaluator(Role):
 
     learns: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = ""
-    settings: ClassVar[Mapping[str, object]] = {"model": "coder"}
+    settings: ClassVar[Mapping[str, object]] = {"model": "auto"}
 
     def __init__(self, environment: "Coding") -> None:
         super().__init__(environment)
