@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query
-from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.staticfiles import StaticFiles
 
@@ -213,17 +213,6 @@ def create_app(
         lines = runs.lines(run, metric, points)
         return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
-    @app.get(
-        "/api/stream",
-        response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
-    )
-    def changes() -> StreamingResponse:
-        """An event `changed` whenever there is something new to read, with the number of the version."""
-        if stream.full:
-            raise HTTPException(429, "Too many listen already.")
-        return StreamingResponse(stream.listen(), media_type="text/event-stream")
-
     @app.get("/health")
     def health(swarm: Swarm) -> r.Health:
         return telling.health(swarm)
@@ -235,6 +224,7 @@ def create_app(
 
         return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
 
+    app.include_router(stream.router())
     app.include_router(original.router(looked, texts))
 
     @app.get("/", include_in_schema=False)

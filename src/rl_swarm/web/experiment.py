@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import Depends, FastAPI, HTTPException, Query
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi import Depends, FastAPI, Query
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
@@ -113,16 +113,7 @@ def create_experiment_app(folder: Path, hosts: Sequence[str], token: str | None 
         lines = experiment.lines(metric, points)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
-    @app.get(
-        "/api/stream",
-        response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
-    )
-    def changes() -> StreamingResponse:
-        """An event `changed` whenever there is something new to read, with the number of the version."""
-        if stream.full:
-            raise HTTPException(429, "Too many listen already.")
-        return StreamingResponse(stream.listen(), media_type="text/event-stream")
+    app.include_router(stream.router())
 
     @app.get("/", include_in_schema=False)
     def page() -> FileResponse:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+from fastapi import APIRouter, HTTPException
+from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from rl_swarm.web.following import PAUSE_SECONDS, Looking
@@ -21,6 +23,22 @@ class Stream:
         self.listeners: set[asyncio.Event] = set()
         self.closed = False  # set from any thread: listeners are let go within a second
         self._looking: asyncio.Task[None] | None = None
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+
+        @router.get(
+            "/api/stream",
+            response_class=StreamingResponse,
+            responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
+        )
+        def changes() -> StreamingResponse:
+            """An event `changed` whenever there is something new to read, with the number of the version."""
+            if self.full:
+                raise HTTPException(429, "Too many listen already.")
+            return StreamingResponse(self.listen(), media_type="text/event-stream")
+
+        return router
 
     @property
     def full(self) -> bool:
