@@ -222,7 +222,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
         ),
     ] = "frugal"
-    epochs: Annotated[int, _setting("updates per round, all on the same groups", ge=1, le=64)] = 1
+    epochs: Annotated[int, _setting("how often a round's groups are learned from", ge=1, le=64)] = 1
+    step_groups: Annotated[
+        int,
+        _setting(
+            "groups with signal that one update is made on, as many updates as that takes; 0: one update on all of a "
+            "round's",
+            ge=0,
+            le=2048,
+        ),
+    ] = 0
     external_negatives: Annotated[
         float,
         _setting(

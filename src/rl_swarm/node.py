@@ -31,7 +31,7 @@ from rl_swarm.telemetry.journal import Journal, Stopwatch
 from rl_swarm.telemetry.machine import Load
 from rl_swarm.transcript import Transcript
 from rl_swarm.trust import Standing, in_turn
-from rl_swarm.turns import Answering, Learning, Published, Work
+from rl_swarm.turns import Answering, Learning, Published, Work, portions
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +150,11 @@ class Node:
         )
 
         training = [*local, *external.chosen]
-        yield (learning := Learning(self.policy, training, watch))
+        first, *more = portions(training, settings.step_groups)
+        yield (learning := Learning(self.policy, first, watch))
         update = learning.update
-        for _ in range(1, settings.epochs):
-            yield (again := Learning(self.policy, training, watch))
+        for groups in more + [first, *more] * (settings.epochs - 1):
+            yield (again := Learning(self.policy, groups, watch))
             update.tokens += again.update.tokens
 
         if settings.publish == "round":

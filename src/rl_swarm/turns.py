@@ -54,3 +54,11 @@ class Learning:
 
 
 Work = Answering | Published | Learning
+
+
+def portions(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
+    """What the updates of a round are made on, one after the other; there is at least one."""
+    if not size:
+        return [groups]
+    useful = [group for group in groups if group.has_signal]
+    return [useful[start : start + size] for start in range(0, len(useful), size)] or [[]]

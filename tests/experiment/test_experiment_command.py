@@ -162,6 +162,10 @@ def test_presets_and_strategies_make_arms() -> None:
     assert [arm.label for arm in arms("paper", "sapo")] == ["8/0", "6/2 sapo", "4/4 sapo", "2/6 sapo"]
     assert [arm.label for arm in arms("4/0,4/4", "sapo,top")] == ["4/0", "4/4 sapo", "4/4 top"]
     assert [arm.label for arm in arms("controls", "sapo")] == ["4/0x2", "4/0-pooled"]
+    small = arms("1/7x2@1,4/0@2-pooled,1/0", "sapo")
+    assert [arm.label for arm in small] == ["1/7x2@1 sapo", "4/0@2-pooled", "1/0"]
+    assert [arm.slug for arm in small] == ["1-7x2at1-sapo", "4-0at2-pooled", "1-0"]
+    assert [arm.is_plain for arm in small] == [False, False, True]
     assert len(arms(",".join(PRESETS), "sapo")) == 12, "none twice"
     assert arms("4/4", "sapo")[0].slug == "4-4-sapo"
 

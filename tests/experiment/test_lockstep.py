@@ -184,6 +184,11 @@ def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path
     shared = played(job(Arm(2, 2, "capped", epochs=3), rounds=1, nodes=2, generations=8), tmp_path / "shared")
     rounds = [line for lines in shared.values() for line in lines if line["kind"] == "round"]
     assert {line["policy_version"] for line in rounds} == {3} and any(x["external_taken"] for x in rounds)
+    each = played(job(Arm(4, 0, "alone", step_groups=1), rounds=1, nodes=2, generations=8), tmp_path / "each")
+    for node, lines in once.items():
+        plain, small = (next(x for x in found if x["kind"] == "round") for found in (lines, each[node]))
+        assert small["trained_tokens"] == plain["trained_tokens"]
+        assert small["policy_version"] == plain["local_with_signal"] >= plain["policy_version"] == 1
     (pooled,) = played(job(Arm(2, 0, "alone", pooled=True), rounds=1, nodes=3), tmp_path / "pooled").values()
     assert next(line for line in pooled if line["kind"] == "round")["local_groups"] == 6
 

@@ -26,9 +26,9 @@ def sapo(
         str,
         typer.Option(
             "--configs",
-            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/4x2 (two updates on the same groups), 4/0-pooled (one "
-            "learner with all questions); or presets: paper (8/0, 6/2, 4/4, 2/6), gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, "
-            "4/4, 4/12, 8/0, 8/8), controls (4/0x2, 4/0-pooled).",
+            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/4x2 (two updates on the same groups), 4/4@1 (an "
+            "update on every group), 4/0-pooled (one learner with all questions); or presets: paper (8/0, 6/2, 4/4, 2/6), "
+            "gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, 4/4, 4/12, 8/0, 8/8), controls (4/0x2, 4/0-pooled).",
         ),
     ] = "paper",
     strategies: Annotated[
@@ -104,7 +104,7 @@ def sapo(
         name, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"--set {assignment}: write it as --set name=value.")
-        if name in ("local", "external", "strategy", "epochs", "seed"):
+        if name in ("local", "external", "strategy", "epochs", "step_groups", "seed"):
             raise UserError(
                 f"--set {assignment}: an experiment has --configs, --strategies and --seeds for that."
             )

@@ -1,7 +1,8 @@
 """What is compared: an arm is how many groups a node takes from where, by which strategy, and how it trains on them.
 
 Written `I/J`: own and external groups per round. `4/0x2` makes two updates on the same groups, which costs as much
-training as 4/4; `4/0-pooled` is one learner that has the questions of all nodes to itself.
+training as 4/4; `1/7@1` makes an update on every group, one after the other; `4/0-pooled` is one learner that has the
+questions of all nodes to itself.
 """
 
 import re
@@ -21,7 +22,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "budget": ("4/0", "4/4", "4/12", "8/0", "8/8"),  # at a fixed number of generated answers
     "controls": ("4/0x2", "4/0-pooled"),
 }
-CONFIGURATION = re.compile(r"(\d{1,3})/(\d{1,3})(?:x(\d{1,2})|(-pooled))?")
+CONFIGURATION = re.compile(r"(\d{1,3})/(\d{1,3})(?:x(\d{1,2}))?(?:@(\d{1,3}))?(-pooled)?")
 # What all nodes of an experiment have, unless the user says otherwise.
 PRESET: dict[str, object] = {
     "nodes": 8,
@@ -32,7 +33,7 @@ PRESET: dict[str, object] = {
     "keep_checkpoints": 2,
     "threads": 1,
 }
-GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "epochs")
+GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "epochs", "step_groups")
 HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
 # Of a machine or another command, whose environment variables may be set: no part of a run.
 ELSEWHERE = (
@@ -51,11 +52,13 @@ class Arm(msgspec.Struct, frozen=True):
     strategy: str = "sapo"
     epochs: int = 1
     pooled: bool = False
+    step_groups: int = 0  # of one update; 0: all of a round's
 
     @property
     def configuration(self) -> str:
-        more = f"x{self.epochs}" if self.epochs > 1 else "-pooled" if self.pooled else ""
-        return f"{self.local}/{self.external}{more}"
+        often = f"x{self.epochs}" if self.epochs > 1 else ""
+        steps = f"@{self.step_groups}" if self.step_groups else ""
+        return f"{self.local}/{self.external}{often}{steps}{'-pooled' if self.pooled else ''}"
 
     @property
     def label(self) -> str:
@@ -64,17 +67,21 @@ class Arm(msgspec.Struct, frozen=True):
     @property
     def is_plain(self) -> bool:
         """Nodes that train alone, in the plain way: what others are compared with."""
-        return not self.external and self.epochs == 1 and not self.pooled
+        return not self.external and not self.is_special
 
     @property
     def place(self) -> tuple[object, ...]:
         """Its place in a table: arms without sharing first, then by how much they share."""
-        return (self.external > 0, self.pooled or self.epochs > 1, -self.local, self.external, self.strategy)
+        return (self.external > 0, self.is_special, -self.local, self.external, self.strategy)
+
+    @property
+    def is_special(self) -> bool:
+        return self.pooled or self.epochs > 1 or self.step_groups > 0
 
     @property
     def slug(self) -> str:
         """The label as part of a file's name."""
-        return re.sub(r"[^A-Za-z0-9.-]+", "-", self.label)
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", self.label.replace("@", "at"))
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -113,6 +120,7 @@ class Job(msgspec.Struct, frozen=True):
             "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
             "external": self.arm.external,
             "epochs": self.arm.epochs,
+            "step_groups": self.arm.step_groups,
             "fetch_max_peers": max(10, self.nodes),
             "nodes_per_device": self.count,
             "seed": self.seed,
@@ -193,19 +201,20 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     local, external = (int(match[1]), int(match[2])) if match else (0, 0)
     if match is None or local == 0:
         raise UserError(
-            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same groups) or "
-            f"4/0-pooled (one learner with all questions), comma-separated, or a preset: {', '.join(PRESETS)}."
+            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same groups), 4/4@1 "
+            "(an update on every group) or 4/0-pooled (one learner with all questions), comma-separated, or a preset: "
+            f"{', '.join(PRESETS)}."
         )
-    epochs, pooled = int(match[3] or 1), match[4] is not None
+    epochs, each, pooled = int(match[3] or 1), int(match[4] or 0), match[5] is not None
     if external and pooled:
         raise UserError(f"--configs {text}: -pooled is one learner, which has nobody to take groups of.")
     if not epochs:
         raise UserError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
     if not external:
-        return [Arm(local, 0, "alone", epochs, pooled)]
+        return [Arm(local, 0, "alone", epochs, pooled, each)]
     if not names:
         raise UserError(f"--strategies: {text} needs one, such as sapo.")
-    return [Arm(local, external, name, epochs) for name in names if name != "alone"]
+    return [Arm(local, external, name, epochs, step_groups=each) for name in names if name != "alone"]
 
 
 def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:
