@@ -15,7 +15,6 @@ The model in `coder/` was made on an H200 in two and a half minutes, with `--tas
 proposals were examples with the task's own tests and wrong programs were fewer; one made now proposes better.
 """
 
-import argparse
 import json
 import multiprocessing
 import random
@@ -51,6 +50,7 @@ from rl_swarm.learning.models.pretraining import (
     encode,
     finished,
     make_model,
+    options,
     pretrain,
     save,
 )
@@ -379,16 +379,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the small model that programs.")
-    parser.add_argument("out", type=Path, help="directory to write the model and its tokenizer to")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--examples", type=int, default=600_000, help="imitated answers to train on")
+    parser = options("Make the small model that programs.", steps=6000, layers=4, examples=600_000)
     parser.add_argument("--tasks", type=int, default=80_000, help="tasks to generate")
     parser.add_argument("--measured", type=int, default=500, help="held-out tasks to measure with")
     args = parser.parse_args()

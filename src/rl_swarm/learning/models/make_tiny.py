@@ -16,7 +16,6 @@ gives the same questions and the same mixture, but another device rounds differe
 slightly different model.
 """
 
-import argparse
 import gzip
 import json
 import random
@@ -37,6 +36,7 @@ from rl_swarm.learning.models.pretraining import (
     encode,
     finished,
     make_model,
+    options,
     pretrain,
     save,
 )
@@ -203,16 +203,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the tiny language model.")
-    parser.add_argument("out", type=Path, help="directory to write the model and its tokenizer to")
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--examples", type=int, default=1_000_000, help="imitated answers to train on")
+    parser = options("Make the tiny language model.", steps=12_000, layers=3, examples=1_000_000)
     parser.add_argument("--per-task", type=int, default=60_000, help="questions to generate of each task")
     parser.add_argument(
         "--questions", type=Path, help="file of questions (.json.gz): read, or written if missing"

@@ -1,5 +1,7 @@
-"""What the makers of the bundled models share: a tokenizer's frame, a small Llama, plain pretraining, saving."""
+"""What the makers of the bundled models share: options, a tokenizer's frame, a small Llama, plain pretraining,
+saving."""
 
+import argparse
 import json
 import math
 import time
@@ -26,6 +28,20 @@ CHAT_TEMPLATE = """\
 class Example(NamedTuple):
     prompt: list[int]
     completion: list[int]
+
+
+def options(description: str, steps: int, layers: int, examples: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("out", type=Path, help="directory to write the model and its tokenizer to")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--examples", type=int, default=examples, help="imitated answers to train on")
+    return parser
 
 
 def finished(tokenizer: Tokenizer, phrases: Sequence[str]) -> PreTrainedTokenizerFast:
