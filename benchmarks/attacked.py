@@ -248,7 +248,8 @@ class Swarm:
         self.attack, self.defended, self.size, self.folder = attack, defended, size, folder
         changes = {
             **UP_PRESET,
-            "external_negatives": 0.0,  # as among strangers
+            "step_groups": 0,  # as among strangers
+            "external_negatives": 0.0,  # likewise
             "model": size.model,
             "rounds": rounds_of(attack, size),
             "seed": size.seed,

@@ -203,6 +203,8 @@ def test_the_experiment_is_tried_out_within_three_minutes(tmp_path: Path) -> Non
 def test_options_of_an_experiment_are_written_as_its_command_takes_them() -> None:
     given = flags({"configs": "paper", "tune_seeds": 3, "rates": "", "model": None, "temperature": 0.9})
     assert given == ["--configs", "paper", "--tune-seeds", "3", "--set", "temperature=0.9"]
+    given = flags({"node": ["1:model=x", "2:tasks=gcd"], "keep_models": True, "out": None})
+    assert given == ["--keep-models", "--node", "1:model=x", "--node", "2:tasks=gcd"]
     (command,) = [c for c in experiment_app.registered_commands if c.callback.__name__ == "sapo"]
     assert set(OPTIONS) <= set(inspect.signature(command.callback).parameters)
 

@@ -177,11 +177,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_k: Annotated[int, _setting("sample among the k likeliest tokens; 0 is off", ge=0)] = 0
     max_new_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=32768)] | None,
-        _setting("longest completion; by default 256, 24 for the bundled model"),
+        _setting("longest completion; by default 24 for `tiny`, 64 for `coder`, 256 for any other"),
     ] = None
     learning_rate: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        _setting("by default 5e-6, 1e-4 for the bundled model; ten times that with LoRA"),
+        _setting("by default 5e-6, 1e-4 for the bundled models; ten times that with LoRA"),
     ] = None
     lora_rank: Annotated[
         int,
@@ -263,9 +263,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 2.0
 
     # The peer-to-peer network
-    network: Annotated[Literal["folder", "p2p"], _setting("how the nodes of `up` meet", "SWARM_NETWORK")] = (
-        "folder"
-    )
+    network: Annotated[
+        Literal["folder", "p2p"],
+        _setting("how the nodes of a swarm that is started here meet", "SWARM_NETWORK"),
+    ] = "folder"
     p2p_known: Annotated[
         str | None, _setting("p2p://… addresses of peers to begin with, comma-separated", "P2P_KNOWN")
     ] = None
@@ -402,9 +403,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 # What `rl-swarm up` changes: a swarm for one machine that is done within minutes.
 UP_PRESET: dict[str, object] = {
-    "rounds": 120,
+    "rounds": 60,
     "local": 4,
     "external": 4,
+    "step_groups": 2,  # more and smaller steps: twice as fast as one a round
     "round_end": "lockstep",
     "peer_timeout": 60.0,
     "poll_interval": 0.02,
@@ -579,16 +581,16 @@ def load(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
     command: str = "command",
+    origins: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """The settings of a command: its preset, then file, environment and flags."""
+    """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
+    their setting is."""
     layers = [Layer(f"preset of `{command}`", preset or {})]
     if config_file:
         layers.append(yaml_layer(config_file))
     layers.append(environment_layer(os.environ if environ is None else environ, Path(".env")))
-    return resolve(
-        layers,
-        Layer("flag", dict(flags or {}), {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}),
-    )
+    called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
+    return resolve(layers, Layer("flag", dict(flags or {}), {**called, **(origins or {})}))
 
 
 def _convert(name: str, value: object, origin: str) -> object:

@@ -150,12 +150,10 @@ class Node:
         )
 
         training = [*local, *external.chosen]
-        first, *more = portions(training, settings.step_groups)
-        yield (learning := Learning(self.policy, first, watch))
-        update = learning.update
-        for groups in more + [first, *more] * (settings.epochs - 1):
-            yield (again := Learning(self.policy, groups, watch))
-            update.tokens += again.update.tokens
+        update = Update()
+        for groups in portions(training, settings.step_groups) * settings.epochs:
+            yield (learning := Learning(self.policy, groups, watch))
+            update.add(learning.update)
 
         if settings.publish == "round":
             with watch("publish"):

@@ -1,4 +1,4 @@
-"""A process of a folder swarm, from its address to its last round: `join` trains, `coordinate` conducts."""
+"""A process of a swarm, from its address to its last round: `join` trains, `coordinate` conducts."""
 
 import errno
 import logging

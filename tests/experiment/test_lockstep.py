@@ -60,7 +60,7 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
 
 
 def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path) -> None:
-    wanted = job(Arm(2, 2, "capped"), rounds=6, nodes=2, checkpoint_every=2)
+    wanted = job(Arm(2, 2, "capped"), rounds=6, nodes=2, checkpoint_every=2, keep_checkpoints=1)
     whole = played(wanted, tmp_path / "whole")
     members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
@@ -70,6 +70,8 @@ def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path
         "after round 2 of 0 to 5"
     )
     swarm.close()
+    kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
+    assert kept == ["round_1", "round_2"], "the one before stays until all nodes have the next"
     swarm = Swarm(tmp_path / "stopped", members, owner)
     assert swarm.done == 2
     swarm.round()  # and killed, with no checkpoint of round 3

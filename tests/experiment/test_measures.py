@@ -82,8 +82,31 @@ def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
     assert other["spread_of_skills"]["reach"]["mean"] == 1.0
     assert base["spread_of_skills"]["reach"]["mean"] == 0.0
     assert "+150 %" in text and "+50 %" in text and "too narrow" in text
+    equal = other["against_at_equal_tokens"]["4/0"]
+    assert (equal["fresh_local"]["mean"], equal["held_out"]["mean"]) == (
+        pytest.approx(0.5),
+        pytest.approx(0.5),
+    )
+    assert base["against_at_equal_tokens"]["4/4 sapo"]["held_out"]["mean"] == pytest.approx(0.3 / 0.45 - 1)
     assert (tmp_path / "held_out.png").stat().st_size > 5000
     assert "![Held-out score by task](by_task.png)" in text
+
+
+def test_a_run_that_was_not_examined_after_its_last_round_is_unfinished(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        made(tmp_path, Arm(4, 0, "alone"), seed, {"ann": [(0.1, 0.1)] * 2}, {"ann": (0.1, 0.2)}, count=1)
+    path = tmp_path / "runs" / "4-0-seed2" / "logs" / "ann" / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, json.dumps({**json.loads(last), "greedy": None}), ""]))
+    assert report.find([tmp_path]).unfinished == ["4-0-seed2"]
+
+
+def test_experiments_with_one_name_and_strategies_that_are_not_here_can_be_reported(tmp_path: Path) -> None:
+    for where in ("a", "b"):
+        arm = Arm(4, 4, "nowhere:Idea")
+        made(tmp_path / where / "e", arm, 1, {"ann": [(0.1, 0.1)] * 2}, {"ann": (0.1, 0.2)}, count=1)
+    found = report.as_numbers(report.find([tmp_path / "a" / "e", tmp_path / "b" / "e"]))
+    assert list(found["configurations"]) == [f"{tmp_path}/{x}/e: 4/4 nowhere:Idea" for x in ("a", "b")]
 
 
 def test_what_the_paper_has_too_stands_beside_its_numbers(tmp_path: Path) -> None:

@@ -309,7 +309,8 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
     for thread in threads:
         thread.join()
     shared = dict(found)
-    assert sharing.engine is not None and all(sharing.engine.seats)
+    (engine,) = sharing.engines.values()
+    assert all(engine.seats)
     for number, model in enumerate(alone):
         live(number, model, Trainer(model, PAD, settings))
         assert shared[number][0] == found[number][0]

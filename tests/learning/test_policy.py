@@ -381,11 +381,12 @@ def test_the_device_is_the_one_asked_for_or_an_error():
         ("cuda", 24, "Qwen/Qwen2.5-0.5B-Instruct"),
         ("cuda", 40, "Qwen/Qwen2.5-1.5B-Instruct"),
         ("cuda", 80, "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("cuda", 140 / 8, "Qwen/Qwen2.5-0.5B-Instruct"),  # a share of a large one
     ],
 )
 def test_auto_takes_a_model_from_the_pool_for_this_machine(monkeypatch, kind, memory, model):
-    monkeypatch.setattr(devices, "total_memory", lambda device: memory << 30)
-    monkeypatch.setattr(devices.memory, "available", lambda device, nodes: (memory << 30) // nodes)
+    monkeypatch.setattr(devices, "total_memory", lambda device: (140 if memory == 140 / 8 else memory) << 30)
+    monkeypatch.setattr(devices.memory, "available", lambda device, nodes: int(memory * 2**30) // nodes)
     assert devices.pick_model(Settings(model="auto"), torch.device(kind)) == model
     assert devices.pick_model(Settings(model="mine"), torch.device(kind)) == "mine"
     shared = Settings(model="auto", nodes_per_device=64)

@@ -1,5 +1,6 @@
 """Nodes that share a GPU share a process: they learn what separate processes would, and stop and resume alike."""
 
+import copy
 import os
 import signal
 import threading
@@ -128,7 +129,20 @@ def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
         for mine, theirs in zip(trainer.model.parameters(), models[number].parameters(), strict=True):
             assert torch.equal(mine, theirs)
             assert theirs.grad is None, "gradients belong to the desk"
-    assert sharing.desks.qsize() == DESKS == 2
+    (desks,) = sharing.desks.values()
+    assert desks.qsize() == DESKS == 2
+
+
+def test_nodes_with_another_loss_or_another_model_have_desks_of_their_own():
+    sharing, given = Sharing(3), [Settings(), Settings(temperature=0.5), Settings()]
+    models = [small_model("llama"), small_model("llama"), small_model("gpt_neox")]
+    for model, settings in zip(models, given, strict=True):
+        alone = Trainer(copy.deepcopy(model), PAD, settings).update(groups(1))
+        trainer = sharing.admit(
+            model, PAD, settings, plan(Shape.of(model.config), 8 * GIB, settings, "cpu", 3)
+        )
+        assert trainer.update(groups(1)).grad_norm == pytest.approx(alone.grad_norm)
+    assert len(sharing.desks) == 3
 
 
 def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pieces(monkeypatch, caplog):
@@ -148,7 +162,8 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
 
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
     trainer.update(groups(1))
-    assert calls == [2, 1, 1] and sharing.desks.qsize() == 2
+    (desks,) = sharing.desks.values()
+    assert calls == [2, 1, 1] and desks.qsize() == 2
     assert "now hold at most" in caplog.text
     monkeypatch.setattr(Trainer, "_accumulate", real)
     expected.update(groups(1))

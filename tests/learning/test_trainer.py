@@ -12,7 +12,7 @@ from small_models import KINDS, PAD, VOCABULARY, count_tokens, gradients_at_step
 from rl_swarm.config import Settings
 from rl_swarm.learning.batches import TrainingGroup, micro_batches
 from rl_swarm.learning.sampler import Decoding, sample
-from rl_swarm.learning.trainer import Trainer
+from rl_swarm.learning.trainer import Trainer, Update
 
 SETTINGS = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
 
@@ -375,3 +375,11 @@ def test_logits_in_chunks_give_the_same_gradients(kind, monkeypatch):
     monkeypatch.setattr("rl_swarm.learning.logprobs.LOGITS", 20 * VOCABULARY)
     trainer.update(groups)
     assert far_apart(seen[0], plain_gradients(small_model(kind), groups)) < 2e-5
+
+
+def test_figures_of_several_updates_are_means_over_their_tokens():
+    found = Update()
+    found.add(Update(tokens=30, loss=1.0, grad_norm=2.0, mismatch=0.1))
+    found.add(Update())
+    found.add(Update(tokens=10, loss=5.0, clip_share=0.4, mismatch=0.7))
+    assert found == Update(tokens=40, loss=2.0, grad_norm=1.5, clip_share=0.1, mismatch=0.1)

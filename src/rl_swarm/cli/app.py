@@ -54,12 +54,12 @@ Port = Annotated[int | None, typer.Option("--port", help="Port of the dashboard,
 Address = Annotated[
     str,
     typer.Argument(
-        help="Experiment directory or URL: runs/<name>, <root>/experiments/<name>, s3://<bucket>/<name>."
+        help="Directory or URL of a swarm: runs/<name>, <root>/experiments/<name>, s3://<bucket>/<name>, p2p://<address>."
     ),
 ]
 OptionalAddress = Annotated[
     str | None,
-    typer.Argument(help="Experiment directory or URL; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
+    typer.Argument(help="Directory or URL of a swarm; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
 ]
 
 
@@ -87,12 +87,13 @@ def _settings(
     command: str, preset: dict[str, object], config_file: Path | None, sets: list[str] | None, **flags: object
 ) -> Resolved:
     given = {name: value for name, value in flags.items() if value is not None}
+    origins = {"environment": "flag --env", "web_port": "flag --port", "web": "flag --web or --no-web"}
     for assignment in sets or []:
         name, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"--set {assignment}: write it as --set name=value.")
-        given[name] = value
-    return config.load(preset, config_file, given, command=command)
+        given[name], origins[name] = value, f"--set {name}"
+    return config.load(preset, config_file, given, command=command, origins=origins)
 
 
 def _print_settings(resolved: Resolved) -> None:
@@ -205,7 +206,7 @@ def coordinate(
     sets: Sets = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Coordinate a folder swarm: advance its rounds. Founds the swarm if there is none at the address."""
+    """Coordinate a swarm: advance its rounds. Founds the swarm if there is none at the address."""
     _alone("coordinator", address, config_file, sets, dry_run, dict(
         rounds=rounds, seed=seed, environment=environment, tasks=tasks, model=model, round_end=round_end,
         round_interval=round_interval, min_peers=min_peers, admission=admission, identity_path=identity_path,
@@ -218,7 +219,7 @@ def bootnode(
         str | None, typer.Option("--known", help="p2p://… addresses of other bootnodes, comma-separated.")
     ] = None,
     identity_path: Annotated[
-        str | None, typer.Option("--identity", help="Its key; bootnode.pem by default.")
+        str | None, typer.Option("--identity-path", help="Its key; bootnode.pem by default.")
     ] = None,
     config_file: ConfigFile = None,
     sets: Sets = None,

@@ -1,5 +1,6 @@
 """experiment sapo, experiment report."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -104,13 +105,20 @@ def sapo(
         name, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"--set {assignment}: write it as --set name=value.")
-        if name in ("local", "external", "strategy", "epochs", "step_groups", "seed"):
+        if name in GIVEN_BY_ARM:
             raise UserError(
-                f"--set {assignment}: an experiment has --configs, --strategies and --seeds for that."
+                f"--set {assignment}: an experiment has --configs, --strategies, --seeds, --nodes and --rounds for that."
+            )
+        if name in ELSEWHERE:
+            raise UserError(
+                f"--set {assignment}: that is no part of an experiment. A token of the hub is taken from HF_TOKEN."
             )
         given[name] = value
-    resolved = config.load(PRESET, config_file, given, command="experiment sapo")
+    origins = {(name := assignment.partition("=")[0]): f"--set {name}" for assignment in sets or []}
+    resolved = config.load(PRESET, config_file, given, command="experiment sapo", origins=origins)
     settings = resolved.settings
+    if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too
+        os.environ.setdefault("HF_TOKEN", settings.hf_token)
     grid = _rates(rates)
     explicit = {
         name: getattr(settings, name)

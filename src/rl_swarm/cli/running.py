@@ -1,4 +1,4 @@
-"""Starting things: a whole swarm on this machine, or one process of a folder swarm."""
+"""Starting things: a whole swarm on this machine, or one process of a swarm."""
 
 import os
 import random
@@ -101,7 +101,7 @@ def _allow(root: Path, settings: Settings, workers: Mapping[str, Settings]) -> N
 
 
 def alone(role: str, address: Path | str, settings: Settings) -> None:
-    """One process of a folder swarm, with its log on the terminal."""
+    """One process of a swarm, with its log on the terminal."""
     from rl_swarm import worker
 
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():

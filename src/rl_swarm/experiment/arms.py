@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm import strategies
+from rl_swarm import environments, strategies
 from rl_swarm.config import Layer, Settings, resolve
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
+from rl_swarm.network.files import LocalFiles
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "paper": ("8/0", "6/2", "4/4", "2/6"),  # at a fixed batch
@@ -113,10 +114,13 @@ class Job(msgspec.Struct, frozen=True):
         between = min(played, self.rounds - 1) // every - begun // every if every else 0
         return (begun == 0) + max(0, between) * samples / (samples + 1)
 
-    def members(self) -> list[Settings]:
-        """The settings of every node."""
+    def swarm(self) -> Settings:
+        """What all nodes have in common, without what a strategy brings: its class may not be here."""
+        return resolve(self._layers("alone"), Layer("flag", self.settings)).settings
+
+    def _layers(self, strategy: str) -> list[Layer]:
         arm: dict[str, object] = {
-            "strategy": self.arm.strategy,
+            "strategy": strategy,
             "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
             "external": self.arm.external,
             "epochs": self.arm.epochs,
@@ -129,15 +133,18 @@ class Job(msgspec.Struct, frozen=True):
         }
         if self.rate is not None:
             arm["learning_rate"] = self.rate
-        layers = [Layer("experiment", PRESET), Layer("arm", arm)]
-        swarm = resolve(layers, Layer("flag", self.settings)).settings
-        found = []
+        return [Layer("experiment", PRESET), Layer("arm", arm)]
+
+    def members(self) -> list[Settings]:
+        """The settings of every node."""
+        layers, found = self._layers(self.arm.strategy), []
+        tasks = list(self.swarm().task_list())
         for number in range(1, self.count + 1):
             own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
             given = {
                 **self.settings,
                 **own,
-                "tasks": list(swarm.task_list()),
+                "tasks": tasks,
             }  # a specialist's stand in the manifest
             found.append(_playable(resolve(layers, Layer("flag", given)).settings, number))
         return found
@@ -165,7 +172,7 @@ class Job(msgspec.Struct, frozen=True):
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        LocalFiles(folder).write(FILE, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
     def read(cls, folder: Path) -> "Job | None":
@@ -202,7 +209,7 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     if match is None or local == 0:
         raise UserError(
             f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same groups), 4/4@1 "
-            "(an update on every group) or 4/0-pooled (one learner with all questions), comma-separated, or a preset: "
+            "(an update on every group), 4/4x2@1 (both, in this order) or 4/0-pooled (one learner with all questions), comma-separated, or a preset: "
             f"{', '.join(PRESETS)}."
         )
     epochs, each, pooled = int(match[3] or 1), int(match[4] or 0), match[5] is not None
@@ -210,11 +217,14 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
         raise UserError(f"--configs {text}: -pooled is one learner, which has nobody to take groups of.")
     if not epochs:
         raise UserError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
+    if match[4] and not each:
+        raise UserError(f"--configs {text}: @0 would be updates on nothing. Use @1 or more.")
     if not external:
         return [Arm(local, 0, "alone", epochs, pooled, each)]
-    if not names:
-        raise UserError(f"--strategies: {text} needs one, such as sapo.")
-    return [Arm(local, external, name, epochs, step_groups=each) for name in names if name != "alone"]
+    sharing = [name for name in names if name != "alone"]
+    if not sharing:
+        raise UserError(f"--strategies: {text} needs one that takes groups of others, such as sapo.")
+    return [Arm(local, external, name, epochs, step_groups=each) for name in sharing]
 
 
 def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:
@@ -241,11 +251,19 @@ def _playable(settings: Settings, number: int) -> Settings:
         "publish": settings.publish == "round",
         "local": settings.local == 0,
         "devices_per_node": settings.devices_per_node > 1,
+        "model": settings.model == "auto",
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise UserError(
             f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one process, "
-            "publish before they learn, and answer at least one question each on one device."
+            "publish before they learn, and answer at least one question each on one device, with a model that is named: "
+            "`rl-swarm models` lists those that fit."
+        )
+    kind = environments.named(settings.environment)
+    if kind.stages > 1 or len(kind.roles) > 1:
+        raise UserError(
+            f"environment={settings.environment}: an experiment compares nodes that answer once a round. What has stages or roles "
+            "is played by `rl-swarm up`."
         )
     return settings
 

@@ -279,7 +279,9 @@ class Swarm:
         return None
 
     def _node(self, member: Member, written: tuple[Path, checkpoints.Place] | None) -> Node:
-        identity, settings, never = member.identity, member.settings, threading.Event()
+        identity, never = member.identity, threading.Event()
+        # A checkpoint counts when all nodes have it, so none may lose its last one before.
+        settings = replace(member.settings, keep_checkpoints=max(2, member.settings.keep_checkpoints))
         sharing, path = self.sharing.get(settings.model), written[0] if written else None
         policy = Policy.load(settings, self.environment.system_prompt, path, sharing)
         node = Node(

@@ -115,6 +115,13 @@ class Run:
         return len(self.nodes[0].rounds)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all rounds were played, and all nodes examined after the last."""
+        ends = [node.held_out[-1] for node in self.nodes if node.held_out]
+        done = all(line.round == self.job.rounds - 1 and line.greedy is not None for line in ends)
+        return self.played == self.job.rounds and len(ends) == len(self.nodes) and done
+
+    @property
     def share(self) -> float:
         """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
         return self.job.nodes / len(self.nodes)

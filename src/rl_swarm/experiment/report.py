@@ -17,6 +17,7 @@ from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
+PUBLISHED = ("4/4", "sapo")  # what the paper found best
 
 
 class Tuned(msgspec.Struct, frozen=True):
@@ -47,11 +48,11 @@ def find(folders: Sequence[Path]) -> Findings:
             raise UserError(
                 f"{folder} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given."
             )
-        prefix = f"{folder.name}: " if len(folders) > 1 else ""
+        prefix = _prefix(folder, folders)
         by_label: dict[str, ArmResult] = {}
         for path in runs:
             run = Run.read(path)
-            if run is None or run.played < run.job.rounds or len(run.nodes[0].held_out) < 2:
+            if run is None or not run.is_whole:
                 found.unfinished.append(f"{prefix}{path.name}")
                 continue
             label = prefix + run.job.arm.label
@@ -64,6 +65,13 @@ def find(folders: Sequence[Path]) -> Findings:
             f"No run has finished yet in {', '.join(map(str, folders))}; unfinished: {', '.join(found.unfinished)}."
         )
     return found
+
+
+def _prefix(folder: Path, folders: Sequence[Path]) -> str:
+    """What sets the arms of one experiment apart from those of others: its name, or its path where two have one name."""
+    names = [one.resolve().name for one in folders]
+    name = folder.resolve().name
+    return "" if len(folders) == 1 else f"{name if names.count(name) == 1 else folder}: "
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -117,12 +125,15 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
         numbers = as_numbers(find([folder])) if _folders(folder) else _read(folder / NUMBERS, dict[str, Any])
         if numbers is None:
             raise UserError(f"{folder} holds neither runs nor {NUMBERS} of an experiment.")
-        prefix = f"{folder.name}: " if len(folders) > 1 else ""
+        prefix = _prefix(folder, folders)
         arms = {prefix + label: arm for label, arm in numbers["configurations"].items()}
         for arm in arms.values():
             arm["against"] = {prefix + base: change for base, change in arm["against"].items()}
         numbers["compared_with"] = [prefix + base for base in numbers["compared_with"]]
-        merged = merged or {**numbers, "configurations": {}, "compared_with": [], "unfinished": []}
+        for arm in arms.values():  # each at the budget of its own experiment, which is not that of the others
+            arm["against_at_equal_tokens"] = {}
+        lists: dict[str, Any] = {"compared_with": [], "compared_at_equal_tokens": [], "unfinished": []}
+        merged = merged or {**numbers, **lists, "configurations": {}}
         merged["configurations"] |= arms
         merged["compared_with"] += numbers["compared_with"]
         merged["unfinished"] += [prefix + run for run in numbers["unfinished"]]
@@ -140,6 +151,12 @@ def _drawn(numbers: Mapping[str, Any], out: Path) -> dict[str, str]:
 def bases(arms: Sequence[ArmResult]) -> list[ArmResult]:
     """What others are compared with: nodes that train alone, in the plain way."""
     return [result for result in arms if result.arm.is_plain] or list(arms[:1])
+
+
+def rivals(arms: Sequence[ArmResult]) -> list[ArmResult]:
+    """What others are compared with at equal cost: those, and SAPO as it was published."""
+    published = [result for result in arms if (result.arm.configuration, result.arm.strategy) == PUBLISHED]
+    return bases(arms) + [result for result in published if result not in bases(arms)]
 
 
 def fresh(run: Run, node: NodeLog) -> float:
@@ -172,13 +189,14 @@ def as_numbers(found: Findings) -> dict[str, Any]:
         "unfinished": found.unfinished,
         "equal_budgets_per_node": budgets,
         "compared_with": [base.label for base in bases(found.arms)],
+        "compared_at_equal_tokens": [base.label for base in rivals(found.arms)],
         "configurations": {r.label: _arm(r, found, budgets) for r in found.arms},
     }
 
 
 def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> dict[str, object]:
     jobs = [run.job for run in result.runs]
-    settings = jobs[0].members()[0]
+    settings = jobs[0].swarm()
     reach, lag, tasks = result.spread()
     tuned = found.tuned.get(result.label)
     return {
@@ -232,6 +250,21 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
             for base in bases(found.arms)
             if base is not result
         },
+        "against_at_equal_tokens": {
+            base.label: {
+                name: (change := measures.compared(result.each(value), base.each(value))) and asdict(change)
+                for name, value in _at_equal_tokens(budgets["tokens"]).items()
+            }
+            for base in rivals(found.arms)
+            if base is not result
+        },
+    }
+
+
+def _at_equal_tokens(budget: float) -> dict[str, Callable[[Run, NodeLog], float]]:
+    return {
+        "fresh_local": lambda r, n: measures.fresh_until(n, measures.tokens_spent(r, n), budget),
+        "held_out": lambda r, n: measures.held_out_at(n, measures.tokens_spent(r, n), budget),
     }
 
 

@@ -196,7 +196,7 @@ class Runner:
                 best, {f"{rate:g}": score for rate, score in scores.items()}, seeds, experiment.tune_rounds
             )
             self.say(f"{arm.label}: learning rate {best:g}, by held-out score")
-        (experiment.out / report.RATES).write_bytes(msgspec.json.format(msgspec.json.encode(chosen)))
+        LocalFiles(experiment.out).write(report.RATES, msgspec.json.format(msgspec.json.encode(chosen)))
         return {label: tuned.rate for label, tuned in chosen.items()}
 
     def _play(self, jobs: Sequence[Job], only_plan: bool) -> bool:
@@ -305,14 +305,14 @@ class Runner:
         """Whether the run is over; one that failed by accident is started again, from its last checkpoint."""
         if child.told.error:
             raise UserError(f"{child.job.name}: {child.told.error}")
-        if child.process.exitcode == 0:
+        if child.process.exitcode == 0 and is_finished(self.experiment.folder(child.job)):
             return True
         name, where = child.job.name, self.experiment.folder(child.job) / "logs" / "swarm.log"
         self.failures[name] = self.failures.get(name, 0) + 1
         if self.failures[name] >= MOST_FAILURES:
             raise UserError(f"{name} has failed {MOST_FAILURES} times, the last time with exit code "
                             f"{child.process.exitcode}. {where} says why.")  # fmt: skip
-        self.at_once = max(1, self.at_once - 1)  # it may have been memory
+        self.at_once = self.at_once and max(1, self.at_once - 1)  # it may have been memory
         self.say(f"{name} ended with exit code {child.process.exitcode} and goes on")
         return False
 

@@ -25,11 +25,13 @@ def whole(numbers: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 
 def sections(numbers: Mapping[str, Any]) -> dict[str, str]:
     arms: Arms = numbers["configurations"]
+    rivals = numbers.get("compared_at_equal_tokens", ())
     found = {
         "Rewards": _rewards(arms, numbers["compared_with"]),
         "Held-out score": _held_out(arms, numbers["compared_with"]),
         "Against the paper": _paper(arms),
         "At equal cost": _costs(arms, numbers["equal_budgets_per_node"]),
+        "Changes at equal tokens": _equal(arms, rivals),
         "How it learns": _learning(arms),
         "By task: held-out score at the end, sampled": _tasks(arms),
         "Learning rates": _rates(arms),
@@ -42,28 +44,35 @@ def head(numbers: Mapping[str, Any]) -> list[str]:
     arms: Arms = numbers["configurations"]
     seeds = sorted({seed for arm in arms.values() for seed in arm["seeds"]})
     machine = numbers["machine"]
-    made = f"made {numbers['made']}"
+    made = f"written {numbers['made']}"
     if machine:
-        made += f" on {machine['processor']}, {machine['cores']} cores"
-    if "gpu" in machine:
-        made += f", {machine['gpu']}"
+        gpu = f", {machine['gpu']}" if "gpu" in machine else ""
+        made = f"played on {machine['processor']}, {machine['cores']} cores{gpu}; {made}"
     about = [_one_of(arms, "nodes", " nodes"), _one_of(arms, "rounds", " rounds"), _one_of(arms, "model")]
     about += [_one_of(arms, "generations", " answers to a question")]
     parts = [
         f"{', '.join(about)}, seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}; {made}.",
         _what(arms),
-        "In brackets: 95 % intervals by bootstrap over seeds and nodes."
-        + (
-            ""
-            if len(seeds) > 1
-            else " With one seed they tell how nodes differ, not how seeds do: they are too narrow."
-        ),
+        f"In brackets: 95 % intervals by bootstrap over seeds and nodes.{_narrow(arms)}",
     ]
     for given in dict.fromkeys(_given(arm) for arm in arms.values() if _given(arm)):
         parts.append(f"Settings beside the defaults: {given}.")
     if numbers["unfinished"]:
         parts.append(f"Left out, because unfinished: {', '.join(numbers['unfinished'])}.")
     return parts
+
+
+def _narrow(arms: Arms) -> str:
+    """What must be known of intervals from few seeds."""
+    once = [label for label, arm in arms.items() if len(arm["seeds"]) == 1]
+    if not once:
+        return (
+            " From a few seeds they are somewhat too narrow."
+            if min(len(a["seeds"]) for a in arms.values()) < 6
+            else ""
+        )
+    whose = "" if len(once) == len(arms) else f" ({', '.join(once)})"
+    return f" With one seed{whose} they tell how nodes differ, not how seeds do: they are too narrow."
 
 
 def _one_of(arms: Arms, name: str, unit: str = "") -> str:
@@ -76,6 +85,8 @@ def _what(arms: Arms) -> str:
     says = ["`I/J`: in a round a node answers I questions and takes J groups of others' answers."]
     if any("x" in arm["configuration"] for arm in arms.values()):
         says.append("`xN`: N updates a round, all on the same groups.")
+    if any("@" in arm["configuration"] for arm in arms.values()):
+        says.append("`@N`: an update on every N groups that carry signal, one after the other.")
     if any(arm["configuration"].endswith("-pooled") for arm in arms.values()):
         says.append("`-pooled`: one learner that has the questions of all nodes.")
     for name in dict.fromkeys(arm["strategy"] for arm in arms.values() if arm["strategy"] != "alone"):
@@ -104,7 +115,7 @@ def _number(measure: Mapping[str, float] | None, digits: int = 3) -> str:
     if measure is None:
         return ""
     mean, low, high = (f"{measure[name]:.{digits}f}" for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+    return mean if measure["low"] == measure["high"] else f"{mean} ({low} to {high})"
 
 
 def _percent(measure: Mapping[str, float] | None) -> str:
@@ -119,11 +130,12 @@ def _against(arm: Mapping[str, Any], base: str, what: str) -> str:
 
 
 def _rewards(arms: Arms, bases: Sequence[str]) -> str:
-    head = ["arm", "training set, total", "fresh local, total", "fresh local, per round"]
+    head = ["arm", "seeds", "training set, total", "fresh local, total", "fresh local, per round"]
     head += [f"{what} against {base}" for base in bases for what in ("training set", "fresh local")]
     rows = []
     for label, arm in arms.items():
-        row = [label, _number(arm["training_set"]["total"], 1), _number(arm["fresh_local"]["total"], 1)]
+        row = [label, str(len(arm["seeds"]))]
+        row += [_number(arm[what]["total"], 1) for what in ("training_set", "fresh_local")]
         row.append(_number(arm["fresh_local"]["per_round"]))
         row += [_against(arm, base, what) for base in bases for what in ("training_set", "fresh_local")]
         rows.append(row)
@@ -208,6 +220,26 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
             ),
         ]
     )  # fmt: skip
+
+
+def _equal(arms: Arms, rivals: Sequence[str]) -> str:
+    """How much more every arm has at the same number of generated tokens."""
+    if len(arms) < 2 or not rivals:
+        return ""
+    kinds = ("fresh_local", "held_out")
+    head = ["arm", *(f"{kind.replace('_', ' ')} against {rival}" for rival in rivals for kind in kinds)]
+    rows = [
+        [
+            label,
+            *(
+                _percent(arm["against_at_equal_tokens"].get(rival, {}).get(kind))
+                for rival in rivals
+                for kind in kinds
+            ),
+        ]
+        for label, arm in arms.items()
+    ]
+    return _table(head, rows)
 
 
 def _learning(arms: Arms) -> str:

@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. The fields on the right of the row have a number per token learned from."""
+    """One micro-batch. Fields that end in `_M` have a number per token that is learned from."""
 
     ids_N: Tensor
     before_M: Tensor  # where in the row the state stands that predicts a token

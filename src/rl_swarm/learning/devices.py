@@ -93,7 +93,12 @@ def pick_model(settings: Settings, device: torch.device) -> str:
     )
     if coding:  # where `auto` is the default, so it must not need the hub
         fitting = (name for name in fitting if at_hand(name, settings.hf_token))
-    return next(fitting, "coder" if coding else "tiny")
+    picked = next(fitting, None)
+    if picked is None and not coding:
+        log.warning(
+            "no model of the pools fits here: tiny, which can do the tasks of `--tasks tiny` and no others"
+        )
+    return picked or ("coder" if coding else "tiny")
 
 
 def at_hand(name: str, token: str | None) -> bool:
@@ -117,7 +122,7 @@ def _pools(settings: Settings, device: torch.device) -> tuple[str, ...]:
             return ()
         return ("judging", "coding") if settings.role == "evaluator" else ("coding",)
     large = device.type == "cuda" and total_memory(device) >= LARGE_POOL_FROM
-    return ("large",) if large else ("small",)
+    return ("large", "small") if large else ("small",)
 
 
 def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:

@@ -24,9 +24,8 @@ USABLE = 0.9  # of what is available: the rest is lost between blocks
 USABLE_TOGETHER = 0.95  # by nodes of one process, which allocate page by page
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
-LOGITS = (
-    1 << 27
-)  # that exist at the same time on a GPU; a quarter of them where there are several copies in float32
+# Numbers, of two bytes each, that exist at the same time on a GPU; a quarter of them where there are several copies in float32.
+LOGITS = 1 << 27
 LARGE_BATCH = 3 * GIB  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 

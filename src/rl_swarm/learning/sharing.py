@@ -8,7 +8,7 @@ recorded passes, into which a node copies its weights for the time of an update.
 import copy
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
+from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -28,30 +29,31 @@ if TYPE_CHECKING:
 
 
 class Sharing:
-    """What so many nodes share, all with a model of one shape."""
+    """What at most so many nodes share: those whose models are alike an engine, and a desk if their losses are too."""
 
     def __init__(self, nodes: int, threads: bool = True) -> None:
         self.nodes, self.threads = nodes, threads  # whether every node has a thread of its own
-        self.desks: queue.LifoQueue[Desk] | None = None
-        self.engine: Engine | None = None
+        self.desks = dict[Hashable, queue.LifoQueue[Desk]]()
+        self.engines = dict[Hashable, "Engine"]()
         self.lock = threading.Lock()
 
     def admit(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
-        """The trainer of one more node. The plan of the first decides what is shared."""
+        """The trainer of one more node. The plan of the first of its kind decides what is shared."""
+        design = (alike(model), settings.lora_rank)
+        kind = (design, settings.temperature, settings.clip_low, settings.clip_high, settings.kl_weight)
         with self.lock:
-            if self.desks is None:
-                self.desks = queue.LifoQueue()
+            if kind not in self.desks:
+                self.desks[kind] = queue.LifoQueue()
                 for _ in range(plan.desks):
-                    self.desks.put(Desk())
+                    self.desks[kind].put(Desk())
         if sampler.engine_of(model) is not None:
             from rl_swarm.learning.cuda.engine import Engine
 
             with self.lock:
-                self.engine = self.engine or Engine(
-                    self.nodes, sequences=plan.sequences, threads=self.threads
-                )
-            sampler.share(model, self.engine)
-        return SharedTrainer(model, pad, settings, self.desks)
+                if design not in self.engines:
+                    self.engines[design] = Engine(self.nodes, sequences=plan.sequences, threads=self.threads)
+            sampler.share(model, self.engines[design])
+        return SharedTrainer(model, pad, settings, self.desks[kind])
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The sizes of a model and what follows from them, known without its weights."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +61,10 @@ class Shape:
     def trained(self, lora_rank: int) -> int:
         adapters = self.layers * lora_rank * sum(inputs + outputs for inputs, outputs in self._maps)
         return adapters if lora_rank else self.parameters
+
+
+def alike(model: Any) -> Hashable:
+    """Equal for models that the same kernels can compute."""
+    named = ("_name_or_path", "transformers_version")
+    config = model.config.to_dict()
+    return tuple(sorted((name, str(value)) for name, value in config.items() if name not in named))

@@ -23,6 +23,7 @@ from rl_swarm.learning.batches import Batch, Shape, TrainingGroup, count_tokens,
 from rl_swarm.learning.decoder import LLAMA_LIKE, Attend, Decoder, has_kernels, is_turned
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of
+from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import FIGURES, Trainer, Update, token_losses
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ FAMILIES = LLAMA_LIKE | {"gpt2"}
 def kind_of(trainer: Trainer) -> Hashable | None:
     """Trainers of one kind can be stacked; None where this one cannot."""
     model, settings = trainer.model, trainer.settings
-    config = model.config.to_dict()
     parameters = trainer.parameters()
     if (
         not Decoder.supports(model)
@@ -51,13 +51,8 @@ def kind_of(trainer: Trainer) -> Hashable | None:
         or any(p.dtype != torch.float32 for p in parameters)
     ):
         return None
-    shape = {
-        name: str(value)
-        for name, value in config.items()
-        if name not in ("_name_or_path", "transformers_version")
-    }
     losses = (settings.temperature, settings.clip_low, settings.clip_high, settings.max_grad_norm)
-    return tuple(sorted(shape.items())), losses, str(model.device)
+    return alike(model), losses, str(model.device)
 
 
 class StackedDecoder(Decoder):

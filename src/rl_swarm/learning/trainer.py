@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Update:
-    """What one update did."""
+    """What one update did, or several."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -55,6 +55,16 @@ class Update:
         if not math.isfinite(self.grad_norm):
             log.error("the gradient is not finite: this update is left out")
         return self
+
+    def add(self, later: "Update") -> None:
+        """Figures become means over the tokens of both. The mismatch stays the first's: after it the policy is another."""
+        tokens = self.tokens + later.tokens
+        if not self.tokens:
+            self.mismatch = later.mismatch
+        for name in ("loss", "grad_norm", "entropy", "surprise", "clip_share", "kl"):
+            both = self.tokens * getattr(self, name) + later.tokens * getattr(later, name)
+            setattr(self, name, both / max(1, tokens))
+        self.tokens = tokens
 
 
 # What a micro-batch adds to the figures of its update; the last is the number of tokens sampled here.

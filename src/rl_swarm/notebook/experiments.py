@@ -41,15 +41,16 @@ def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
 
 
 def flags(options: dict[str, object]) -> list[str]:
-    """Options as the command takes them; those that are None or empty are left to it."""
+    """Options as the command takes them; those that are None or empty are left to it. `node` may be a list."""
     given = {name: value for name, value in options.items() if value is not None and value != ""}
-    found = [
-        part
-        for name, value in given.items()
-        if name in OPTIONS
-        for part in (f"--{name.replace('_', '-')}", written(value))
-    ]
-    return found + set_flags({name: value for name, value in given.items() if name not in OPTIONS})
+    nodes, keep = given.pop("node", ()), given.pop("keep_models", False)
+    found = ["--keep-models"] if keep else []
+    for assignment in [nodes] if isinstance(nodes, str) else list(nodes):  # type: ignore[call-overload]
+        found += ["--node", assignment]
+    for name in OPTIONS:
+        if name in given:
+            found += [f"--{name.replace('_', '-')}", written(given.pop(name))]
+    return found + set_flags(given)
 
 
 def results(*folders: str | Path) -> "Results":

@@ -1,8 +1,8 @@
 """Programs that are nearly right, from one that is: a wrong operator, a number off by one, a line left out.
 
-Tests that cannot tell a program from these are not worth much, so a proposal has to fail them; and a model that is
+Tests that cannot tell a program from these are not worth much, so a proposal's must fail them; and a model that is
 to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run. What a
-program with a mistake returns never hangs on the order of a set, which is another one in every process.
+program with a mistake returns never depends on the order of a set, which is another one in every process.
 """
 
 import re

@@ -32,7 +32,9 @@ NEW = 3  # looks for which a peer counts as new
 MOST_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
 MOST_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
 COMPANY = 24  # others that a node keeps in mind, where there are several parts
-SELDOM = 4  # rounds in which a node looks once that cannot know everybody, and knows half as many
+SELDOM = (
+    4  # rounds from one look to the next of a node that cannot know everybody, and knows half of `COMPANY`
+)
 MOST_WALKED = 256  # parts that somebody reads who wants to see everybody
 # Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
 STEPS = range(0, DEEPEST + 1, 3)
