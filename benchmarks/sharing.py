@@ -3,7 +3,7 @@
     python benchmarks/sharing.py [--seeds 42 43 44] [--rounds 120] [--out DIR] [--json]
 
 Every run is the real `rl-swarm up`, four processes on this machine. With sharing a node trains on 4 own
-and 4 external groups a round, without on its 4 own; both generate 4 x 8 answers. The held-out score is
+and 4 external groups a round, without on its 4 own, in one update; both generate 4 x 8 answers. The held-out score is
 sampled at temperature 1 on questions that training never sees.
 """
 
@@ -26,7 +26,7 @@ def measure(out: Path, external: int, seed: int, rounds: int) -> dict[str, Any]:
     started = time.monotonic()
     if not run.exists():
         command = [sys.executable, "-m", "rl_swarm", "up", "--run", str(run), "--seed", str(seed)]
-        command += ["--rounds", str(rounds), "--external", str(external)]
+        command += ["--rounds", str(rounds), "--external", str(external), "--set", "step_groups=0"]
         subprocess.run(command, cwd=out, check=True, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - started
     nodes = list(RunView.open(run).nodes.values())
