@@ -408,6 +408,16 @@ def test_the_doctor_says_which_isolation_is_active():
     )
 
 
+def test_the_doctor_says_where_no_code_is_run_and_what_would_help():
+    needs("namespaces")
+    look = "doctor.CHECKS = [('running code', doctor.code)]\nprint('ended with', doctor.examine())\n"
+    hide = "from rl_swarm.cli import doctor\nsandbox.ISOLATIONS.pop('monty')\n"
+    said = " ".join(told(without("unshare", "landlock") + hide + look).split())
+    assert said.startswith("-- running code: only the environment coding needs it.")
+    assert "not run here" in said and "pip install 'rl-swarm[monty]'" in said
+    assert said.endswith("All is well, but for the lines with --. Start with: rl-swarm up ended with 0")
+
+
 def test_an_unknown_isolation_is_refused():
     with pytest.raises(UserError, match="namespaces, seccomp, monty"):
         Sandbox("firejail")
