@@ -286,6 +286,44 @@ def test_a_process_that_was_killed_from_outside_costs_no_program_its_verdict(bes
     assert best.restarts == before + 1
 
 
+LITTER = {  # what a program may leave in its folder
+    "a folder that nobody may enter": "os.mkdir('/tmp/a', 0)",
+    "more levels than files can be open": "os.makedirs('/tmp/' + 'a/' * 50)",
+    "some of each": "os.makedirs('/tmp/a/b'); os.mkdir('/tmp/a/b/c', 0); open('/tmp/a/b/d', 'w').close()",
+}
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "seccomp", "monty"])
+def test_what_a_program_leaves_costs_later_ones_nothing(isolation):
+    needs(isolation)
+    right = program("def f(): return 1", ("f()", "1"))
+    box = Sandbox(isolation, workers=4)
+    try:
+        for left in LITTER.values():
+            box.judge([program(f"import os\n{left}", ("1", "1"))] * 4)
+        assert [found.right for found in box.judge([right] * 4)] == [True] * 4
+        assert box.restarts == 0
+        if isolation == "namespaces":
+            assert verdict(box, "import os\nleft = os.listdir('/tmp')", ("left", "[]")).right
+    finally:
+        box.close()
+
+
+def test_processes_that_ended_while_they_waited_cost_no_program_a_try():
+    needs("namespaces")
+    right = program("def f(): return 1", ("f()", "1"))
+    box = Sandbox("namespaces", workers=1)
+    try:
+        box._idle.extend(sandbox.Keeper("namespaces", 1.0) for _ in range(sandbox.MOST_TRIES))
+        for keeper in box._idle:
+            os.killpg(keeper.process.pid, signal.SIGKILL)
+            keeper.process.wait()
+        assert box.judge([right])[0].right
+        assert box.restarts == sandbox.MOST_TRIES + 1
+    finally:
+        box.close()
+
+
 def test_programs_whose_turn_does_not_come_are_not_judged(best):
     loop = program("while True: pass", ("1", "1"))
     verdicts = best.judge([loop] * 20, seconds=0.5)
@@ -368,6 +406,16 @@ def test_the_doctor_says_which_isolation_is_active():
         True,
         f"programs of models and strangers run behind {sandbox.ISOLATIONS['namespaces']}",
     )
+
+
+def test_the_doctor_says_where_no_code_is_run_and_what_would_help():
+    needs("namespaces")
+    look = "doctor.CHECKS = [('running code', doctor.code)]\nprint('ended with', doctor.examine())\n"
+    hide = "from rl_swarm.cli import doctor\nsandbox.ISOLATIONS.pop('monty')\n"
+    said = " ".join(told(without("unshare", "landlock") + hide + look).split())
+    assert said.startswith("-- running code: only the environment coding needs it.")
+    assert "not run here" in said and "pip install 'rl-swarm[monty]'" in said
+    assert said.endswith("All is well, but for the lines with --. Start with: rl-swarm up ended with 0")
 
 
 def test_an_unknown_isolation_is_refused():

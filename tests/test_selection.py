@@ -75,6 +75,17 @@ def selected(publications, wanted, used=frozenset(), seed=0, environment=None, c
     return found, rejected
 
 
+def test_what_a_peer_says_about_the_end_of_its_answers_earns_it_nothing():
+    environment = Doubling()
+    environment.ending = 0.2
+    question = question_of("alice", 0)
+    answers = [Completion(question.answer, ended) for ended in (True, True, False, False)]
+    (theirs,) = score([("alice", question, answers)], environment, external=True)
+    assert theirs.rewards == (1.0,) * 4 and not theirs.has_signal
+    (own,) = score([("me", question, answers)], environment, external=False)
+    assert own.rewards == (1.2, 1.2, 0.8, 0.8)
+
+
 def test_groups_are_scored_here_and_come_with_their_peer():
     found, rejected = selected([publish("alice", [2])], 1)
     (group,) = found.chosen

@@ -206,9 +206,9 @@ def score(
         (question, completion.text) for _, question, completions in answered for completion in completions
     ]
     rewards = environment.score(flat, PEER_SECONDS if external else None)
-    if environment.ending and answered and not answered[0][1].role:
-        ended = (completion.ended for _, _, completions in answered for completion in completions)
-        rewards = [r + (1 if e else -1) * environment.ending for r, e in zip(rewards, ended, strict=False)]
+    if not external:
+        asked = ((question, c) for _, question, completions in answered for c in completions)
+        rewards = [r + for_ending(environment, *one) for r, one in zip(rewards, asked, strict=False)]
     groups: list[Group] = []
     start = 0
     for peer_id, question, completions in answered:
@@ -218,6 +218,13 @@ def score(
         groups.append(Group(peer_id, question, tuple(completions), tuple(rewards[start:end]), external))
         start = end
     return groups
+
+
+def for_ending(environment: Environment, question: Question, completion: Completion) -> float:
+    """What an own answer earns for having ended by itself, or loses where it was cut. Of a peer's only the peer knows."""
+    if question.role:
+        return 0.0
+    return environment.ending if completion.ended else -environment.ending
 
 
 def best_peer(groups: Iterable[Group]) -> str:

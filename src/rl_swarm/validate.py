@@ -24,7 +24,7 @@ from rl_swarm.network.files import Files
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
-from rl_swarm.selection import Transcripts, check
+from rl_swarm.selection import Transcripts, check, for_ending
 from rl_swarm.telemetry.journal import read_lines
 from rl_swarm.transcript import Transcript
 from rl_swarm.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
@@ -322,7 +322,8 @@ def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = R
             continue
         for rollout, group in zip(rollouts, groups, strict=False):  # fewer where scoring takes too long
             claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
-            if list(group.rewards) != claimed:
+            scored = zip(group.rewards, group.completions, strict=True)
+            if [r + for_ending(environment, group.question, c) for r, c in scored] != claimed:
                 verdict.errors.append(
                     f"{path}: question {rollout.number} claims other rewards than its answers earn"
                 )

@@ -17,28 +17,30 @@ from rl_swarm import config
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
 
-Finding = tuple[bool, str]
+# Whether all is well (None: not with something that only some need), and what was found.
+Finding = tuple[bool | None, str]
+SIGNS = {True: "[green]ok [/]", False: "[red]NO [/]", None: "[yellow]-- [/]"}
 
 
 def examine() -> int:
     """Prints every finding; returns 1 if something needs doing."""
     console = Console(highlight=False)
-    failed = False
+    found = set[bool | None]()
     for title, look in CHECKS:
         try:
             for good, text in look():
-                failed |= not good
-                console.print(
-                    f"[{'green' if good else 'red'}]{'ok ' if good else 'NO '}[/] {title}: {escape(text)}",
-                    markup=True,
-                )
+                found.add(good)
+                console.print(f"{SIGNS[good]} {title}: {escape(text)}")
         except UserError as error:
-            failed = True
-            console.print(f"[red]NO [/] {title}: {escape(str(error))}")
-    console.print(
-        "Something needs doing: see the lines with NO." if failed else "All is well. Start with: rl-swarm up"
-    )
-    return int(failed)
+            found.add(False)
+            console.print(f"{SIGNS[False]} {title}: {escape(str(error))}")
+    if False in found:
+        console.print("Something needs doing: see the lines with NO.")
+    else:
+        console.print(
+            f"All is well{', but for the lines with --' * (None in found)}. Start with: rl-swarm up"
+        )
+    return int(False in found)
 
 
 def python() -> Iterator[Finding]:
@@ -88,13 +90,13 @@ def scoring() -> Iterator[Finding]:
 
 
 def code() -> Iterator[Finding]:
-    """Which isolation is active, and why no better one is. Only the coding environment needs any."""
+    """Which isolation is active, and why no better one is."""
     from rl_swarm.scoring.sandbox import ISOLATIONS, Sandbox, available
 
     try:
         sandbox = Sandbox(workers=1)
     except UserError as error:
-        yield str(config.load().settings.environment) != "coding", str(error)
+        yield None, f"only the environment coding needs it. {error}. Or let a model guess: GUESS_WITH=coder"
         return
     sandbox.close()
     yield True, f"programs of models and strangers run behind {ISOLATIONS[sandbox.isolation]}"

@@ -17,7 +17,6 @@ import math
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import struct
@@ -174,8 +173,10 @@ class Parent:
             if not data:
                 return
             status, usage = self.fork(descriptors[0], run)
+            if self.scratch:
+                os.chdir(self.scratch)
+                empty()  # if it cannot, this keeper ends: on the account of this program, and not of the next
             self.control.send(STATUS.pack(status, usage.ru_utime + usage.ru_stime))
-            self.clean()
 
     def fork(self, channel: int, work: Callable[[int], None]) -> tuple[int, resource.struct_rusage]:
         pid = os.fork()
@@ -194,13 +195,21 @@ class Parent:
             raise OSError(f"a child that tries what it can do ended with status {status}")
         return found
 
-    def clean(self) -> None:
-        """What a program left is gone before the next; if it cannot be removed, so is this keeper."""
-        for entry in os.scandir(self.scratch) if self.scratch else ():
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry)
-            else:
-                os.unlink(entry)
+
+def empty() -> None:
+    """Removes all that is in the current folder, whatever its rights. Names are one level long and no folder stays
+    open, so that neither long paths nor many levels are in the way; no link is followed."""
+    with os.scandir() as entries:
+        folders = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+    for name, is_folder in folders.items():
+        if not is_folder:
+            os.unlink(name)
+            continue
+        os.chmod(name, 0o700)
+        os.chdir(name)
+        empty()
+        os.chdir("..")
+        os.rmdir(name)
 
 
 def main() -> None:

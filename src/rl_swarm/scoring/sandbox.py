@@ -192,8 +192,11 @@ class Sandbox:
         log.info("a process that runs code was lost: %s", why)
 
     def _keeper(self) -> "Keeper":
+        """One that lives: what ended before costs no program one of its tries."""
         with suppress(IndexError):
-            return self._idle.pop()
+            while (keeper := self._idle.pop()).process.poll() is not None:
+                self._lose(keeper, "it had ended")
+            return keeper
         problem = ""
         for _ in range(MOST_TRIES):
             try:

@@ -1,26 +1,28 @@
 """Which level a proposer works at: up while solvers get better at it, down while they get worse.
 
-Every fifth iteration the mean success of the last ten is compared with that of the ten before. Only iterations at the
-same level are compared, since a harder level alone makes success fall; and a difference that chance explains is none,
-so with solvers that do not learn the level stays.
+Every fifth iteration the mean success of the later half of the iterations is compared with that of the earlier half: ten
+with ten at first, as many as there are later on. Only iterations at the same level are compared, since a harder level
+alone makes success fall; and a difference that chance explains is none, so with solvers that do not learn the level
+stays.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, pvariance
+from statistics import fmean, variance
 
 from rl_swarm.environments.coding.task import LEVELS
 
 START = LEVELS.index("easy")
 WINDOW, EVERY, STEP = 10, 5, 0.05
-ERRORS = 3.0  # standard errors that a difference must exceed, too
+ERRORS = 4.0  # standard errors that a difference must exceed, too
+MOST_COMPARED = 800  # iterations
 
 
 @dataclass(frozen=True)
 class Difficulty:
     level: int = START
-    successes: tuple[float, ...] = ()  # of the iterations at this level, the last first dropped
+    successes: tuple[float, ...] = ()  # of the iterations at this level, the oldest dropped first
     iterations: int = 0
 
     @property
@@ -30,7 +32,7 @@ class Difficulty:
     def after(self, success: float) -> "Difficulty":
         """The difficulty after one more iteration, in which this share of the answers was right."""
         now = replace(
-            self, successes=(*self.successes, success)[-2 * WINDOW :], iterations=self.iterations + 1
+            self, successes=(*self.successes, success)[-MOST_COMPARED:], iterations=self.iterations + 1
         )
         if now.iterations % EVERY or len(now.successes) < 2 * WINDOW:
             return now
@@ -39,11 +41,11 @@ class Difficulty:
 
 
 def trend(successes: Sequence[float]) -> int:
-    """1 if the second half is better than the first, -1 if it is worse, 0 if there is no telling."""
+    """1 if the later half is better than the earlier one, -1 if it is worse, 0 if there is no telling."""
     half = len(successes) // 2
-    before, last = successes[:half], successes[half:]
+    before, last = successes[:half], successes[-half:]
     change = fmean(last) - fmean(before)
-    error = math.sqrt((pvariance(before) + pvariance(last)) / half)
+    error = math.sqrt((variance(before) + variance(last)) / half)
     if abs(change) <= max(STEP, ERRORS * error):
         return 0
     return 1 if change > 0 else -1

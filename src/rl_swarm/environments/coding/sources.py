@@ -8,7 +8,7 @@ limits, as data; what they say is only ever run in the sandbox.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,19 +19,21 @@ import msgspec
 from rl_swarm.environments.base import TaskError
 from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.environments.tasks import Task
+from rl_swarm.scoring.literals import read
 from rl_swarm.scoring.sandbox import Test
 
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 20_000  # of a source
-MOST_BYTES = 1 << 30  # of its files
+MOST_BYTES = 1 << 30  # of its files, and of its rows when they are unpacked
 LONGEST_ROW = 8 << 20  # bytes
+FEW_ROWS = 16  # of a Parquet file, unpacked at a time
 LONGEST_TEXT = 6000  # characters of a description
 LONGEST_TEST = 2000
 MOST_TESTS = 12
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(jsonl|parquet)")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
-SETTINGS = ("file", "dataset", "split", "sha256")
+SETTINGS = ("file", "dataset", "edition", "split", "sha256")
 
 
 class MbppRow(msgspec.Struct, frozen=True):
@@ -41,6 +43,7 @@ class MbppRow(msgspec.Struct, frozen=True):
     code: str = ""
     challenge_test_list: list[str] = []
     test_setup_code: str = ""
+    test_imports: list[str] = []
     task_id: int = 0
 
 
@@ -49,25 +52,20 @@ class Cases(msgspec.Struct, frozen=True):
     output: list[str] = []
 
 
-class Solutions(msgspec.Struct, frozen=True):
-    language: list[int | str] = []
-    solution: list[str] = []
-
-
 class ContestRow(msgspec.Struct, frozen=True):
     name: str
     description: str
     public_tests: Cases = Cases()
     private_tests: Cases = Cases()
     generated_tests: Cases = Cases()
-    solutions: Solutions = Solutions()
 
 
 def from_mbpp(row: MbppRow) -> CodingTask | None:
     """One test is shown, since it tells the function's name; the others are hidden."""
     tests = [test for text in (*row.test_list, *row.challenge_test_list) if (test := read_assert(text))]
     description = (row.text or row.prompt).strip()
-    if len(tests) < 2 or not description or row.test_setup_code.strip():
+    needs = "".join((row.test_setup_code, *row.test_imports)).strip()  # which a call cannot bring along
+    if len(tests) < 2 or not description or needs:
         return None
     reference = row.code.replace("\r\n", "\n")
     return _task(f"mbpp/{row.task_id}", "mbpp", description, tests[:1], tests[1:], reference)
@@ -114,7 +112,11 @@ def _task(
 
 
 def read_assert(text: str) -> Test | None:
-    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and brackets."""
+    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and brackets.
+
+    What is expected has to be a literal. `f(1) == set((1, 2))` could only be compared beside the code, where an object
+    that equals everything would be right.
+    """
     body = text.strip().removeprefix("assert").strip()
     if not text.strip().startswith("assert") or len(text) > LONGEST_TEST:
         return None
@@ -122,7 +124,13 @@ def read_assert(text: str) -> Test | None:
     if at is None:
         return Test(f"bool({body[:end].strip()})", "True")
     call, expected = body[:at].strip(), body[at + 2 : end].strip()
-    return Test(call, expected) if call and expected else None
+    if not call or call.startswith("not "):  # which would be about the comparison
+        return None
+    try:
+        read(expected)
+    except ValueError:
+        return None
+    return Test(call, expected)
 
 
 def _top_level(text: str) -> tuple[int | None, int]:
@@ -172,13 +180,12 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     if "file" in config:
         files = [_local(task.name, str(config["file"]), folder)]
     else:
-        files = _from_hub(
-            task.name, str(config.get("dataset", kind.dataset)), str(config.get("split", "train")), token
-        )
+        dataset, split = str(config.get("dataset", kind.dataset)), str(config.get("split", "train"))
+        files = _from_hub(task.name, dataset, split, str(config.get("edition", "")), token)
     if "sha256" in config:
         _check_digest(task.name, files, str(config["sha256"]))
     found, rows = list[CodingTask](), 0
-    for row in islice((row for file in files for row in _rows(file, kind.row)), MOST_ROWS):
+    for row in islice(_rows(files, kind.row), MOST_ROWS):
         rows += 1
         made = None if row is None else kind.task(row)
         if made is not None:
@@ -186,7 +193,9 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     if not found:
         names = ", ".join(file.name for file in files)
         raise TaskError(f"the task {task.name} found no usable task in {rows} rows of {names}")
-    log.info("%s: %d tasks from %d rows", task.name, len(found), rows)
+    log.info(
+        "%s: %d tasks from %d rows; the others cannot be asked or judged here", task.name, len(found), rows
+    )
     return found
 
 
@@ -208,7 +217,7 @@ def _local(name: str, file: str, folder: Path) -> Path:
     return path
 
 
-def _from_hub(name: str, dataset: str, split: str, token: str | None) -> list[Path]:
+def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | None) -> list[Path]:
     """The files of a split, downloaded once into the hub's own cache."""
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -219,13 +228,7 @@ def _from_hub(name: str, dataset: str, split: str, token: str | None) -> list[Pa
     try:
         files = HfApi(token=token).list_repo_tree(dataset, repo_type="dataset", recursive=True)
         sizes = {file.path: file.size for file in islice(files, 10_000) if hasattr(file, "size")}
-        wanted = sorted(path for path in sizes if _is_split(path, split))
-        chosen, total = list[str](), 0
-        for path in wanted:
-            total += sizes[path]
-            if total > MOST_BYTES and chosen:
-                break
-            chosen.append(path)
+        chosen = choose(sizes, split, edition)
         return [Path(hf_hub_download(dataset, path, repo_type="dataset", token=token)) for path in chosen]
     except Exception as error:  # the hub's client raises what the library below it raises
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -235,11 +238,36 @@ def _from_hub(name: str, dataset: str, split: str, token: str | None) -> list[Pa
         ) from error
 
 
-def _is_split(path: str, split: str) -> bool:
-    """Data sets keep a split as train.jsonl, train-00000-of-00003.parquet, or in a folder of its name."""
-    return (
-        path.endswith((".jsonl", ".parquet")) and re.search(rf"(^|[/_-]){split}([/._-]|$)", path) is not None
-    )
+def choose(sizes: Mapping[str, int], split: str, edition: str) -> list[str]:
+    """The files of a split in one edition, so that no task is held out in one and trained on in another.
+
+    Data sets keep a split as train.jsonl, train-00000-of-00003.parquet, or in a folder of its name; the edition is what
+    stands before that. Raises ValueError.
+    """
+    editions: dict[str, list[str]] = {}
+    for path in sorted(sizes):
+        found = re.fullmatch(rf"(.*[/_-])?{split}([/._-].*)?", path)
+        if found and path.endswith((".jsonl", ".parquet")):
+            editions.setdefault((found[1] or "").strip("/_-"), []).append(path)
+    if not edition and "full" in editions:
+        edition = "full"
+    elif not edition and len(editions) == 1:
+        (edition,) = editions
+    files = editions.get(edition)
+    if files is None:
+        known = f"has the editions {', '.join(editions)}: set edition to one" if editions else "has no file"
+        raise ValueError(f"its split {split} {known}")
+    chosen, total = list[str](), 0
+    for path in files:
+        total += sizes[path]
+        if total > MOST_BYTES:
+            break
+        chosen.append(path)
+    if not chosen:
+        raise ValueError(
+            f"{files[0][:80]} has {total >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are taken"
+        )
+    return chosen
 
 
 def _check_digest(name: str, files: Sequence[Path], expected: str) -> None:
@@ -255,11 +283,19 @@ def _check_digest(name: str, files: Sequence[Path], expected: str) -> None:
         )
 
 
-def _rows(file: Path, kind: type[msgspec.Struct]) -> Iterator[Any]:
-    """The rows of a file; None for one that cannot be read."""
-    if file.suffix == ".parquet":
-        yield from (_converted(row, kind) for row in _parquet(file))
-        return
+def _rows(files: Sequence[Path], kind: type[msgspec.Struct]) -> Iterator[Any]:
+    """The rows of files, as far as they are read; None for one that cannot be."""
+    left = MOST_BYTES
+    for file in files:
+        for size, row in (_parquet if file.suffix == ".parquet" else _lines)(file, kind):
+            left -= size
+            if left < 0:
+                return
+            yield row
+
+
+def _lines(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]]:
+    """The size of every row, and the row."""
     decode = msgspec.json.Decoder(kind).decode
     with file.open("rb") as lines:
         while line := lines.readline(LONGEST_ROW + 1):
@@ -267,12 +303,13 @@ def _rows(file: Path, kind: type[msgspec.Struct]) -> Iterator[Any]:
                 raise TaskError(f"{file} has a line of more than {LONGEST_ROW >> 20} MiB")
             if line.strip():
                 try:
-                    yield decode(line)
+                    row = decode(line)
                 except (msgspec.DecodeError, RecursionError):
-                    yield None
+                    row = None
+                yield len(line), row
 
 
-def _parquet(file: Path) -> Iterator[dict[str, Any]]:
+def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]]:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -280,9 +317,14 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
             f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install pyarrow. Or give the "
             "rows as JSON lines."
         ) from error
-    with pyarrow.parquet.ParquetFile(file) as opened:
-        for batch in opened.iter_batches(batch_size=64):
-            yield from batch.to_pylist()
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(FEW_ROWS, columns=list(kind.__struct_fields__)):
+                for row in (batch.slice(number, 1) for number in range(len(batch))):
+                    size = row.nbytes
+                    yield size, _converted(row.to_pylist()[0], kind) if size <= LONGEST_ROW else None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise TaskError(f"{file.name} cannot be read: {str(error)[:200]}") from error
 
 
 def _converted(row: dict[str, Any], kind: type[msgspec.Struct]) -> Any:
