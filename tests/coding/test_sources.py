@@ -9,7 +9,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from rl_swarm.environments.base import TaskError
 from rl_swarm.environments.coding import sources
@@ -159,24 +161,16 @@ def test_bad_rows_are_left_out(tmp_path):
     assert [task.name for task in load(Task("mbpp", config={"file": "rows.jsonl"}), tmp_path)] == ["mbpp/3"]
 
 
-def test_parquet_needs_its_reader_or_is_read(folder, tmp_path):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        (tmp_path / "mbpp.parquet").write_bytes(b"PAR1")
-        with pytest.raises(TaskError, match="pip install pyarrow"):
-            load(Task("mbpp", config={"file": "mbpp.parquet"}), tmp_path)
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MBPP), tmp_path / "mbpp.parquet")
-        assert load(Task("mbpp", config={"file": "mbpp.parquet"}), tmp_path) == load(
-            Task("mbpp", config={"file": "mbpp.jsonl"}), folder
-        )
+def test_parquet_is_read_where_its_reader_is_installed(folder, tmp_path, monkeypatch):
+    parquet.write_table(pyarrow.Table.from_pylist(MBPP), tmp_path / "mbpp.parquet")
+    task = Task("mbpp", config={"file": "mbpp.parquet"})
+    assert load(task, tmp_path) == load(Task("mbpp", config={"file": "mbpp.jsonl"}), folder)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(TaskError, match="pip install 'rl-swarm\\[parquet\\]'"):
+        load(task, tmp_path)
 
 
 def test_rows_that_are_too_long_are_left_out_of_parquet_and_reading_ends(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{**row, "other": "x" * 20_000} for row in MBPP]
     rows[1] = {**rows[1], "code": "x" * 5000}
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mbpp.parquet")

@@ -314,7 +314,7 @@ def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]
         import pyarrow.parquet
     except ImportError as error:
         raise TaskError(
-            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install pyarrow. Or give the "
+            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install 'rl-swarm[parquet]'. Or give the "
             "rows as JSON lines."
         ) from error
     try:
