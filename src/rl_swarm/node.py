@@ -321,6 +321,8 @@ class Node:
                 found = self.exchange.collect(number, state.stage, nodes)
             for publication in found:
                 self.late[publication.node] = max(0, self.late[publication.node] - 1)
+                if self.environment.hears and number == state.round:
+                    self.transcript(number).saw(publication)
                 if selection.place_of(publication) in self.refused or publication.role != self.role_name:
                     continue
                 if members.get(publication.peer_id) == publication.node:

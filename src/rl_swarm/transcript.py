@@ -15,7 +15,7 @@ from rl_swarm.wire import Rejected, digest
 
 Fetch = Callable[[int, str], Iterable[Publication]]  # what a member published in a stage, if it can be had
 MOST_ASKED = 32  # members, for those who said something in a stage
-OVERHEARD = 2  # peers that had spoken before the last one who was heard, and yet were not heard themselves
+OVERHEARD = 2  # peers that had spoken in time, and yet were not heard
 
 
 @dataclass
@@ -28,8 +28,13 @@ class Transcript:
     fetch: Fetch
     on_reject: Callable[[str, str, str], None]
     members: Sequence[str] = ()  # peer ids
-    _said: dict[tuple[int, str], tuple[float, tuple[Statement, ...]]] = field(default_factory=dict)
+    _said: dict[tuple[int, str], tuple[Statement, ...]] = field(default_factory=dict)
+    _in_time: set[tuple[int, str]] = field(default_factory=set)
     _heard: dict[tuple[str, int], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+
+    def saw(self, publication: Publication) -> None:
+        """Notes that this node had a publication while its stage was played: so those who play the next could have it."""
+        self._in_time.add((publication.stage, publication.peer_id))
 
     def questions(self, peer_id: str, role: str, stage: int, seeds: Sequence[int]) -> list[Question]:
         """The node's own questions in a stage."""
@@ -105,7 +110,7 @@ class Transcript:
 
     def said(self, stage: int, peer_id: str) -> tuple[Statement, ...]:
         """What is known that a peer said in a stage."""
-        return self._said.get((stage, peer_id), (0.0, ()))[1]
+        return self._said.get((stage, peer_id), ())
 
     def _check(self, publication: Publication) -> None:
         """Notes what a publication says, if its questions are those that its author was to answer."""
@@ -124,7 +129,7 @@ class Transcript:
         except Rejected as error:
             said = []
             self.on_reject(publication.node, error.reason, str(error))
-        self._said[place] = (publication.timestamp, tuple(said))
+        self._said[place] = tuple(said)
 
     def asked(self, rollouts: Sequence[Rollout]) -> list[Question]:
         """The questions of one peer's rollouts, of any stage and role."""
@@ -159,13 +164,11 @@ class Transcript:
                 )
             if set(peers) != set(self._speakers(earlier, peers, len(peers))):
                 raise Rejected("parents", "it has heard what this node cannot fetch")
-            last = max((self._said[earlier, other][0] for other in peers), default=0.0)
             all_heard = bool(peers) and len(peers) == self.environment.hears
-            before = order[: order.index(peers[-1])] if all_heard else order
-            missed = [other for other in before if other not in peers]
-            spoke = self._speakers(earlier, missed, len(missed))
-            if sum(self._said[earlier, other][0] < last for other in spoke) > OVERHEARD:
-                raise Rejected("parents", "it has not heard peers that had spoken before those it did hear")
+            before = order[: order.index(peers[-1])] if all_heard else order[:MOST_ASKED]
+            missed = [other for other in before if other not in peers and (earlier, other) in self._in_time]
+            if len(self._speakers(earlier, missed, len(missed))) > OVERHEARD:
+                raise Rejected("parents", "it has not heard peers that had spoken in time")
 
 
 def check_prompt(rollout: Rollout, question: Question) -> None:

@@ -1,20 +1,27 @@
 """The coding environment: what is asked, what an answer earns, and what follows from proposals."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from rl_swarm import selection
+from rl_swarm.config import Settings
 from rl_swarm.environments.base import Cue, Question, Statement, TaskError
+from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
-from rl_swarm.environments.coding.environment import Coding
+from rl_swarm.environments.coding.environment import Coding, _key, _name
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.proposals import as_json
+from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.environments.tasks import Task
+from rl_swarm.experiment.lockstep import Shared
+from rl_swarm.manifest import new_manifest
 from rl_swarm.rollouts import Completion
 
+SLOW = "def solve(*given):\n    slow = {} + 1 + 2 + 3\n    return slow"
 HOSTILE = {
     "an endless loop": "def solve(*args):\n    while True: pass",
     "an early exit": "import os\nos._exit(0)",
@@ -60,7 +67,7 @@ def test_shown_values_alone_are_not_enough(coding):
     questions = coding.questions(range(30))
     parrots = []
     for question in questions:
-        test = coding.task(question).shown[0]
+        test = coding.tasks_of([question])[0].shown[0]
         parrots.append((question, fenced(f"def solve(*args):\n    return {test.expected}")))
     assert coding.score(parrots) == [0.0] * 30
 
@@ -126,6 +133,91 @@ def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
     )  # not those of the first stage again
 
 
+def shown(questions, heard, peer="solver-1"):
+    """The questions of a peer as another one makes them again."""
+    return [
+        Cue(peer, "", 1, number, 1000 + number, tuple(heard), claimed=question.prompt)
+        for number, question in enumerate(questions)
+    ]
+
+
+def test_who_finds_other_proposals_sound_agrees_on_all_other_questions(coding):
+    heard = proposed(5)
+    questions = coding.follow_up(cues(heard))
+    disputed = questions[1].parents[0]
+    other = Coding(coding.tasks)  # to which the second one is unsound: its solution may throw dice
+    other.check([one for one in heard if one != disputed])
+    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = Checked(
+        None, "its solution fails its tests"
+    )
+    assert other.follow_up(shown(questions, heard)) == questions
+    right = [(question, fenced(question.answer)) for question in questions]
+    assert coding.score(right, 60.0) == [1.0] * 4 and other.score(right, 60.0) == [1.0, 0.0, 1.0, 1.0]
+
+    careful = other.follow_up(cues(heard))
+    assert careful[:1] + careful[2:] == questions[:1] + questions[2:]
+    assert careful[1].task in LEVELS and not careful[1].parents
+    assert coding.follow_up(shown(careful, heard)) == careful
+    swapped = coding.follow_up(shown([questions[0], questions[2], questions[1], questions[3]], heard))
+    assert [bool(question.parents) for question in swapped] == [True, False, False, True], "nobody chooses"
+    other.close()
+
+
+def rewritten(text):
+    """The same proposal with a solution that has another digest, and so is not held out."""
+    written = json.loads(text)
+    others = (json.dumps({**written, "solution": f"{written['solution']}  # {n}"}) for n in range(100))
+    return next(other for other in others if read(other, "easy", "lists").task is not None)
+
+
+def test_a_proposal_is_asked_once(coding):
+    text = proposed(1)[0].texts[0]
+    texts = [text] * 5 + [rewritten(text)]
+    heard = [proposal(one, peer=f"proposer-{number}", seed=number) for number, one in enumerate(texts)]
+    questions = coding.follow_up(cues(heard, count=6))
+    assert [bool(question.parents) for question in questions].count(True) == 1
+    assert coding.follow_up(shown(questions, heard)) == questions
+
+
+def test_a_task_that_is_asked_for_measuring_is_not_asked_when_its_solution_is_written_differently():
+    environment = Coding([Task("easy")])
+    (held_out,) = environment.held_out(1)
+    (task,) = environment.tasks_of([held_out])
+    assert environment.check([proposal(rewritten(as_json(task)))]) == [HELD_OUT]
+    environment.close()
+
+
+def test_a_proposer_of_slow_tasks_takes_no_time_from_others(coding, monkeypatch):
+    honest = [replace(one, peer_id="honest") for one in proposed(4)]
+    texts = [
+        json.dumps({**json.loads(one.texts[0]), "solution": SLOW.format(n)}) for n, one in enumerate(honest)
+    ]
+    slow = [proposal(text, peer="slow", seed=20 + number) for number, text in enumerate(texts)]
+    environment, now = Coding(coding.tasks), [0.0]
+    run = []
+
+    def judge(programs, seconds=None):
+        """A slow program takes a second, others a hundredth."""
+        until, found = now[0] + seconds, []
+        for code, _ in programs:
+            if now[0] > until:
+                found.append(None)
+                continue
+            run.append(code)
+            now[0] += 1.0 if "slow" in code else 0.01
+            found.append(code in {read(*_key(one.question, one.texts[0])).task.reference for one in heard})
+        return found
+
+    heard = [*slow, *honest]
+    monkeypatch.setattr(environment, "judge", judge)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = environment.check(heard, 4.0)
+    assert [checked.task is not None for checked in found] == [False] * 4 + [True] * 4
+    assert now[0] < 4.0 + 1.0, "one overrun at most"
+    run.clear()
+    assert environment.check(heard, 4.0) == found and not run, "what was too slow is not tried again"
+
+
 def test_a_proposer_chooses_its_level_and_nothing_else(coding):
     subject = prompts.SUBJECTS[12 % len(prompts.SUBJECTS)]
     for level in LEVELS:
@@ -150,6 +242,14 @@ def test_a_swarm_of_few_nodes_still_has_solvers():
         ["solver", "proposer", "evaluator"],
         ["solver", "solver", "solver", "proposer", "evaluator"],
     ]
+
+
+def test_nodes_of_one_process_can_share_it():
+    settings = Settings(environment="coding", tasks="easy,medium")
+    shared = Shared.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
+    alone = Coding([Task("easy"), Task("medium")])
+    assert shared.questions(range(4)) == alone.questions(range(4))
+    assert len(shared.held_out(2)) == 2
 
 
 def test_unknown_tasks_are_refused():

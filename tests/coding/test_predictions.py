@@ -5,7 +5,7 @@ import pytest
 from rl_swarm.config import Settings
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.predictions import probabilities, quality
+from rl_swarm.environments.coding.predictions import BATCH_TOKENS, LONGEST_PROMPT, probabilities, quality
 from rl_swarm.environments.coding.wrong import slips
 from rl_swarm.learning.models.pretraining import ASSISTANT, EOS, USER
 from rl_swarm.learning.policy import Policy
@@ -47,6 +47,23 @@ def test_a_guess_does_not_depend_on_the_others_of_its_batch(policy, pairs):
     alone = [probabilities(policy, [pair])[0] for pair in asked]
     assert together == pytest.approx(alone, abs=2e-3)
     assert probabilities(policy, []) == []
+
+
+def test_nobody_takes_more_time_than_there_is(policy, pairs, monkeypatch):
+    read, model = [], policy.model.forward
+
+    def forward(input_ids, **rest):
+        read.append(input_ids.shape)
+        return model(input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(policy.model, "forward", forward)
+    (task, program), long = pairs[0][0], "\N{GRINNING FACE}" * 4000
+    found = probabilities(policy, [(task, long), (task, program), (task, long), *pairs[1]])
+    assert found[0] == found[2] == 0.5 != found[1] and len(found) == 51
+    assert max(width for _, width in read) <= LONGEST_PROMPT
+    assert max(rows * width for rows, width in read) <= BATCH_TOKENS
+    read.clear()
+    assert probabilities(policy, [(task, long), *pairs[1]], seconds=-1.0) == [0.5] and not read
 
 
 @pytest.mark.parametrize("text", FORGERIES.values(), ids=FORGERIES)

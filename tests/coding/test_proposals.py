@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.proposals import Checked, as_json, check, read
+from rl_swarm.environments.coding.proposals import LATE, as_json, check, read
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.scoring.sandbox import Program, Sandbox
 
@@ -31,7 +31,7 @@ def judge():
 
 
 def checked(judge, **changes):
-    return check([json.dumps({**GOOD, **changes})], "easy", "numbers", judge)[0]
+    return check([(json.dumps({**GOOD, **changes}), "easy", "numbers")], judge)[0]
 
 
 def test_a_sound_proposal_becomes_a_task(judge):
@@ -39,14 +39,14 @@ def test_a_sound_proposal_becomes_a_task(judge):
     assert task.description == GOOD["question"] and task.reference == GOOD["solution"]
     assert task.prompt.endswith("For example, twice(1) == 2") and len(task.hidden) == 2
     assert (task.level, task.subject) == ("easy", "numbers")
-    chatty = check([f"Here is one:\n```json\n{json.dumps(GOOD)}\n```"], "easy", "numbers", judge)[0]
+    chatty = check([(f"Here is one:\n```json\n{json.dumps(GOOD)}\n```", "easy", "numbers")], judge)[0]
     assert chatty.task.description == GOOD["question"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_the_generator_makes_counts(level, judge):
     tasks = [task for task in (make(level, 4, index) for index in range(12)) if not task.held_out]
-    results = check([as_json(task) for task in tasks], level, "lists", judge)
+    results = check([(as_json(task), level, "lists") for task in tasks], judge)
     assert sum(result.task is not None for result in results) >= 0.6 * len(tasks)
 
 
@@ -58,6 +58,24 @@ def test_what_the_generator_makes_counts(level, judge):
         ({"tests": [["twice(2)", "4"], ["twice(2 )", "4"]]}, "a program that does nothing passes"),
         (
             {"solution": "def twice(n):\n    return n", "tests": [["twice(1)", "1"], ["twice(2)", "2"]]},
+            "a program that does nothing passes",
+        ),
+        (
+            {
+                "solution": "def twice(n):\n    return 9e999",
+                "tests": [["twice(1)", "inf"], ["twice(2)", "inf"]],
+            },
+            "a program that does nothing passes",
+        ),
+        (
+            {
+                "solution": "def twice(n):\n    return [-float('nan'), 1]",
+                "tests": [["twice(1)", "[-nan, 1]"], ["twice(2)", "[nan, 1]"]],
+            },
+            "a program that does nothing passes",
+        ),
+        (
+            {"solution": "def twice(n):\n    return 5", "tests": [["twice(1)", "\n5"], ["twice(2)", "\n5"]]},
             "a program that does nothing passes",
         ),
         ({"tests": [["twice(0)", "0"]]}, "2 to 4"),
@@ -90,13 +108,28 @@ def test_tests_that_notice_no_slip_are_not_enough(judge):
 
 def test_held_out_tasks_cannot_be_proposed(judge):
     tasks = [task for task in (make("easy", 4, index) for index in range(60)) if task.held_out]
-    results = check([as_json(task) for task in tasks], "easy", "lists", judge)
+    results = check([(as_json(task), "easy", "lists") for task in tasks], judge)
     assert tasks and {result.problem for result in results} == {"it is held out for measuring"}
 
 
-def test_what_there_was_no_time_for_is_not_refused():
-    result = check([json.dumps(GOOD)], "easy", "numbers", lambda programs: [None] * len(programs))[0]
-    assert result == Checked(None, "there was no time to check it", judged=False)
+def test_what_there_was_no_time_for_does_not_count():
+    assert check([(json.dumps(GOOD), "easy", "numbers")], lambda programs: [None] * len(programs)) == [LATE]
+
+
+@pytest.mark.parametrize("half", ["\ud800", "\udfff"])
+def test_half_characters_are_no_text(half):
+    call, expected = GOOD["tests"][0]
+    broken = [
+        {"question": GOOD["question"] + half},
+        {"solution": f"{GOOD['solution']}  # {half}"},
+        {"tests": [[f"{call}{half}", expected], *GOOD["tests"][1:]]},
+        {"tests": [[call, f"'{half}'"], *GOOD["tests"][1:]]},
+    ]
+    for changes in broken:
+        text = json.dumps({**GOOD, **changes})
+        assert (
+            text.isascii() and read(text, "easy", "numbers").problem == "not a question, a solution and tests"
+        )
 
 
 @given(st.one_of(st.text(max_size=300), st.recursive(st.text(), lambda x: st.lists(x)).map(json.dumps)))

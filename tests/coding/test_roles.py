@@ -7,14 +7,15 @@ import pytest
 from processes import QUICK, run, status
 
 from rl_swarm.config import Settings
-from rl_swarm.environments.base import Cue
+from rl_swarm.environments.base import Cue, Question, Statement
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import as_json
-from rl_swarm.environments.coding.roles import Evaluator, Proposer
+from rl_swarm.environments.coding.roles import MOST_REMEMBERED, Evaluator, Proposer
 from rl_swarm.environments.coding.task import LEVELS
+from rl_swarm.learning.checkpoints import PLACE_BYTES
 from rl_swarm.wire import decode
 
 
@@ -82,10 +83,14 @@ def test_a_proposer_goes_on_at_its_level(coding):
     for success in [0.3] * 10 + [0.5] * 12:
         proposer.difficulty = proposer.difficulty.after(success)
     proposer.written = [3, 88]
+    (question,) = coding.follow_up([Cue("me", "proposer", 0, 0, 5)])
+    tasks = [as_json(make("easy", 31, index)) for index in range(3)]
+    assert proposer._is_new(tasks[0], question) and proposer._is_new(tasks[1], question)
     again = Proposer(coding)
     again.restore(json.loads(json.dumps(proposer.kept())))
     assert again.difficulty == proposer.difficulty == Difficulty(2, (0.5, 0.5), 22)
     assert again.written == [3, 88]
+    assert [again._is_new(text, question) for text in tasks] == [False, False, True]
     again.restore({})
     assert again.difficulty.name == "medium"
     assert "level medium" in Proposer.summary({"level": 2.0, "model_share_so_far": 0.25})
@@ -115,10 +120,34 @@ def test_where_programs_must_not_run_a_guess_is_the_verdict():
     assert environment._sandbox is None, "nothing was run"
     assert sum(right) > 20 > sum(wrong)
     assert environment.score([(questions[0], "no code")]) == [-1.0]
+    late = environment.score([(questions[0], "no code"), (questions[0], fenced("x = 1"))], seconds=-1.0)
+    assert late == [-1.0], "nor is it guessed when time is up"
     # What was proposed cannot be checked, so it is not asked.
     cue = Cue("me", "", 1, 0, 7, heard=())
     assert environment.follow_up([cue])[0].task in LEVELS
     environment.close()
+
+
+def test_what_a_proposer_remembers_fits_into_a_checkpoint(coding):
+    proposer = Proposer(coding)
+    (question,) = coding.follow_up([Cue("me", "proposer", 0, 0, 5)])
+    written = {"question": "f(n) adds.", "tests": [["f(1)", "1"], ["f(2)", "2"]]}
+    for number in range(2 * MOST_REMEMBERED):
+        proposer._is_new(json.dumps({**written, "solution": f"def f(n):\n    return n + {number}"}), question)
+    assert len(proposer.known) == MOST_REMEMBERED and len(json.dumps(proposer.kept())) < PLACE_BYTES // 2
+
+
+def test_an_evaluator_hears_all_peers_and_questions(coding):
+    def said(peer, number, count):
+        question = Question("easy", 0, number, f"{peer} {number}", None)
+        texts = tuple(fenced(f"x = {peer!r}, {number}, {program}") for program in range(count))
+        return Statement(f"{peer} {number}", peer, question, texts, number)
+
+    heard = [*(said("loud", number, 16) for number in range(16)), said("quiet", 0, 8), said("quiet", 1, 8)]
+    asked = [question.prompt for question, _ in Evaluator(coding)._programs(heard)]
+    assert len(asked) == 64
+    assert asked.count("quiet 0") == asked.count("quiet 1") == 8
+    assert {asked.count(f"loud {number}") for number in range(16)} == {3}
 
 
 def test_an_evaluator_says_how_good_it_was(coding):

@@ -107,6 +107,8 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
         for node in nodes:
             node.play(state)
     assert (swarm.state.round, swarm.state.stage) == (1, 0)
+    seen = nodes[1].transcripts[0]._in_time
+    assert seen == {(WRITE, nodes[0].identity.peer_id)}, "what was there when it looked"
     lines = {node.name: read_lines(node.journal.metrics_path)[0] for node in nodes}
     assert [line.get("passed", False) for line in lines[nodes[0].name]] == [False, True]
     first, second = lines[judge.name]

@@ -95,14 +95,16 @@ class Swarm:
         )
         return self.published[stage, peer_id]
 
-    def check(self, publication, hidden=()):
+    def check(self, publication, hidden=(), seen=()):
         rollouts = list(unpack(publication, MANIFEST.limits))
         transcript = self.transcript(hidden)
+        for place in seen:
+            transcript.saw(self.published[place])
         return check(rollouts, MANIFEST, transcript.environment, lambda round: transcript)
 
-    def refusal(self, publication, hidden=()):
+    def refusal(self, publication, hidden=(), seen=()):
         with pytest.raises(Rejected) as caught:
-            self.check(publication, hidden)
+            self.check(publication, hidden, seen)
         return caught.value.reason
 
 
@@ -195,16 +197,21 @@ def test_peers_that_it_was_not_to_hear_are_refused(swarm):
 
 def test_nobody_picks_whom_to_hear_by_not_hearing_others(swarm):
     order = swarm.transcript().order("peer-0")
-    for number, peer_id in enumerate(order):
-        swarm.published[0, peer_id] = replace(swarm.published[0, peer_id], timestamp=float(number))
-    some = {(0, peer_id) for peer_id in order[:OVERHEARD]}
-    assert swarm.check(swarm.publish("peer-0", 1, hidden=some)), "a few may come late"
-    many = {(0, peer_id) for peer_id in order[: OVERHEARD + 1]}
-    choosy = swarm.publish("peer-0", 1, hidden=many)
-    assert swarm.refusal(choosy) == "parents"
-    for _, peer_id in many:  # unless they spoke later than those whom it heard
-        swarm.published[0, peer_id] = replace(swarm.published[0, peer_id], timestamp=100.0)
-    assert len(swarm.check(choosy)) == 2
+    everybody = [(0, peer_id) for peer_id in order]
+    some = everybody[:OVERHEARD]
+    assert swarm.check(swarm.publish("peer-0", 1, hidden=some), seen=everybody), "a few may be missed"
+    choosy = swarm.publish("peer-0", 1, hidden=everybody[: OVERHEARD + 1])
+    assert swarm.refusal(choosy, seen=everybody) == "parents"
+
+
+def test_late_speakers_whatever_time_they_claim_get_nobody_refused(swarm):
+    everybody = [(0, peer_id) for peer_id in swarm.transcript().order("peer-0")]
+    late = everybody[: OVERHEARD + 1]
+    publication = swarm.publish("peer-0", 1, hidden=late)
+    for place in late:
+        swarm.published[place] = replace(swarm.published[place], timestamp=-1.0)
+    assert len(swarm.check(publication)) == 2
+    assert len(swarm.check(publication, seen=everybody[OVERHEARD + 1 :])) == 2
 
 
 def test_what_this_node_cannot_fetch_is_not_used_and_nobody_is_blamed(swarm):

@@ -10,11 +10,11 @@ An answer is right if its fenced program passes all tests, shown and hidden, in 
 import hashlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from msgspec.structs import replace
 
@@ -38,6 +38,8 @@ SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of 
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
 MOST_PROPOSALS = 8  # of one peer in a round
+
+Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
 
 
 class Coding(Environment):
@@ -63,8 +65,9 @@ class Coding(Environment):
         self.token: str | None = None
         self.level = LEVELS[1]  # at which a proposer of this node proposes
         self.loaded = lru_cache(maxsize=None)(self._load)
-        self.made = lru_cache(maxsize=8192)(self._make)
+        self.drawn = lru_cache(maxsize=8192)(self._make)
         self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
+        self._measured: set[str] = set()  # descriptions of the held-out questions that were asked here
         self._sandbox: Sandbox | None = None
         self.guesser: Policy | None = None  # whose guess stands in for running a program
 
@@ -116,32 +119,38 @@ class Coding(Environment):
             wanted = count // len(self.tasks) + (number < count % len(self.tasks))
             seen: set[str] = set()
             for draw in range(100 * wanted):
-                task = self.made(number, -1 - draw)  # seeds of training questions are not negative
+                task = self.drawn(number, -1 - draw)  # seeds of training questions are not negative
                 if task is not None and task.held_out and task.description not in seen:
                     seen.add(task.description)
+                    self._measured.add(_words(task.description))
                     found.append(self._asked(task, number, -1 - draw))
                 if len(seen) == wanted:
                     break
         return found
 
     def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
-        """Proposers are asked for tasks; solvers are asked what was proposed, or one of their own where nothing was."""
+        """Proposers are asked for tasks. A solver's k-th question is the k-th proposal in an order that follows from who
+        proposes and who solves, or, where that one is not sound, a task of the sources.
+
+        Nodes may not agree on what is sound: a solution may throw dice. So a peer is believed which of the two it was
+        asked, no question depends on whether another one's proposal is sound, and `score` says what answers earn.
+        """
         if cues and cues[0].role == "proposer":
             return [self._invitation(cue) for cue in cues]
         if not cues or cues[0].stage != SOLVING:
             return self.questions([cue.seed for cue in cues], seconds)
-        tasks = self.proposed(cues[0].heard, seconds)
-        questions = []
-        for cue in cues:
-            ranked = sorted(tasks, key=lambda said: _rank(cue.peer_id, said.question.seed))
-            if not ranked:
-                questions.append(self._question(cue.seed ^ SECOND))
-                continue
+        tasks = _readable(cues[0].heard)
+        ranked = sorted(tasks, key=lambda said: _rank(cues[0].peer_id, said.question.seed))
+        sound = set() if cues[0].claimed else self._sound(ranked, seconds or 2 * PEER_SECONDS)
+        questions = self.questions([cue.seed ^ SECOND for cue in cues], seconds)
+        for number, (cue, own) in enumerate(zip(cues, questions, strict=False) if ranked else ()):
             said = ranked[cue.number % len(ranked)]
             task = tasks[said]
-            questions.append(
-                Question("proposed", len(self.tasks), cue.seed, task.prompt, task.reference, parents=(said,))
-            )
+            chosen = cue.claimed == task.prompt if cue.claimed else said in sound
+            if chosen and task.prompt != own.prompt:
+                questions[number] = Question(
+                    "proposed", len(self.tasks), cue.seed, task.prompt, task.reference, parents=(said,)
+                )
         return questions
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
@@ -166,17 +175,26 @@ class Coding(Environment):
 
     def solutions(self, questions: Sequence[Question]) -> list[str | None]:
         """A completion of every question that earns the full reward, or None where none is known."""
-        references = [self.task(question).reference for question in questions]
-        completions = [answers.fenced(code) if code else None for code in references]
+        tasks = self.tasks_of(questions)
+        completions = [answers.fenced(task.reference) if task and task.reference else None for task in tasks]
         asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
         rewards = iter(self.score(asked))
         return [text if text is not None and self.credit(next(rewards)) else None for text in completions]
 
     def _verdicts(self, asked: Sequence[tuple[Question, str]], seconds: float | None) -> list[bool | None]:
+        """Whether programs are right; None where time was up. To an unsound proposal no program is."""
+        tasks = self.tasks_of([question for question, _ in asked], seconds)
+        known = [(*pair, task) for pair, task in zip(asked, tasks, strict=True) if task is not None]
+        found: list[bool | None]
         if self.guesser is None:
-            return self.judge([(code, self.task(question).tests) for question, code in asked], seconds)
-        stated = probabilities(self.guesser, [(question.prompt, code) for question, code in asked])
-        return [p > 0.5 for p in stated]
+            found = self.judge([(code, task.tests) for _, code, task in known], seconds)
+        else:
+            stated = probabilities(
+                self.guesser, [(question.prompt, code) for question, code, _ in known], seconds
+            )
+            found = [*(p > 0.5 for p in stated), *[None] * (len(known) - len(stated))]
+        verdicts = iter(found)
+        return [False if task is None else next(verdicts) for task in tasks]
 
     def judge(
         self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None
@@ -187,51 +205,59 @@ class Coding(Environment):
         verdicts = self.sandbox.judge([Program(code, tuple(tests)) for code, tests in programs], seconds)
         return [verdict.right if verdict.judged else None for verdict in verdicts]
 
-    def task(self, question: Question) -> CodingTask:
-        """The task of a question, made again."""
-        if question.parents:
-            parent = question.parents[0]
-            task = self.check([parent])[0].task
-        else:
-            task = self.made(question.number, question.seed)
-        if task is None:
-            raise TaskError(f"the question {question.seed} has no task")  # never: it was asked
-        return task
+    def tasks_of(
+        self, questions: Sequence[Question], seconds: float | None = None
+    ) -> list[CodingTask | None]:
+        """The tasks of questions, made again; None for a proposal that this node does not find sound."""
+        parents = list(dict.fromkeys(question.parents[0] for question in questions if question.parents))
+        checked = dict(zip(parents, self.check(parents, seconds), strict=True))
+        return [
+            checked[one.parents[0]].task if one.parents else self.drawn(one.number, one.seed)
+            for one in questions
+        ]
 
     def check(self, said: Sequence[Statement], seconds: float | None = None) -> list[proposals.Checked]:
-        """What becomes of the proposals of statements; each text is judged once."""
-        keys = [(one.texts[0], *_level_and_subject(one.question)) for one in said]
-        self._check(keys, seconds)
+        """What becomes of proposals, each judged once. Proposers have equal parts of the time, and what one leaves
+        is for the next; a proposal for which its own part is not enough is refused."""
+        until = _until(seconds)
+        keys = [_key(one.question, one.texts[0]) for one in said]
+        fresh: dict[str, list[Key]] = {}
+        for one, key in zip(said, keys, strict=True):
+            if _name(key) not in self._checked:
+                fresh.setdefault(one.peer_id, []).append(key)
+        for number, theirs in enumerate(fresh.values()):
+            self._check(theirs, (until - time.monotonic()) / (len(fresh) - number))
         return [self._checked.get(_name(key), proposals.LATE) for key in keys]
 
-    def _check(self, keys: Sequence[tuple[str, str, str]], seconds: float | None) -> None:
+    def _check(self, keys: Sequence[Key], seconds: float | None) -> None:
+        """Judges what was not judged yet: nothing if there is no time, or where no program may run."""
+        until = _until(seconds)
         fresh = [key for key in dict.fromkeys(keys) if _name(key) not in self._checked]
-        found = proposals.check_all(fresh, lambda programs: self.judge(programs, seconds)) if fresh else []
+        if not fresh or self.guesser is not None or time.monotonic() > until:
+            return
+        found = proposals.check(fresh, lambda programs: self.judge(programs, until - time.monotonic()))
         for key, result in zip(fresh, found, strict=True):
-            if result.judged:
-                self._checked[_name(key)] = result
+            measured = result.task is not None and _words(result.task.description) in self._measured
+            self._checked[_name(key)] = proposals.HELD_OUT if measured else result
         while len(self._checked) > MOST_CHECKED:
             self._checked.popitem(last=False)
 
-    def proposed(
-        self, heard: Sequence[Statement], seconds: float | None = None
-    ) -> dict[Statement, CodingTask]:
-        """The statements that propose something sound."""
-        if self.guesser is not None:  # what was not run is not known to be sound
-            return {}
-        by_peer: dict[str, list[Statement]] = {}
-        for one in heard:
-            if one.question.role == "proposer" and one.texts:
-                by_peer.setdefault(one.peer_id, []).append(one)
-        said = [one for theirs in by_peer.values() for one in theirs[:MOST_PROPOSALS]]
-        checked = self.check(said, 2 * PEER_SECONDS if seconds is None else seconds)
-        return {one: c.task for one, c in zip(said, checked, strict=True) if c.task is not None}
+    def _sound(self, said: Sequence[Statement], seconds: float) -> set[Statement]:
+        """The statements that propose something sound, and not what another one proposes too."""
+        sound, seen = set(), set[str]()
+        for one, checked in zip(said, self.check(said, seconds), strict=True):
+            if checked.task is not None:
+                texts = {_words(checked.task.reference), _words(checked.task.description)}
+                if not texts & seen:
+                    sound.add(one)
+                seen |= texts
+        return sound
 
     def _score_proposals(
         self, answered: Sequence[tuple[Question, str]], seconds: float | None
     ) -> list[float]:
         """1 for a proposal that counts."""
-        keys = [(text, *_level_and_subject(question)) for question, text in answered]
+        keys = [_key(question, text) for question, text in answered]
         self._check(keys, seconds)
         return [float(self._checked.get(_name(key), proposals.LATE).task is not None) for key in keys]
 
@@ -249,7 +275,7 @@ class Coding(Environment):
         number = task_of(seed, self.tasks)
         for draw in range(MOST_DRAWS):
             at = seed if draw == 0 else Draw("again", seed, draw).between(0, 2**62)
-            task = self.made(number, at)
+            task = self.drawn(number, at)
             if task is not None and not task.held_out:
                 return self._asked(task, number, at)
         raise TaskError(f"the task {self.tasks[number].name} has too few different questions")
@@ -277,10 +303,27 @@ def _rank(peer_id: str, seed: int) -> str:
     return hashlib.sha256(f"{peer_id} {seed}".encode()).hexdigest()
 
 
-def _level_and_subject(question: Question) -> tuple[str, str]:
+def _key(question: Question, text: str) -> Key:
     level, _, subject = question.task.partition(" ")
-    return level, subject
+    return text, level, subject
 
 
-def _name(key: tuple[str, str, str]) -> str:
+def _name(key: Key) -> str:
     return hashlib.sha256("\0".join(key).encode()).hexdigest()
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _readable(heard: Sequence[Statement]) -> dict[Statement, CodingTask]:
+    """What was proposed, of each peer the first few, before anything of it was run: the same for everybody."""
+    of_peer: Counter[str] = Counter()
+    found = {}
+    for one in heard:
+        if one.question.role == "proposer" and one.texts and of_peer[one.peer_id] < MOST_PROPOSALS:
+            of_peer[one.peer_id] += 1
+            task = proposals.read(*_key(one.question, one.texts[0])).task
+            if task is not None:
+                found[one] = task
+    return found

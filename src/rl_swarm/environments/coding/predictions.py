@@ -5,7 +5,9 @@ control token survives, and the verdict is the probability of `yes` against `no`
 lie to the model as any text can, but it cannot answer in its place.
 """
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +17,28 @@ if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
 
 BATCH_TOKENS = 8192  # of a forward pass
+LONGEST_PROMPT = 1024  # tokens; of what is longer nothing is said
 BINS = 10
 
 
-def probabilities(policy: "Policy", asked: Sequence[tuple[str, str]]) -> list[float]:
-    """For every task and program, how likely the model holds the program to be right."""
+def probabilities(
+    policy: "Policy", asked: Sequence[tuple[str, str]], seconds: float | None = None
+) -> list[float]:
+    """For every task and program, how likely the model holds the program to be right: 0.5 where they are too long.
+
+    With `seconds`, of the first ones only, where all would take longer.
+    """
     import torch
 
+    until = math.inf if seconds is None else time.monotonic() + seconds
     rows = [policy.prompt_ids(prompts.evaluator_prompt(task, program)) for task, program in asked]
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    short = [number for number, row in enumerate(rows) if len(row) <= LONGEST_PROMPT]
     yes, no = (_first_tokens(policy, word) for word in (prompts.YES, prompts.NO))
     found = [0.5] * len(rows)
-    start = 0
-    while start < len(order):
-        end = start + 1
-        while end < len(order) and (end + 1 - start) * len(rows[order[end]]) <= BATCH_TOKENS:
-            end += 1
-        batch, start = order[start:end], end
-        width = len(rows[batch[-1]])
+    for batch in _batches(short, [len(row) for row in rows]):
+        if time.monotonic() > until:
+            return found[: batch[0]]
+        width = max(len(rows[n]) for n in batch)
         ids_BT = torch.tensor([[policy.pad] * (width - len(rows[n])) + rows[n] for n in batch])
         mask_BT = torch.tensor([[0] * (width - len(rows[n])) + [1] * len(rows[n]) for n in batch])
         places_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
@@ -48,6 +54,19 @@ def probabilities(policy: "Policy", asked: Sequence[tuple[str, str]]) -> list[fl
         for number, odds in zip(batch, odds_B.sigmoid().tolist(), strict=True):
             found[number] = odds
     return found
+
+
+def _batches(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of rows in their order, as many at a time as fit into a forward pass."""
+    batch, width = list[int](), 0
+    for number in numbers:
+        width = max(width, lengths[number])
+        if batch and (len(batch) + 1) * width > BATCH_TOKENS:
+            yield batch
+            batch, width = [], lengths[number]
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def _first_tokens(policy: "Policy", word: str) -> list[int]:

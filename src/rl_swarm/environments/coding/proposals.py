@@ -21,6 +21,7 @@ LONGEST = 6000  # characters of a proposal
 LONGEST_TEST = 400
 MOST_SLIPS = 6
 CAUGHT = 0.5  # the share of the slips that tests must notice: some slips change nothing
+NAMES = "inf, nan = float('inf'), float('nan')"
 CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\(")
 
 # Whether each program passes all of its tests; None for those that there was no time for.
@@ -33,7 +34,6 @@ class Checked:
 
     task: CodingTask | None
     problem: str = ""
-    judged: bool = True  # not where time was up
 
 
 def as_json(task: CodingTask, tests: int = MOST_TESTS) -> str:
@@ -53,6 +53,7 @@ def read(text: str, level: str, subject: str) -> Checked:
         question, solution, tests = found["question"], found["solution"], found["tests"]
         pairs = [Test(call, expected) for call, expected in tests[: MOST_TESTS + 1]]
         texts = [question, solution, *(text for test in pairs for text in (test.call, test.expected))]
+        json.dumps(texts, ensure_ascii=False).encode()  # an escape may be half a character
     except (ValueError, KeyError, TypeError, RecursionError):
         return Checked(None, "not a question, a solution and tests")
     if not all(isinstance(part, str) and part.strip() for part in texts):
@@ -74,27 +75,22 @@ def read(text: str, level: str, subject: str) -> Checked:
         hidden=tuple(pairs[1:]),
         reference=solution,
     )
-    return Checked(None, "it is held out for measuring") if task.held_out else Checked(task)
+    return HELD_OUT if task.held_out else Checked(task)
 
 
 def wrong_programs(task: CodingTask) -> tuple[list[str], list[str]]:
-    """Programs that must fail the tests, and slips, of which many must."""
+    """Programs that must fail the tests, and slips, of which many must. Values are read as `literals` reads them."""
     name = str(CALL.match(task.tests[0].call).group(1))  # type: ignore[union-attr] # `read` has seen to that
     values = dict.fromkeys(test.expected for test in task.tests)
-    blunt = [f"def {name}(*values):\n    return {value}" for value in values]
-    blunt += [f"def {name}(*values):\n    return {what}" for what in ("None", "values[0]", "values[-1]")]
+    returned = (*values, "None", "values[0]", "values[-1]")
+    blunt = [f"{NAMES}\ndef {name}(*values):\n    return ({what})" for what in returned]
     found = list(slips(task.reference))
     every = max(1, -(-len(found) // MOST_SLIPS))
     return blunt, found[::every]
 
 
-def check(texts: Sequence[str], level: str, subject: str, judge: Judge) -> list[Checked]:
-    """What becomes of every text, all judged in one go."""
-    return check_all([(text, level, subject) for text in texts], judge)
-
-
-def check_all(proposals: Sequence[tuple[str, str, str]], judge: Judge) -> list[Checked]:
-    """The same for texts with their levels and subjects. Most fail by their own solution, so that is run first."""
+def check(proposals: Sequence[tuple[str, str, str]], judge: Judge) -> list[Checked]:
+    """What becomes of texts with their levels and subjects. Most fail by their own solution, so that is run first."""
     results = [read(*proposal) for proposal in proposals]
     tasks = {number: result.task for number, result in enumerate(results) if result.task is not None}
     own = judge([(task.reference, task.tests) for task in tasks.values()])
@@ -122,4 +118,5 @@ def _verdict(read: Checked, blunt: Sequence[bool | None], near: Sequence[bool | 
     return read
 
 
-LATE = Checked(None, "there was no time to check it", judged=False)
+HELD_OUT = Checked(None, "it is held out for measuring")
+LATE = Checked(None, "there was no time to check it")

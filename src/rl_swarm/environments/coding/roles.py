@@ -1,9 +1,11 @@
 """The three roles: solvers learn, proposers and evaluators have models that do not change."""
 
+import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 from rl_swarm.environments.base import PEER_SECONDS, Question, Role, Statement
 from rl_swarm.environments.coding import answers, generator, proposals
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from rl_swarm.rounds import State
     from rl_swarm.turns import Work
 
+T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
 MOST_TRIES = 64  # at a task of the generator that counts and is new
-MOST_REMEMBERED = 4096  # digests of what was proposed
+MOST_REMEMBERED = 2048  # digests of what was proposed: they have to fit into a checkpoint
 MOST_GUESSES = 512  # that an evaluator's figures are of
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
@@ -44,7 +47,7 @@ class Proposer(Role):
         super().__init__(environment)
         self.coding = environment
         self.difficulty = Difficulty()
-        self.known: dict[str, None] = {}  # what was proposed, the oldest first
+        self.known: dict[str, None] = {}  # digests of what was proposed, the oldest first
         self.written = [0, 0]  # proposals by the model, and all
 
     def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
@@ -108,8 +111,10 @@ class Proposer(Role):
     def _is_new(self, text: str, question: Question) -> bool:
         """Whether nothing with the same solution was proposed here before."""
         task = proposals.read(text, *question.task.split(" ", 1)).task
-        name = "" if task is None else " ".join(task.reference.split())
-        if not name or name in self.known:
+        if task is None:
+            return False
+        name = hashlib.sha256(" ".join(task.reference.split()).encode()).hexdigest()[:10]
+        if name in self.known:
             return False
         self.known[name] = None
         while len(self.known) > MOST_REMEMBERED:
@@ -131,6 +136,7 @@ class Proposer(Role):
             "successes": list(now.successes),
             "iterations": now.iterations,
             "written": self.written,
+            "known": list(self.known),
         }
 
     def restore(self, kept: Mapping[str, object]) -> None:
@@ -139,6 +145,7 @@ class Proposer(Role):
             level, iterations = cast(int, kept["level"]), cast(int, kept["iterations"])
             self.difficulty = Difficulty(min(max(level, 0), len(LEVELS) - 1), successes, iterations)
             self.written = list(cast("list[int]", kept["written"]))
+            self.known = dict.fromkeys(cast("list[str]", kept.get("known", [])))
 
 
 class Evaluator(Role):
@@ -157,11 +164,13 @@ class Evaluator(Role):
         before = (state.round, PROPOSING) if state.stage else (state.round - 1, SOLVING)
         with node.watch("collect"):
             pairs = self._programs(node.heard(*before, role="") if min(before) >= 0 else [])
+            tasks = self.coding.tasks_of([question for question, _ in pairs], PEER_SECONDS)
+            pairs = [pair for pair, task in zip(pairs, tasks, strict=True) if task is not None]
         with node.watch("generate"):
-            stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs])
+            stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
         with node.watch("score"):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
-        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time to run
+        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for
             self.guesses.append((p, bool(self.coding.credit(reward))))
         figures = quality(list(self.guesses)).figures() if self.guesses else {}
         yield from node.show([], state, **figures)
@@ -175,11 +184,18 @@ class Evaluator(Role):
         )
 
     def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:
-        """Different programs of solvers, some of each question."""
-        found: dict[tuple[str, str], tuple[Question, str]] = {}
+        """Different programs of solvers, peers in turn, and of each peer its questions in turn."""
+        by_peer: dict[str, list[list[tuple[Question, str]]]] = {}
         for said in heard:
-            for text in said.texts:
-                code = answers.program(text) if answers.is_text(text) else None
-                if code is not None and len(found) < FEW_ANSWERS:
-                    found.setdefault((said.question.prompt, code), (said.question, code.rstrip("\n")))
+            by_peer.setdefault(said.peer_id, []).append([(said.question, text) for text in said.texts])
+        found: dict[tuple[str, str], tuple[Question, str]] = {}
+        for question, text in _in_turn([_in_turn(theirs) for theirs in by_peer.values()]):
+            code = answers.program(text) if answers.is_text(text) else None
+            if code is not None and len(found) < FEW_ANSWERS:
+                found.setdefault((question.prompt, code), (question, code.rstrip("\n")))
         return list(found.values())
+
+
+def _in_turn(rows: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each row, then the second of each, and so on."""
+    return [one for column in zip_longest(*rows) for one in column if one is not None]
