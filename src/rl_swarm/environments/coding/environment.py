@@ -1,4 +1,4 @@
-"""CodeZero: solvers write Python, proposers invent tasks for them, evaluators guess what execution will say.
+"""Solvers write Python, proposers invent tasks for them, evaluators guess what execution will say.
 
 A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones. In the
 second, solvers answer what was proposed. So half of what a solver learns from is local and half proposed. What solvers
