@@ -9,7 +9,8 @@ stays.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, variance
+from itertools import pairwise
+from statistics import fmean
 
 from rl_swarm.environments.coding.task import LEVELS
 
@@ -45,7 +46,9 @@ def trend(successes: Sequence[float]) -> int:
     half = len(successes) // 2
     before, last = successes[:half], successes[-half:]
     change = fmean(last) - fmean(before)
-    error = math.sqrt((variance(before) + variance(last)) / half)
+    # How far success jumps from one iteration to the next is chance, also while it rises.
+    noise = fmean((later - earlier) ** 2 for earlier, later in pairwise(successes)) / 2
+    error = math.sqrt(2 * noise / half)
     if abs(change) <= max(STEP, ERRORS * error):
         return 0
     return 1 if change > 0 else -1
