@@ -114,8 +114,9 @@ class SmallRun:
     def score(self, identity: Identity, when: str, sampled: float) -> None:
         played = self.state.round - 1 if when == "start" else self.state.round
         tasks = {"chain_sum": sampled, "gcd": sampled}
+        greedy = None if when == "now" else sampled
         self.journals[identity.node].metrics(
-            "held_out", when=when, round=played, questions=16, sampled=sampled, greedy=None, well_formed=0.5,
+            "held_out", when=when, round=played, questions=16, sampled=sampled, greedy=greedy, well_formed=0.5,
             accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
             accuracy_well_formed_by_task=tasks, examples=[],
         )  # fmt: skip
