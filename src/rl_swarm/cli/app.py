@@ -10,6 +10,7 @@ import typer
 from rl_swarm import __version__, config, environments
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
+from rl_swarm.cli import settled
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
 
@@ -83,19 +84,6 @@ def main(
     pass
 
 
-def _settings(
-    command: str, preset: dict[str, object], config_file: Path | None, sets: list[str] | None, **flags: object
-) -> Resolved:
-    given = {name: value for name, value in flags.items() if value is not None}
-    origins = {"environment": "flag --env", "web_port": "flag --port", "web": "flag --web or --no-web"}
-    for assignment in sets or []:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise UserError(f"--set {assignment}: write it as --set name=value.")
-        given[name], origins[name] = value, f"--set {name}"
-    return config.load(preset, config_file, given, command=command, origins=origins)
-
-
 def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
     for name, source in resolved.sources.items():
@@ -133,7 +121,7 @@ def up(
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
     from rl_swarm.cli import running
 
-    asked = _settings("up", {}, config_file, sets, environment=environment).settings.environment
+    asked = settled("up", {}, config_file, sets, environment=environment).settings.environment
     preset: dict[str, object] = {**config.UP_PRESET, **environments.named(asked).up}
     if resume is not None:
         preset |= running.settings_of(resume, any(given.startswith("strategy=") for given in sets or []))
@@ -144,13 +132,13 @@ def up(
     )  # fmt: skip
     plain = config.load({}, config_file, {}, command="up").settings
     if plain.gdrive_path and run is None and resume is None:
-        resolved = _settings("up", {}, config_file, sets, **flags)
+        resolved = settled("up", {}, config_file, sets, **flags)
         address = resolved.settings.experiment_dir()
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
         return running.alone(resolved.settings.role, address, resolved.settings)
-    resolved = _settings("up", preset, config_file, sets, **flags)
+    resolved = settled("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
     return running.up(resolved.settings, run, resume)
@@ -227,7 +215,7 @@ def bootnode(
     """Run a peer that is always there, so that others on the internet find each other."""
     from rl_swarm.cli import peers
 
-    resolved = _settings(
+    resolved = settled(
         "bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, identity_path=identity_path
     )
     peers.bootnode(resolved.settings, known)
@@ -243,7 +231,7 @@ def _alone(
 ) -> None:
     from rl_swarm.cli import running
 
-    resolved = _settings("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
+    resolved = settled("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
     where = address or resolved.settings.experiment_dir()
@@ -335,7 +323,7 @@ def watch(
 
     if tui and (port is not None or host is not None):
         raise UserError("--tui shows the swarm in this terminal: there is no --port and no --host then.")
-    settings = _settings("watch", {}, None, sets, web_port=port, web_host=host).settings
+    settings = settled("watch", {}, None, sets, web_port=port, web_host=host).settings
     dashboard.watch_here(address) if tui else dashboard.watch(address, settings)
 
 
@@ -398,7 +386,7 @@ def evaluate(
     """Score a model or checkpoint on the held-out questions."""
     from rl_swarm.cli import models
 
-    settings = _settings(
+    settings = settled(
         "evaluate", {}, None, sets, environment=environment, tasks=tasks, device=device
     ).settings
     models.evaluate(model, settings, questions, samples, as_json)
@@ -427,7 +415,7 @@ def warmup(
     from rl_swarm.cli import warmup as command
 
     flags = dict(tasks=tasks, learning_rate=learning_rate, seed=seed, device=device)
-    settings = _settings("warmup", {}, None, sets, **flags).settings
+    settings = settled("warmup", {}, None, sets, **flags).settings
     command.warmup(model, settings, out, examples, epochs, questions, samples, as_json)
 
 
@@ -443,7 +431,7 @@ def chat(
     """Talk to a model."""
     from rl_swarm.cli import models
 
-    models.chat(model, _settings("chat", {}, None, sets, device=device).settings, prompt)
+    models.chat(model, settled("chat", {}, None, sets, device=device).settings, prompt)
 
 
 @app.command(name="models")
@@ -455,7 +443,7 @@ def models_(
     """List the models that nodes use: which fit this machine, and about how long a round takes."""
     from rl_swarm.cli import models
 
-    models.list_models(_settings("models", {}, None, sets, device=device).settings, as_json)
+    models.list_models(settled("models", {}, None, sets, device=device).settings, as_json)
 
 
 @app.command()

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rl_swarm import config
-from rl_swarm.cli import program
+from rl_swarm.cli import assigned, program, settled
 from rl_swarm.errors import UserError
 
 app = typer.Typer(
@@ -99,23 +98,17 @@ def sapo(
     from rl_swarm.experiment.run import Experiment, Runner
     from rl_swarm.experiment.standing import followed
 
-    flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
-    given = {name: value for name, value in flags.items() if value is not None}
-    for assignment in sets or []:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise UserError(f"--set {assignment}: write it as --set name=value.")
+    for name in assigned(sets):
         if name in GIVEN_BY_ARM:
             raise UserError(
-                f"--set {assignment}: an experiment has --configs, --strategies, --seeds, --nodes and --rounds for that."
+                f"--set {name}: an experiment has --configs, --strategies, --seeds, --nodes and --rounds for that."
             )
         if name in ELSEWHERE:
             raise UserError(
-                f"--set {assignment}: that is no part of an experiment. A token of the hub is taken from HF_TOKEN."
+                f"--set {name}: that is no part of an experiment. A token of the hub is taken from HF_TOKEN."
             )
-        given[name] = value
-    origins = {(name := assignment.partition("=")[0]): f"--set {name}" for assignment in sets or []}
-    resolved = config.load(PRESET, config_file, given, command="experiment sapo", origins=origins)
+    flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
+    resolved = settled("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
     if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too
         os.environ.setdefault("HF_TOKEN", settings.hf_token)
