@@ -11,8 +11,9 @@ a proposer.
 Held-out tasks (see `CodingTask.held_out`) are never trained on, in any of the three roles. Weights are stored in half
 precision, which makes the files half as large and is undone by loading.
 
-The model in `coder/` was made on an H200 in two and a half minutes, with `--tasks 60000 --examples 400000 --steps 3500`, when
-proposals were examples with the task's own tests and wrong programs were fewer; one made now proposes better.
+The model in `coder/` was made by that command on an H200 in four minutes. Of its sampled answers to held-out tasks 33 % were
+right; behind a forced fence, greedily, 97 %. It told right from wrong programs in 95 % of cases, balanced, and of the
+tasks that it proposed 46 % of beginner's, 20 % of easy and 10 % of an expert's passed their own tests.
 """
 
 import json
