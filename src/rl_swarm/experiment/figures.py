@@ -8,13 +8,16 @@ from matplotlib.figure import Figure
 
 Numbers = Mapping[str, Any]  # what stands in report.json
 WIDTH, HEIGHT = 6.4, 3.8  # inches of a panel
+REWARDS = ("training_set", "fresh_local")
 
 
 def draw(numbers: Numbers, out: Path) -> dict[str, str]:
     """Writes the figures; what each shows, and the name of its file."""
     files = {
-        "Reward of fresh local rollouts": ("fresh_local.png", ["fresh_local"]),
-        "Reward of the training set": ("training_set.png", ["training_set"]),
+        "Reward of the training set and of fresh local rollouts": (
+            "rewards.png",
+            ["training_set", "fresh_local"],
+        ),
         "Held-out score by rounds and by generated tokens": (
             "held_out.png",
             ["held_out", "held_out_by_tokens"],
@@ -32,8 +35,10 @@ def figure(numbers: Numbers, panels: Sequence[str], columns: int = 2) -> Figure:
     rows = -(-len(panels) // columns)
     wide = 1.6 if list(panels) == ["by_task"] else columns
     made = Figure(figsize=(wide * WIDTH, rows * HEIGHT), layout="constrained")
+    rewards = None  # the first panel of rewards: the others have its scale, so that they can be compared
     for number, name in enumerate(panels, 1):
-        axes = made.add_subplot(rows, columns, number)
+        axes = made.add_subplot(rows, columns, number, sharey=rewards if name in REWARDS else None)
+        rewards = rewards or (axes if name in REWARDS else None)
         axes.grid(alpha=0.3)
         PANELS[name](axes, numbers["configurations"])
         if number == 1:

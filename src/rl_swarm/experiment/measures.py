@@ -311,9 +311,12 @@ class ArmResult:
         """What a node of this arm spends in all its rounds, on average."""
         return self.of(lambda run, node: spent(run, node)[-1]).mean
 
-    def curve(self, value: Callable[[RoundLine], float], points: int = 100) -> list[Point]:
-        """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval."""
-        size = max(1, self.rounds // points)
+    def curve(self, value: Callable[[RoundLine], float]) -> list[Point]:
+        """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval.
+
+        There are up to 100 of them, and fewer in short runs, where those of a few rounds would show chance alone.
+        """
+        size = max(1, self.rounds // 100, min(10, self.rounds // 20))
         return [
             self._point(
                 start + size,
