@@ -404,6 +404,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # What `rl-swarm up` changes: a swarm for one machine that is done within minutes.
 UP_PRESET: dict[str, object] = {
     "rounds": 60,
+    "held_out_every": 30,
     "local": 4,
     "external": 4,
     "step_groups": 2,  # more and smaller steps: twice as fast as one a round

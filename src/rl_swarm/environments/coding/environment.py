@@ -48,7 +48,7 @@ class Coding(Environment):
     hears_from: ClassVar[tuple[str, ...]] = ("proposer",)
     ending: ClassVar[float] = answers.ENDED
     system_prompt: ClassVar[str] = prompts.SOLVER
-    up: ClassVar[Mapping[str, object]] = {"model": "auto", "rounds": 60}
+    up: ClassVar[Mapping[str, object]] = {"model": "auto"}
     roles: ClassVar[Mapping[str, type[Role]]] = {
         "solver": Solver,
         "proposer": Proposer,
