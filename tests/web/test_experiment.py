@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallEx
         ]
 
 
+def test_a_packed_experiment_stands_as_the_one_that_it_was_packed_from(experiment: SmallExperiment) -> None:
+    experiment.play("2/2 sapo", 2, more=0.1)
+    packed = experiment.out.parent / "packed" / "e"
+    report.pack(experiment.out, packed)
+    whole, told = followed(experiment.out), followed(packed)
+    assert told.told().arms == whole.told().arms and not told.look()
+    assert told.told().runs == [replace(run, packed=True) for run in whole.told().runs]
+    assert told.curves("fresh_local", 100) == whole.curves("fresh_local", 100)
+
+
 def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(
     experiment: SmallExperiment,
 ) -> None:
@@ -128,7 +139,7 @@ def test_tables_and_curves_are_there_as_csv_and_every_run_by_its_name(experiment
         curves = list(csv.DictReader(io.StringIO(client.get("/api/experiment/curves?format=csv").text)))
         assert [float(row["2/0"]) for row in curves] == [0.255] * ROUNDS and curves[3]["2/2 sapo"] == ""
         runs = client.get("/api/experiment/runs?format=csv").text
-        assert runs.splitlines()[1] == "2-0-seed1,2/0,1,finished,4,4"
+        assert runs.splitlines()[1] == "2-0-seed1,2/0,1,finished,4,4,False"
         assert client.get("/api/experiment/curves?metric=luck").status_code == 422
         assert client.get("/run/2-0-seed1/api/overview").json()["experiment"] == "e"
         assert client.get("/run/2-0-seed9/api/overview").status_code == 404

@@ -181,7 +181,7 @@ def pack(
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such directory. Give what `experiment sapo --out` was given.")
     packed = pack(folder, out)
-    print(f"{len(packed)} runs in {out}. Read them with: {program()} experiment report {out}")
+    print(f"{len(packed)} runs in {out}. Read them with: {program()} experiment report {out}, or watch {out}")
 
 
 def _rates(text: str) -> list[float]:

@@ -199,6 +199,11 @@ def _mean(values: Sequence[Sequence[float]]) -> float:
     return mean([mean(of_seed) for of_seed in values])
 
 
+def window(rounds: int, points: int = 100) -> int:
+    """Rounds that are one point of a curve. In short runs there are fewer points: a few rounds would show chance alone."""
+    return max(1, rounds // points, min(10, rounds // 20))
+
+
 def seconds(line: RoundLine) -> float:
     """What a round took this node; the nodes of a run take their turns."""
     return sum(line.seconds.values())
@@ -312,11 +317,8 @@ class ArmResult:
         return self.of(lambda run, node: spent(run, node)[-1]).mean
 
     def curve(self, value: Callable[[RoundLine], float]) -> list[Point]:
-        """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval.
-
-        There are up to 100 of them, and fewer in short runs, where those of a few rounds would show chance alone.
-        """
-        size = max(1, self.rounds // 100, min(10, self.rounds // 20))
+        """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval."""
+        size = window(self.rounds)
         return [
             self._point(
                 start + size,

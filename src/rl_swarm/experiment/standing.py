@@ -33,6 +33,7 @@ class RunStands:
     phase: Phase
     played: int
     rounds: int
+    packed: bool  # only its numbers are here, and no run to look into
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ class NodeLog:
                     self.held_out.append((found.round + 1, found.sampled))
         return bool(lines)
 
+    def take(self, log: measures.NodeLog) -> None:
+        """All of a log that was packed."""
+        self.fresh = array("d", [line.reward_local for line in log.rounds])
+        self.training = array("d", [line.reward_training for line in log.rounds])
+        self.held_out = [(line.round + 1, line.sampled) for line in log.held_out]
+
     def scored(self, rounds: int) -> float:
         """The held-out score at the last look until then."""
         return [score for after, score in self.held_out if after <= rounds][-1]
@@ -116,6 +123,7 @@ class FollowedRun:
     def __init__(self, folder: Path, job: Job) -> None:
         self.folder, self.job = folder, job
         self.view = RunView(folder)
+        self.packed = (folder / measures.PACKED).exists()
         self.logs: dict[str, NodeLog] = {}
         self.phase: Phase = "waiting"
 
@@ -127,10 +135,21 @@ class FollowedRun:
     def look(self) -> bool:
         if self.phase == "finished":
             return False
+        if self.packed:
+            return self._unpack()
         before, self.phase = self.phase, self._phase()  # before the logs: when it has finished they are whole
         for path in sorted(self.folder.glob("logs/*/metrics.jsonl")):
             self.logs.setdefault(path.parent.name, NodeLog(path))
         return any([log.look() for log in self.logs.values()]) or self.phase != before
+
+    def _unpack(self) -> bool:
+        with suppress(UserError):  # the report would say so
+            if run := measures.Run.read(self.folder):
+                for number, log in enumerate(run.nodes):
+                    self.logs[str(number)] = NodeLog(self.folder / measures.PACKED)
+                    self.logs[str(number)].take(log)
+                self.phase = "finished"
+        return self.phase == "finished"
 
     def _phase(self) -> Phase:
         self.view.refresh_swarm()
@@ -142,7 +161,7 @@ class FollowedRun:
 
     def stands(self) -> RunStands:
         job = self.job
-        return RunStands(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds)
+        return RunStands(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, self.packed)
 
 
 @dataclass
@@ -284,7 +303,7 @@ def _curve(runs: Sequence[FollowedRun], metric: str, points: int) -> Points:
                 scores.setdefault(after, []).append(score)
         return [(after, mean(found)) for after, found in sorted(scores.items())]
     kept = [log.fresh if metric == "fresh_local" else log.training for log in logs]
-    size = max(1, runs[0].job.rounds // points)
+    size = measures.window(runs[0].job.rounds, points)
     longest = max(map(len, kept), default=0)
     windows = [
         (start + size, [mean(one[start : start + size]) for one in kept if len(one) >= start + size])

@@ -43,7 +43,7 @@ const ARMS = [
 ];
 
 const RUNS = [
-  { title: "Run", cell: (run) => (run.phase === "waiting" ? run.run : link(run.run, run.run)) },
+  { title: "Run", cell: (run) => (run.phase === "waiting" || run.packed ? run.run : link(run.run, run.run)) },
   { title: "Arm", short: true, wide: true, cell: (run) => run.arm },
   { title: "Seed", number: true, wide: true, cell: (run) => String(run.seed) },
   { title: "Round", number: true, cell: (run) => `${run.played} of ${run.rounds}` },
