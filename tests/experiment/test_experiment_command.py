@@ -164,6 +164,13 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in refused("report", str(tmp_path))
 
 
+def test_there_is_nothing_to_validate_in_an_experiment(tmp_path: Path) -> None:
+    Job(Arm(4, 0, "alone"), 1, 10, 2).write(tmp_path / "runs" / "4-0-seed1")
+    for address in (tmp_path, tmp_path / "runs" / "4-0-seed1"):
+        with pytest.raises(UserError, match="nothing to check"):
+            app(["validate", str(address)], standalone_mode=False)
+
+
 def test_presets_and_strategies_make_arms() -> None:
     assert [arm.label for arm in arms("paper", "sapo")] == ["8/0", "6/2 sapo", "4/4 sapo", "2/6 sapo"]
     assert [arm.label for arm in arms("4/0,4/4", "sapo,top")] == ["4/0", "4/4 sapo", "4/4 top"]

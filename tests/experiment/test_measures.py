@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_swarm.errors import UserError
-from rl_swarm.experiment import measures, report
+from rl_swarm.experiment import measures, report, text
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.measures import HeldOutLine, NodeLog, compared, measured
 
@@ -186,6 +186,11 @@ def test_a_change_is_compared_seed_by_seed() -> None:
     assert change is not None
     assert (change.mean, change.low, change.high) == (pytest.approx(1.0),) * 3
     assert compared({1: [0.2]}, {2: [0.1]}) is None and compared({1: [0.2]}, {1: [0.0]}) is None
+
+
+def test_a_change_that_rounds_to_nothing_has_no_minus() -> None:
+    assert text._percent({"mean": -0.004, "low": -0.016, "high": 0.943}) == "+0 % (-2 to +94)"
+    assert text._percent(None) == ""
 
 
 def test_oscillation_is_how_far_a_curve_is_below_its_best() -> None:

@@ -348,11 +348,18 @@ def validate(
 ) -> None:
     """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored again."""
     from rl_swarm import environments
+    from rl_swarm.experiment.arms import FILE as ARM
+    from rl_swarm.experiment.arms import is_experiment
     from rl_swarm.report import RunView
     from rl_swarm.validate import rescore
     from rl_swarm.validate import validate as check
 
     if not address.startswith("p2p://"):
+        if is_experiment(address) or (Path(address) / ARM).is_file():
+            raise UserError(
+                f"{address} is of an experiment, whose nodes keep their logs and not what they wrote to each other: there is "
+                "nothing to check again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several machines."
+            )
         RunView.open(address)
     verdict, opened = check(address, rounds, nodes)
     if opened is not None:

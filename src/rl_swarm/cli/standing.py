@@ -123,5 +123,5 @@ def _number(measure: Measure | None, digits: int) -> Text:
 def _change(measure: Measure | None) -> Text:
     if measure is None:
         return Text("")
-    mean, low, high = (f"{100 * share:+.0f}" for share in (measure.mean, measure.low, measure.high))
+    mean, low, high = (f"{round(100 * share):+d}" for share in (measure.mean, measure.low, measure.high))
     return Text(f"{mean} %").append(f"\n{low} to {high}", style="dim")

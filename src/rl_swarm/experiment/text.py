@@ -121,7 +121,7 @@ def _number(measure: Mapping[str, float] | None, digits: int = 3) -> str:
 def _percent(measure: Mapping[str, float] | None) -> str:
     if measure is None:
         return ""
-    mean, low, high = (f"{100 * measure[name]:+.0f}" for name in ("mean", "low", "high"))
+    mean, low, high = (f"{round(100 * measure[name]):+d}" for name in ("mean", "low", "high"))
     return f"{mean} % ({low} to {high})"
 
 
@@ -142,7 +142,7 @@ def _rewards(arms: Arms, bases: Sequence[str]) -> str:
     return (
         _table(head, rows)
         + "\n\nTotals are over all nodes and rounds, of the mean reward of a round. `training set` is what a node trained "
-        "on, external groups included, as the paper logs it; these were chosen, so it does not say what a model can do. "
+        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a model can do. "
         "`fresh local` is what its own model has just written. A pooled learner counts as all nodes whose questions it has."
     )
 
@@ -203,7 +203,7 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
         )  # fmt: skip
         earned.append(
             [label, *(_number(fresh[name]) for name in ("per_1000_tokens", "per_second")),
-             _number(held["gain_per_million_tokens"], 1), _number(held["gain_per_hour"], 2)]
+             _number(held["gain_per_million_tokens"], 2), _number(held["gain_per_hour"], 2)]
         )  # fmt: skip
     return "\n\n".join(
         [
@@ -259,7 +259,7 @@ def _learning(arms: Arms) -> str:
     return (
         _table(head, rows)
         + "\n\n`signal`: the share of own groups whose rewards differ. `oscillation`: how far the fresh local reward, in "
-        "windows, lies below the highest it had reached before, on average. `reach`: of the tasks in which some node rose by "
+        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node answers fewer questions. `reach`: of the tasks in which some node rose by "
         f"{SKILL} or more, the share of the other nodes that did so too by the end; `after`: how many rounds later than the "
         "first, as finely as held-out scores were taken."
     )
