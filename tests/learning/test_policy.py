@@ -1,6 +1,7 @@
 """A model behind text: prompts, answers, and what strangers may teach it."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from small_models import (
 
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.environments.base import Question
-from rl_swarm.learning import devices
+from rl_swarm.learning import devices, reader
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.rollouts import Completion, Group
@@ -32,7 +33,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def make(folder):
+def make(folder, monkeypatch):
+    # Policies share readers, which live until the garbage collector comes: those of one test are not for the next.
+    monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
+
     def make(**changes):
         changes = {"max_new_tokens": 16, "learning_rate": 1e-3, "cpu_only": True, **changes}
         return Policy.load(Settings(model=str(folder), **changes), "Answer well.")
