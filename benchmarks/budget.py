@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from measure import choose_device, options, print_table, progress, resident, write_json
+from measure import choose_device, options, positive, print_table, progress, resident, write_json
 from together import load
 
 from rl_swarm.config import Settings
@@ -59,11 +59,17 @@ def main() -> None:
     parser.add_argument(
         "--random", choices=["llama", "gpt2"], help="random weights of that family's usual size"
     )
-    parser.add_argument("--budgets", default="2048,3072,4608,5120,6144,9216,20000", help="comma-separated")
+    parser.add_argument("--budgets", default="2048,3072,4608,5120,5376,6144,9216,20000", help="with commas")
     args = parser.parse_args()
+    try:
+        budgets = [positive(text) for text in args.budgets.split(",")]
+    except (ValueError, argparse.ArgumentTypeError):
+        parser.error(
+            f"--budgets {args.budgets}: numbers of tokens with commas between them, such as 2048,4608"
+        )
     context = multiprocessing.get_context("spawn")
     rows: list[dict[str, Any]] = []
-    for budget in map(int, args.budgets.split(",")):
+    for budget in budgets:
         ours, theirs = context.Pipe()
         child = context.Process(target=step, args=(budget, args, theirs))
         child.start()

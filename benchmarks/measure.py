@@ -25,15 +25,26 @@ def options(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m or a directory (default: tiny)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
-    parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--completions", type=int, default=8, help="of every question")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs after the one that warms up")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="of torch on the CPU"
+    )
+    parser.add_argument("--questions", type=positive, default=8)
+    parser.add_argument("--completions", type=positive, default=8, help="of every question")
+    parser.add_argument("--tokens", type=positive, default=256, help="most tokens of a completion")
+    parser.add_argument("--prompt", type=positive, default=128, help="tokens of a prompt")
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="measured runs after the one that warms up"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
     return parser
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
 
 
 def choose_device(name: str) -> torch.device:

@@ -87,6 +87,7 @@ def test_chat_answers(tmp_path: Path) -> None:
 def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None:
     code, output = run(tmp_path, "models")
     assert code == 0 and "Qwen/Qwen2.5-0.5B-Instruct" in output and "fits" in output and "GiB" in output
+    assert "Qwen/Qwen2.5-Coder-1.5B-Instruct" in output, "names are whole at 80 columns"
     code, output = run(tmp_path, "models", "--json", "--set", "lora_rank=8")
     found = json.loads(output[output.index("{") :])
     assert code == 0 and found["available"] > 0

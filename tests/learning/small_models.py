@@ -18,6 +18,10 @@ PAD = 0
 FAST = ("llama", "qwen2", "qwen3", "gpt2", "gemma3")  # the families that `decoder` knows
 DISTINCT = ("qwen2", "qwen3", "gpt2", "gemma3")  # llama's layers are qwen2's without biases
 KINDS = (*FAST, "gpt_neox")  # and one that goes through transformers
+NO_MEMORY = (  # what torch says on a CPU
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+    "could not create a primitive",
+)
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 

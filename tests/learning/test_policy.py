@@ -1,10 +1,14 @@
 """A model behind text: prompts, answers, and what strangers may teach it."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 from small_models import (
+    FAST,
+    KINDS,
+    NO_MEMORY,
     count_tokens,
     gradients_at_step,
     plain_logprobs,
@@ -15,7 +19,7 @@ from small_models import (
 
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.environments.base import Question
-from rl_swarm.learning import devices
+from rl_swarm.learning import devices, reader
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.rollouts import Completion, Group
@@ -29,7 +33,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def make(folder):
+def make(folder, monkeypatch):
+    # Policies share readers, which live until the garbage collector comes: those of one test are not for the next.
+    monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
+
     def make(**changes):
         changes = {"max_new_tokens": 16, "learning_rate": 1e-3, "cpu_only": True, **changes}
         return Policy.load(Settings(model=str(folder), **changes), "Answer well.")
@@ -114,22 +121,45 @@ def test_batches_are_drawn_independently(make):
     assert first != second
 
 
-def test_when_memory_runs_out_sampling_goes_on_with_smaller_batches(make, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, NO_MEMORY), MemoryError()]
+)
+def test_when_memory_runs_out_sampling_goes_on_with_smaller_batches(make, monkeypatch, error):
     policy = make()
     real, sizes = policy_module.sample, []
 
     def sample(model, ids, count, decoding, seed):
         sizes.append(len(ids) * count)
         if len(ids) * count > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return real(model, ids, count, decoding, seed)
 
     monkeypatch.setattr(policy_module, "sample", sample)
     groups = policy.sample([f"What is {n}?" for n in range(6)], 2, seed=0)
     assert [len(g) for g in groups] == [2] * 6
     assert sizes == [12, 6, 2, 2, 2, 2, 2, 2]
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error)):
         policy.sample(["What is 1?"], 8, seed=0)
+
+
+def test_another_error_while_sampling_is_raised_at_once(make, monkeypatch):
+    def sample(*args):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(policy_module, "sample", sample)
+    with pytest.raises(RuntimeError, match="something else"):
+        make().sample(["What is 1?", "What is 2?"], 2, seed=0)
+
+
+def test_a_model_without_a_fast_path_says_that_it_goes_through_transformers(caplog):
+    tokenizer = small_tokenizer()
+    for kind in KINDS:
+        caplog.clear()
+        model = small_model(kind, vocabulary=len(tokenizer), eos=tokenizer.eos_token_id)
+        Policy(model, tokenizer, f"a {kind}", "", Settings(model="a", cpu_only=True))
+        said = [record.message for record in caplog.records if "fast path" in record.message]
+        assert len(said) == (kind not in FAST)
+        assert all(f"a {kind}: there is no fast path for models of type '{kind}'" in text for text in said)
 
 
 def test_end_tokens_come_from_the_model_and_its_tokenizer():

@@ -5,9 +5,12 @@ import pytest
 import torch
 from small_models import FAST, KINDS, PAD, VOCABULARY, count_tokens, plain_logprobs, small_model
 
+from rl_swarm.config import Settings
+from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import CROWDED, Decoding, draw, sample, truncated
 from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts, token_logprobs
+from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [20, 21, 22, 23, 24, 25]]
@@ -67,7 +70,10 @@ def test_one_token_completions_need_only_their_prompt():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_is_what_transformers_generates(kind):
-    model = small_model(kind, seed=3)
+    same_as_generated(small_model(kind, seed=3))
+
+
+def same_as_generated(model):
     decoding = Decoding(12, EOS, PAD, greedy=True)
     for prompt, s in all_samples(model, decoding, count=1):
         expected = model.generate(
@@ -79,6 +85,34 @@ def test_greedy_is_what_transformers_generates(kind):
             pad_token_id=PAD,
         )
         assert list(s.tokens) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("copied", [False, True])
+def test_after_steps_of_training_both_are_still_those_of_transformers(kind, copied, monkeypatch):
+    model, before = small_model(kind), small_model(kind)
+    if copied:  # as on a CPU that is fast in bfloat16, here in full precision
+        weights = Weights(Decoder(model), torch.float32)
+
+        def refreshed(model):
+            weights.refresh()
+            return weights
+
+        monkeypatch.setattr("rl_swarm.learning.sampler.low_weights", refreshed)
+    trainer = Trainer(model, PAD, Settings(learning_rate=0.02))
+    for step in range(2):
+        all_samples(model, count=2, seed=step)
+        trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])
+        samples = all_samples(model, count=2, seed=step)
+        for prompt, s in samples:
+            with torch.no_grad():
+                np.testing.assert_allclose(s.logprobs, plain_logprobs(model, prompt, s.tokens), atol=1e-4)
+        with torch.no_grad():
+            moved = [
+                np.abs(s.logprobs - plain_logprobs(before, p, s.tokens).numpy()).max() for p, s in samples
+            ]
+        assert max(moved) > 0.01
+        same_as_generated(model)
 
 
 def test_a_sequence_ends_with_the_first_end_token_which_belongs_to_it():

@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_models import KINDS, PAD, VOCABULARY, count_tokens, gradients_at_step, plain_logprobs, small_model
+from small_models import (
+    KINDS,
+    NO_MEMORY,
+    PAD,
+    VOCABULARY,
+    count_tokens,
+    gradients_at_step,
+    plain_logprobs,
+    small_model,
+)
 
 from rl_swarm.config import Settings
 from rl_swarm.learning.batches import TrainingGroup, micro_batches
@@ -238,26 +247,29 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_forgotten():
     assert far_apart(seen[0], expected) < 2e-5
 
 
-def fails(trainer, monkeypatch, times):
+def fails(trainer, monkeypatch, times, error):
     """Memory runs out in the last micro-batch, after the gradients of the others were added."""
     real, calls = trainer._accumulate, itertools.count()
 
     def accumulate(*args):
         found = real(*args)
         if next(calls) < times:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return found
 
     monkeypatch.setattr(trainer, "_accumulate", accumulate)
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypatch, times):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, NO_MEMORY)]
+)
+def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypatch, times, error):
     calm, model = small_model(), small_model()
     groups = random_groups(model=model)
     trainer_of(calm).update(groups)
     trainer = trainer_of(model, batch_tokens=512)
-    fails(trainer, monkeypatch, times)
+    fails(trainer, monkeypatch, times, error)
     update = trainer.update(groups)
     assert 0 < trainer.batch_tokens <= 512 >> times
     assert update.tokens == sum(len(c) for g in groups for c in g.completions) - len(groups[4].completions[1])
@@ -269,10 +281,19 @@ def test_memory_that_is_too_small_for_anything_is_an_error(monkeypatch):
     model = small_model()
     trainer = trainer_of(model)
     before = copy.deepcopy(model.state_dict())
-    fails(trainer, monkeypatch, 10**6)
+    fails(trainer, monkeypatch, 10**6, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         trainer.update(random_groups(model=model))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_another_error_is_no_reason_to_try_again(monkeypatch):
+    model = small_model()
+    trainer = trainer_of(model, batch_tokens=512)
+    fails(trainer, monkeypatch, 1, RuntimeError("something else"))
+    with pytest.raises(RuntimeError, match="something else"):
+        trainer.update(random_groups(model=model))
+    assert trainer.batch_tokens == 512
 
 
 def test_micro_batches_hold_everything_once_and_keep_to_the_budget():

@@ -103,11 +103,12 @@ def list_models(settings: Settings, as_json: bool) -> None:
         return
     table = Table(box=None, padding=(0, 1))
     for title in ("model", "pool", "parameters", "needs", "fits", "a round"):
-        table.add_column(title, justify="left" if title in ("model", "pool", "fits") else "right")
+        left = title in ("model", "pool", "fits")
+        table.add_column(title, justify="left" if left else "right", overflow="fold")  # names are typed again
     for row in rows:
         parameters, needs = f"{row.parameters / 1e6:,.0f} M", f"{row.plan.needed / GIB:.1f} GiB"
         fits = "yes" if row.plan.fits else "no"
-        table.add_row(row.model, row.pool, parameters, needs, fits, f"about {duration(row.seconds)}")
+        table.add_row(row.model, row.pool, parameters, needs, fits, duration(row.seconds))
     console = Console(highlight=False)
     console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)

@@ -164,6 +164,17 @@ def low_precision(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=prefers_bfloat16(model))
 
 
+# What the CPU's allocator says when it has no memory, and oneDNN, which does not say why.
+NO_MEMORY = ("can't allocate memory", "could not create a primitive")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that memory ran out: torch has a class for a GPU's, and only words for the machine's."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(words in str(error) for words in NO_MEMORY)
+
+
 def release_memory() -> None:
     """Gives back to the device what is cached for reuse."""
     if torch.cuda.is_available():

@@ -18,7 +18,7 @@ from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.devices import BUNDLED, pick_device, pick_model, release_memory
+from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
@@ -70,6 +70,8 @@ class Policy:
             self.trainer = sharing.admit(model, self.pad, planned, self.plan)
         else:
             self.trainer = self.trainer_class(model, self.pad, planned)
+        if reason := sampler.slow_path(model):
+            log.warning("%s: %s", name, reason)
 
     @classmethod
     def load(
@@ -115,8 +117,8 @@ class Policy:
             ids = [self.prompt_ids(prompt) for prompt in prompts[start : start + step]]
             try:
                 samples = sample(self.model, ids, count, decoding, seed + start)
-            except torch.OutOfMemoryError as error:
-                if len(ids) == 1:
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or len(ids) == 1:
                     raise
                 self.batch = len(ids) * count // 2
                 log.warning("out of memory: now sampling at most %d sequences at once", self.batch)

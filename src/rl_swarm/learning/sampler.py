@@ -164,6 +164,18 @@ def engine_of(model: Model) -> "Engine | None":
     return _engines[model]
 
 
+def slow_path(model: Model) -> str | None:
+    """Why this model is not sampled from as fast as others are, in words; nothing where it is."""
+    kind = f"models of type {model.config.model_type!r}"
+    if not Decoder.supports(model):
+        return f"there is no fast path for {kind}: this one is sampled from and trained through transformers"
+    if model.device.type == "cuda" and find_spec("triton") is None:
+        return "Triton is not installed: sampling and training run without the kernels for GPUs"
+    if model.device.type == "cuda" and not Weights.supports(Decoder(model)):
+        return f"there are no sampling kernels for {kind} with this configuration: a step is many torch calls"
+    return None
+
+
 def continuation(
     model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding
 ) -> Continuation:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.learning import trainer
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.devices import pick_device
+from rl_swarm.learning.devices import out_of_memory, pick_device
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sharing import Sharing
 from rl_swarm.learning.trainer import Trainer, Update
@@ -92,7 +92,9 @@ class TeamTrainer(Trainer):
             mine = share(groups, rank, size)
             if mine:
                 super()._gradients(mine, tokens)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
             exhausted += 1
         figures = torch.cat([self.figures, exhausted])
         self._add_up([figures])

@@ -21,7 +21,7 @@ from rl_swarm.config import Settings
 from rl_swarm.learning import grpo
 from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
 from rl_swarm.learning.decoder import Attend, Decoder
-from rl_swarm.learning.devices import low_precision, release_memory
+from rl_swarm.learning.devices import low_precision, out_of_memory, release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of, packed_logprobs
 from rl_swarm.learning.memory import MOST_TOKENS
 from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
@@ -114,7 +114,9 @@ class Trainer:
         while True:
             try:
                 return self._update(groups)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
                 traceback.clear_frames(error.__traceback__)  # they hold what did fit
                 self._shrink(groups)
 
