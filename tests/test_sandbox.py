@@ -309,6 +309,24 @@ def test_what_a_program_leaves_costs_later_ones_nothing(isolation):
         box.close()
 
 
+def test_programs_at_the_same_time_have_folders_of_their_own():
+    """Each writes a file, computes until both are at work, and looks around."""
+    needs("namespaces")
+    code = (
+        "import os, time\n"
+        "open('/tmp/of-{0}', 'w').close()\n"
+        "while time.process_time() < 0.3: pass\n"
+        "seen = os.listdir('/tmp')\n"
+    )
+    box = Sandbox("namespaces", workers=2)
+    try:
+        found = box.judge([program(code.format(who), ("seen", f"['of-{who}']")) for who in "ab"])
+        assert [each.error for each in found] == ["", ""]
+        assert len(box._idle) == 2, "each had a process of its own"
+    finally:
+        box.close()
+
+
 def test_processes_that_ended_while_they_waited_cost_no_program_a_try():
     needs("namespaces")
     right = program("def f(): return 1", ("f()", "1"))

@@ -171,12 +171,33 @@ def rewritten(text):
 
 
 def test_a_proposal_is_asked_once(coding):
-    text = proposed(1)[0].texts[0]
+    environment, text = Coding(coding.tasks), proposed(1)[0].texts[0]
     texts = [text] * 5 + [rewritten(text)]
     heard = [proposal(one, peer=f"proposer-{number}", seed=number) for number, one in enumerate(texts)]
-    questions = coding.follow_up(cues(heard, count=6))
+    questions = environment.follow_up(cues(heard, count=6))
     assert [bool(question.parents) for question in questions].count(True) == 1
+    assert environment.follow_up(cues(heard, count=6)) == questions
     assert coding.follow_up(shown(questions, heard)) == questions
+    environment.close()
+
+
+def test_what_was_proposed_before_is_not_asked_again(coding):
+    environment = Coding(coding.tasks)
+    first, other = proposed(2)
+    assert environment.follow_up(cues([first], count=1))[0].parents == (first,)
+    later = [
+        proposal(first.texts[0], peer="copier", seed=90),
+        proposal(rewritten(first.texts[0]), seed=91),
+        other,
+    ]
+    questions = environment.follow_up(cues(later, count=3))
+    assert [question.parents for question in questions if question.parents] == [(other,)]
+    # A peer that joined later knows nothing of that, and is believed.
+    news = Coding(coding.tasks)
+    asked = news.follow_up(cues(later[:1], peer="solver-2", count=1))
+    assert asked[0].parents and environment.follow_up(shown(asked, later[:1], "solver-2")) == asked
+    environment.close()
+    news.close()
 
 
 def test_a_task_that_is_asked_for_measuring_is_not_asked_when_its_solution_is_written_differently():

@@ -37,7 +37,7 @@ def pairs():
 def test_guesses_are_better_than_always_the_same(policy, pairs):
     right, wrong = (probabilities(policy, asked) for asked in pairs)
     found = quality([(p, True) for p in right] + [(p, False) for p in wrong])
-    assert found.balanced > 0.6 and 0 <= found.calibration <= 1
+    assert found.balanced > 0.8 and 0 <= found.calibration <= 1
     assert all(0 <= p <= 1 for p in right + wrong)
 
 

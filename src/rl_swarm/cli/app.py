@@ -40,7 +40,7 @@ External = Annotated[int | None, typer.Option("--external", help="Groups per rou
 Generations = Annotated[int | None, typer.Option("--generations", help="Completions per question (G).")]
 Rate = Annotated[float | None, typer.Option("--learning-rate", help="Step size of the optimiser.")]
 Tasks = Annotated[
-    str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
+    str | None, typer.Option("--tasks", help="tiny, sapo, or tasks of the environment, comma-separated.")
 ]
 Env = Annotated[
     str | None,
@@ -148,7 +148,11 @@ def up(
 def join(
     address: OptionalAddress = None,
     role: Annotated[
-        str | None, typer.Option("--role", help="A role of the swarm's environment; worker by default.")
+        str | None,
+        typer.Option(
+            "--role",
+            help="A role of the swarm's environment, in coding solver, proposer or evaluator; the first by default.",
+        ),
     ] = None,
     local: Local = None,
     external: External = None,

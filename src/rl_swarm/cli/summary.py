@@ -9,6 +9,7 @@ from rich.table import Table
 from rl_swarm import environments
 from rl_swarm.cli import program
 from rl_swarm.cli.drawing import clock
+from rl_swarm.config import Settings
 from rl_swarm.evaluation import mean
 from rl_swarm.report import TREND_ROUNDS, RunView
 
@@ -79,7 +80,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         "\n[bold]Next[/]\n"
         f"  {call} validate {run.root}    is this run sound?\n"
         f"  {call} watch {run.root}    its curves and rollouts in a browser\n"
-        f"  {call} up --external 0    the same without sharing\n"
+        f"  {call} up{_environment(run)} --external 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
         f"  {call} chat {_checkpoint(run, best.node)}",
         soft_wrap=True,
@@ -109,6 +110,12 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
         f"  {program()} watch {run.root}    its curves and rollouts in a browser",
         soft_wrap=True,
     )
+
+
+def _environment(run: RunView) -> str:
+    """The option that starts another run of this kind."""
+    kind = run.manifest.environment if run.manifest else Settings().environment
+    return "" if kind == Settings().environment else f" --env {kind}"
 
 
 def _short(text: str, most: int = 160) -> str:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
+MOST_PROPOSED = 8192  # digests of solutions and descriptions that were proposed here
 MOST_PROPOSALS = 8  # of one peer in a round
 
 Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
@@ -67,6 +68,7 @@ class Coding(Environment):
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
         self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
+        self._proposed: OrderedDict[str, str] = OrderedDict()  # text to its first statement
         self._measured: set[str] = set()  # descriptions of the held-out questions that were asked here
         self._sandbox: Sandbox | None = None
         self.guesser: Policy | None = None  # whose guess stands in for running a program
@@ -243,14 +245,16 @@ class Coding(Environment):
             self._checked.popitem(last=False)
 
     def _sound(self, said: Sequence[Statement], seconds: float) -> set[Statement]:
-        """The statements that propose something sound, and not what another one proposes too."""
-        sound, seen = set(), set[str]()
+        """The statements that propose something sound and new: not what another one does, in this round or before."""
+        sound = set()
         for one, checked in zip(said, self.check(said, seconds), strict=True):
             if checked.task is not None:
-                texts = {_words(checked.task.reference), _words(checked.task.description)}
-                if not texts & seen:
+                texts = (checked.task.reference, checked.task.description)
+                first = {self._proposed.setdefault(_digest(_words(text)), one.digest) for text in texts}
+                if first == {one.digest}:
                     sound.add(one)
-                seen |= texts
+        while len(self._proposed) > MOST_PROPOSED:
+            self._proposed.popitem(last=False)
         return sound
 
     def _score_proposals(
@@ -300,7 +304,7 @@ def _until(seconds: float | None) -> float:
 
 def _rank(peer_id: str, seed: int) -> str:
     """Where a proposal stands for a peer: by its place in the round, so that nobody words one until it is drawn."""
-    return hashlib.sha256(f"{peer_id} {seed}".encode()).hexdigest()
+    return _digest(f"{peer_id} {seed}")
 
 
 def _key(question: Question, text: str) -> Key:
@@ -309,7 +313,11 @@ def _key(question: Question, text: str) -> Key:
 
 
 def _name(key: Key) -> str:
-    return hashlib.sha256("\0".join(key).encode()).hexdigest()
+    return _digest("\0".join(key))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _words(text: str) -> str:

@@ -232,8 +232,9 @@ def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | No
         return [Path(hf_hub_download(dataset, path, repo_type="dataset", token=token)) for path in chosen]
     except Exception as error:  # the hub's client raises what the library below it raises
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason[:300].rstrip(".")
         raise TaskError(
-            f"the task {name} takes the data set {dataset} from the hub, and it cannot be had: {reason[:300]}. Without the "
+            f"the task {name} takes the data set {dataset} from the hub, and it cannot be had: {reason}. Without the "
             f"hub, put its rows into a file and name it: tasks: [{{name: {name}, config: {{file: {name}.jsonl}}}}]"
         ) from error
 
