@@ -26,7 +26,7 @@ MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
 # Numbers, of two bytes each, that exist at the same time on a GPU; a quarter of them where there are several copies in float32.
 LOGITS = 1 << 27
-LARGE_BATCH = 13 * GIB // 4  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
+LARGE_BATCH = 3 * GIB  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
@@ -66,7 +66,7 @@ def most_tokens(shape: Shape, settings: Settings, device_type: str) -> int:
     """Of a micro-batch, where memory is plentiful."""
     if device_type != "cuda":
         return MOST_TOKENS
-    steps = (2 * MOST_TOKENS, 3 * MOST_TOKENS // 2, 5 * MOST_TOKENS // 4)
+    steps = (2 * MOST_TOKENS, 3 * MOST_TOKENS // 2, 9 * MOST_TOKENS // 8)
     return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MOST_TOKENS)
 
 
