@@ -86,3 +86,4 @@ def test_quality_is_what_it_says():
     assert found.calibration == pytest.approx((0.1 + 0.2 + 0.7 + 0.1) / 4)
     always = quality([(0.99, True)] * 9 + [(0.99, False)])
     assert always.accuracy == 0.9 and always.balanced == 0.5
+    assert quality([(0.9, True)] * 4).balanced == 0.5

@@ -57,7 +57,8 @@ class LiveView:
             return
         self.said = told.round // LINE_EVERY
         rows = telling.nodes(self.drawing.follower).nodes
-        rewards = ", ".join(f"{row.name} {row.reward:.2f}" for row in rows if row.reward is not None)
+        learners = [row for row in rows if not row.role or row.held_out_start is not None]
+        rewards = ", ".join(f"{row.name} {row.reward:.2f}" for row in learners if row.reward is not None)
         ending = f" | {clock(left)} left" if left is not None else ""
         self.console.print(
             f"round {told.round}/{told.rounds} | reward: {rewards or 'first answers'}{ending}",

@@ -49,7 +49,7 @@ class Coding(Environment):
     hears_from: ClassVar[tuple[str, ...]] = ("proposer",)
     ending: ClassVar[float] = answers.ENDED
     system_prompt: ClassVar[str] = prompts.SOLVER
-    up: ClassVar[Mapping[str, object]] = {"model": "auto"}
+    up: ClassVar[Mapping[str, object]] = {"model": "auto", "rounds": 40}
     roles: ClassVar[Mapping[str, type[Role]]] = {
         "solver": Solver,
         "proposer": Proposer,

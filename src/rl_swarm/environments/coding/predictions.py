@@ -85,9 +85,7 @@ class Quality:
     guesses: int
     right_share: float  # of the programs, by execution
     accuracy: float
-    balanced: (
-        float  # the mean of the accuracies on right and on wrong programs; always the same answer has 0.5
-    )
+    balanced: float  # mean of the accuracies on right and on wrong programs: 0.5 for the same answer always, or one kind
     disagreement: float
     calibration: float  # how far the stated probabilities are off, on average (ECE, ten bins)
     brier: float
@@ -111,7 +109,7 @@ def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
         guesses=len(guesses),
         right_share=_mean([right for _, right in guesses]),
         accuracy=_mean(hits),
-        balanced=_mean([_mean(kind) for kind in kinds if kind]),
+        balanced=_mean([_mean(kind) for kind in kinds]) if all(kinds) else 0.5,
         disagreement=1 - _mean(hits),
         calibration=sum(gaps) / len(guesses),
         brier=_mean([(p - right) ** 2 for p, right in guesses]),
