@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rl_swarm.experiment.measures import Measure
+from rl_swarm.experiment.measures import Measure, percent
 from rl_swarm.experiment.standing import ArmStands, Stands, followed
 
 DRAW_SECONDS = 1.0
@@ -123,5 +123,5 @@ def _number(measure: Measure | None, digits: int) -> Text:
 def _change(measure: Measure | None) -> Text:
     if measure is None:
         return Text("")
-    mean, low, high = (f"{round(100 * share):+d}" for share in (measure.mean, measure.low, measure.high))
+    mean, low, high = map(percent, (measure.mean, measure.low, measure.high))
     return Text(f"{mean} %").append(f"\n{low} to {high}", style="dim")

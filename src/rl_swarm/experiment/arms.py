@@ -1,8 +1,8 @@
 """What is compared: an arm is how many groups a node takes from where, by which strategy, and how it trains on them.
 
 Written `I/J`: own and external groups per round. `4/0x2` makes two updates on the same groups, which costs as much
-training as 4/4 while most groups carry signal; `1/7@1` makes an update on every group, one after the other; `4/0-pooled` is one learner that has the
-questions of all nodes to itself.
+training as 4/4 while most groups carry signal; `1/7@1` makes an update on every group, one after the other;
+`4/0-pooled` is one learner that has the questions of all nodes to itself.
 """
 
 import re

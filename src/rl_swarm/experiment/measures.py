@@ -146,6 +146,11 @@ def _line(*values: float) -> RoundLine:
     return msgspec.convert({"kind": "round", **fields, "seconds": {"all": seconds}}, RoundLine)
 
 
+def percent(share: float) -> str:
+    """With its sign, and no -0."""
+    return f"{round(100 * share):+d}"
+
+
 @dataclass(frozen=True)
 class Measure:
     """A mean over seeds and nodes, with its 95 % interval."""

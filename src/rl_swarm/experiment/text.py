@@ -5,7 +5,7 @@ from typing import Any
 
 from rl_swarm import strategies
 from rl_swarm.experiment import paper
-from rl_swarm.experiment.measures import SKILL
+from rl_swarm.experiment.measures import SKILL, percent
 
 Arms = Mapping[str, Mapping[str, Any]]  # by label, as in report.json
 
@@ -121,7 +121,7 @@ def _number(measure: Mapping[str, float] | None, digits: int = 3) -> str:
 def _percent(measure: Mapping[str, float] | None) -> str:
     if measure is None:
         return ""
-    mean, low, high = (f"{round(100 * measure[name]):+d}" for name in ("mean", "low", "high"))
+    mean, low, high = (percent(measure[name]) for name in ("mean", "low", "high"))
     return f"{mean} % ({low} to {high})"
 
 
@@ -142,7 +142,8 @@ def _rewards(arms: Arms, bases: Sequence[str]) -> str:
     return (
         _table(head, rows)
         + "\n\nTotals are over all nodes and rounds, of the mean reward of a round. `training set` is what a node trained "
-        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a model can do. "
+        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a model can "
+        "do. "
         "`fresh local` is what its own model has just written. A pooled learner counts as all nodes whose questions it has."
     )
 
@@ -259,7 +260,8 @@ def _learning(arms: Arms) -> str:
     return (
         _table(head, rows)
         + "\n\n`signal`: the share of own groups whose rewards differ. `oscillation`: how far the fresh local reward, in "
-        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node answers fewer questions. `reach`: of the tasks in which some node rose by "
+        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node answers fewer "
+        "questions. `reach`: of the tasks in which some node rose by "
         f"{SKILL} or more, the share of the other nodes that did so too by the end; `after`: how many rounds later than the "
         "first, as finely as held-out scores were taken."
     )

@@ -153,13 +153,13 @@ _shared: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary(
 
 def engine_of(model: Model) -> "Engine | None":
     """What samples from this model on a GPU, where its kernels know the model and can be compiled."""
-    if model.device.type != "cuda" or not Decoder.supports(model) or find_spec("triton") is None:
+    if model.device.type != "cuda":
         return None
-    from rl_swarm.learning.cuda.engine import Engine
-
     if model not in _engines:
-        if not Engine.supports(model):
+        if slow_path(model) is not None:
             return None
+        from rl_swarm.learning.cuda.engine import Engine
+
         _engines[model] = _shared.get(model) or Engine()
     return _engines[model]
 
@@ -169,9 +169,13 @@ def slow_path(model: Model) -> str | None:
     kind = f"models of type {model.config.model_type!r}"
     if not Decoder.supports(model):
         return f"there is no fast path for {kind}: this one is sampled from and trained through transformers"
-    if model.device.type == "cuda" and find_spec("triton") is None:
+    if model.device.type != "cuda":
+        return None
+    if find_spec("triton") is None:
         return "Triton is not installed: sampling and training run without the kernels for GPUs"
-    if model.device.type == "cuda" and not Weights.supports(Decoder(model)):
+    from rl_swarm.learning.cuda.engine import Engine
+
+    if not Engine.supports(model):
         return f"there are no sampling kernels for {kind} with this configuration: a step is many torch calls"
     return None
 

@@ -23,7 +23,7 @@ from rl_swarm.environments.coding import answers, generator, prompts, proposals,
 from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
-from rl_swarm.environments.coding.task import LEVELS, CodingTask
+from rl_swarm.environments.coding.task import LEVELS, CodingTask, digest_of_words
 from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
 from rl_swarm.scoring.sandbox import Program, Sandbox, Test
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
-MOST_PROPOSED = 8192  # digests of solutions and descriptions that were proposed here
+MOST_PROPOSED = 8192  # digests of what was proposed, remembered
 MOST_PROPOSALS = 8  # of one peer in a round
 
 Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
@@ -68,8 +68,12 @@ class Coding(Environment):
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
         self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
-        self._proposed: OrderedDict[str, str] = OrderedDict()  # text to its first statement
-        self._measured: set[str] = set()  # descriptions of the held-out questions that were asked here
+        self._proposed: OrderedDict[str, str] = (
+            OrderedDict()
+        )  # digests of solutions and descriptions, to the first statement that had them
+        self._measured: set[str] = (
+            set()
+        )  # digests of the descriptions of held-out questions that were asked here
         self._sandbox: Sandbox | None = None
         self.guesser: Policy | None = None  # whose guess stands in for running a program
 
@@ -124,7 +128,7 @@ class Coding(Environment):
                 task = self.drawn(number, -1 - draw)  # seeds of training questions are not negative
                 if task is not None and task.held_out and task.description not in seen:
                     seen.add(task.description)
-                    self._measured.add(_words(task.description))
+                    self._measured.add(digest_of_words(task.description))
                     found.append(self._asked(task, number, -1 - draw))
                 if len(seen) == wanted:
                     break
@@ -239,7 +243,7 @@ class Coding(Environment):
             return
         found = proposals.check(fresh, lambda programs: self.judge(programs, until - time.monotonic()))
         for key, result in zip(fresh, found, strict=True):
-            measured = result.task is not None and _words(result.task.description) in self._measured
+            measured = result.task is not None and digest_of_words(result.task.description) in self._measured
             self._checked[_name(key)] = proposals.HELD_OUT if measured else result
         while len(self._checked) > MOST_CHECKED:
             self._checked.popitem(last=False)
@@ -250,7 +254,7 @@ class Coding(Environment):
         for one, checked in zip(said, self.check(said, seconds), strict=True):
             if checked.task is not None:
                 texts = (checked.task.reference, checked.task.description)
-                first = {self._proposed.setdefault(_digest(_words(text)), one.digest) for text in texts}
+                first = {self._proposed.setdefault(digest_of_words(text), one.digest) for text in texts}
                 if first == {one.digest}:
                     sound.add(one)
         while len(self._proposed) > MOST_PROPOSED:
@@ -318,10 +322,6 @@ def _name(key: Key) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _words(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _readable(heard: Sequence[Statement]) -> dict[Statement, CodingTask]:

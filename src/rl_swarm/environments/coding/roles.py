@@ -1,6 +1,5 @@
 """The three roles: solvers learn, proposers and evaluators have models that do not change."""
 
-import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -11,7 +10,7 @@ from rl_swarm.environments.base import PEER_SECONDS, Question, Role, Statement
 from rl_swarm.environments.coding import answers, generator, proposals
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.predictions import probabilities, quality
-from rl_swarm.environments.coding.task import LEVELS
+from rl_swarm.environments.coding.task import LEVELS, digest_of_words
 from rl_swarm.evaluation import mean
 from rl_swarm.rollouts import Completion
 
@@ -113,7 +112,7 @@ class Proposer(Role):
         task = proposals.read(text, *question.task.split(" ", 1)).task
         if task is None:
             return False
-        name = hashlib.sha256(" ".join(task.reference.split()).encode()).hexdigest()[:10]
+        name = digest_of_words(task.reference)[:10]
         if name in self.known:
             return False
         self.known[name] = None

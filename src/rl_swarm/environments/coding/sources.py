@@ -315,8 +315,8 @@ def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]
         import pyarrow.parquet
     except ImportError as error:
         raise TaskError(
-            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install 'rl-swarm[parquet]'. Or give the "
-            "rows as JSON lines."
+            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install 'rl-swarm[parquet]'. Or "
+            "give the rows as JSON lines."
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:

@@ -1,5 +1,6 @@
 """A task: what to write, and the tests that tell whether it was written."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ class CodingTask:
     def held_out(self) -> bool:
         """By the solution where there is one: other words or other tests make no other task of it."""
         return is_held_out("\n".join((self.reference or self.description).split()))
+
+
+def digest_of_words(text: str) -> str:
+    """The same for texts that differ in white space alone."""
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
 
 
 def is_plain(text: str) -> bool:

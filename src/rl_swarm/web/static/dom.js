@@ -27,7 +27,7 @@ const known = (value) => value !== null && value !== undefined;
 export const score = (value) => (known(value) ? value.toFixed(3) : "–");
 export const count = (value) => (known(value) ? compact.format(value) : "–");
 export const percent = (value) => (known(value) ? `${Math.round(value * 100)} %` : "–");
-export const signed = (value, digits = 2) => (known(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : "–");
+export const signed = (value, digits = 2) => (known(value) ? `${value.toFixed(digits) < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : "–");
 export const bytes = (value) => (known(value) ? (value < 2 ** 30 ? `${Math.round(value / 2 ** 20)} MiB` : `${(value / 2 ** 30).toFixed(1)} GiB`) : "–");
 
 export function duration(seconds) {
