@@ -9,6 +9,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 (cd "$here" && extra=web && . scripts/setup.sh)
 
 case "${1:-}" in
+--version) ;;
 "" | -*) set -- up "$@" ;;
 esac
 RL_SWARM_PROGRAM=$0 exec "$here/.venv/bin/rl-swarm" "$@"

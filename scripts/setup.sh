@@ -33,7 +33,7 @@ fi
 stamp=.venv/installed-${extra:-base}
 if [ "$(digest | cksum)" != "$(cat "$stamp" 2>/dev/null)" ]; then
   echo "Installing RL Swarm and what it needs (a few minutes the first time)"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 \
     --constraint constraints.txt --editable ".${extra:+[$extra]}" || {
     echo "The installation failed; the lines above say why. A C compiler is needed (Debian: apt install build-essential python3-dev; macOS: xcode-select --install)." >&2
     exit 1

@@ -51,6 +51,7 @@ def test_arguments_are_handed_on_and_never_taken_for_something_else(checkout: Pa
         "RL-SWARM status runs/x --json"
     ]
     assert call(checkout, "run_rl_swarm.sh", "dev") == ["RL-SWARM dev"]
+    assert call(checkout, "run_rl_swarm.sh", "--version") == ["RL-SWARM --version"]
 
 
 def test_the_tests_install_what_tests_need(checkout: Path) -> None:
