@@ -19,7 +19,8 @@ from pathlib import Path
 
 from rl_swarm.scoring.sandbox import Program, Sandbox, Test
 
-CPU_SECONDS = 0.1
+HASTE = 0.1  # seconds of processor time for what never ends
+PATIENCE = 2.0  # and for what ends by itself, on however slow a machine
 HONEST = "def add(a, b):\n    'honest-code'\n    return a + b"
 PROLOGUE = """
 import ctypes, gc, os, resource, shutil, signal, socket, subprocess, sys, threading, time
@@ -394,10 +395,10 @@ def play(isolation: str, folder: Path) -> list[str]:
     bad = Program(HONEST, (Test("add(2, 3)", "6"), Test("add('a', 'b')", "'ab'")))
     clean = Program("import os", (Test("os.listdir('.')", "[]"),))
     before = set(descendants(os.getpid()))
-    sandbox = Sandbox(isolation, cpu_seconds=CPU_SECONDS, workers=1)
+    hasty, patient = (Sandbox(isolation, cpu_seconds=limit, workers=1) for limit in (HASTE, PATIENCE))
     complaints = []
     try:
-        right = [(verdict.passed, verdict.error) for verdict in sandbox.judge([good, bad])]
+        right = [(verdict.passed, verdict.error) for verdict in patient.judge([good, bad])]
         assert right == [((True, True), ""), ((False, True), "add(2, 3) gave 5")]
         usual = len(descendants(os.getpid()))
         for name, attack in ATTACKS.items():
@@ -405,6 +406,7 @@ def play(isolation: str, folder: Path) -> list[str]:
                 continue
             if isolation == "monty" and attack.error == "too slow" and not name.startswith("loops"):
                 continue  # each takes a few times as long there
+            sandbox = hasty if attack.error == "too slow" else patient
             tests = (Test("attack()", "'kept out'"), Test("1", repr(expected)))
             code = attack.code.replace(PROLOGUE, IN_MONTY) if isolation == "monty" else attack.code
             (verdict,) = sandbox.judge([Program(world.fill(code), tests)])
@@ -423,7 +425,8 @@ def play(isolation: str, folder: Path) -> list[str]:
             if len(descendants(os.getpid())) > usual:
                 complaints.append(f"{name}: it left a process")
     finally:
-        sandbox.close()
+        hasty.close()
+        patient.close()
     if left := set(descendants(os.getpid())) - before:
         complaints.append(f"{left} are left")
     return complaints
