@@ -1,5 +1,6 @@
 """The coding environment: what is asked, what an answer earns, and what follows from proposals."""
 
+import hashlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding, _key, _name
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
+from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.environments.tasks import Task
 from rl_swarm.experiment.lockstep import Shared
@@ -97,7 +99,7 @@ def proposal(text, level="easy", peer="proposer-1", seed=0):
     subject = prompts.SUBJECTS[seed % len(prompts.SUBJECTS)]
     prompt = prompts.proposer_prompt(level, subject)
     question = Question(f"{level} {subject}", 5, seed, prompt, None, role="proposer")
-    return Statement(f"digest of {peer} {seed}", peer, question, (text,))
+    return Statement(hashlib.sha256(f"{peer} {seed}".encode()).hexdigest(), peer, question, (text,))
 
 
 def proposed(count, level="easy"):
@@ -114,7 +116,7 @@ def test_solvers_are_asked_what_was_proposed(coding):
     questions = coding.follow_up(cues(heard))
     assert [question.task for question in questions] == ["proposed"] * 4
     assert len({question.parents[0].digest for question in questions}) == 4
-    assert not {"digest of proposer-1 77"} & {question.parents[0].digest for question in questions}
+    assert heard[-1] not in {question.parents[0] for question in questions}
     # Everybody who has heard the same asks this peer the same, and another peer something else.
     assert Coding(coding.tasks).follow_up(cues(heard)) == questions
     assert coding.follow_up(cues(heard, peer="solver-2")) != questions
@@ -192,6 +194,11 @@ def test_what_was_proposed_before_is_not_asked_again(coding):
     ]
     questions = environment.follow_up(cues(later, count=3))
     assert [question.parents for question in questions if question.parents] == [(other,)]
+    # After a restart neither.
+    restarted = Coding(coding.tasks)
+    Solver(restarted).restore(json.loads(json.dumps(Solver(environment).kept())))
+    assert restarted.follow_up(cues(later, count=3)) == questions
+    restarted.close()
     # A peer that joined later knows nothing of that, and is believed.
     news = Coding(coding.tasks)
     asked = news.follow_up(cues(later[:1], peer="solver-2", count=1))

@@ -10,10 +10,10 @@ from rl_swarm.config import Settings
 from rl_swarm.environments.base import Cue, Question, Statement
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
-from rl_swarm.environments.coding.environment import Coding
+from rl_swarm.environments.coding.environment import DIGITS, Coding
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import as_json
-from rl_swarm.environments.coding.roles import MOST_REMEMBERED, Evaluator, Proposer
+from rl_swarm.environments.coding.roles import MOST_KEPT, MOST_REMEMBERED, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.learning.checkpoints import PLACE_BYTES
 from rl_swarm.wire import decode
@@ -135,6 +135,16 @@ def test_what_a_proposer_remembers_fits_into_a_checkpoint(coding):
     for number in range(2 * MOST_REMEMBERED):
         proposer._is_new(json.dumps({**written, "solution": f"def f(n):\n    return n + {number}"}), question)
     assert len(proposer.known) == MOST_REMEMBERED and len(json.dumps(proposer.kept())) < PLACE_BYTES // 2
+
+
+def test_so_does_what_a_solver_remembers_the_newest_of_it(coding):
+    solver = Solver(Coding(coding.tasks))
+    solver.coding.proposed = {f"{number:0{DIGITS}x}": "f" * DIGITS for number in range(2 * MOST_KEPT)}
+    kept = solver.kept()
+    assert len(kept["proposed"]) == MOST_KEPT and len(json.dumps(kept)) < PLACE_BYTES // 2
+    assert set(kept["proposed"]) == set(list(solver.coding.proposed)[MOST_KEPT:])
+    solver.restore({})
+    assert solver.coding.proposed == {}
 
 
 def test_an_evaluator_hears_all_peers_and_questions(coding):

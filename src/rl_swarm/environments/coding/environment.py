@@ -38,6 +38,7 @@ SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of 
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
 MOST_PROPOSED = 8192  # digests of what was proposed, remembered
+DIGITS = 10  # of these digests, of which many have to fit into a checkpoint
 MOST_PROPOSALS = 8  # of one peer in a round
 
 Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
@@ -68,12 +69,9 @@ class Coding(Environment):
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
         self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
-        self._proposed: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # digests of solutions and descriptions, to the first statement that had them
-        self._measured: set[str] = (
-            set()
-        )  # digests of the descriptions of held-out questions that were asked here
+        # Digests of solutions and descriptions that were proposed, to that of the first statement with them.
+        self.proposed: dict[str, str] = {}
+        self._measured: set[str] = set()  # digests of held-out descriptions that were asked here
         self._sandbox: Sandbox | None = None
         self.guesser: Policy | None = None  # whose guess stands in for running a program
 
@@ -253,12 +251,12 @@ class Coding(Environment):
         sound = set()
         for one, checked in zip(said, self.check(said, seconds), strict=True):
             if checked.task is not None:
-                texts = (checked.task.reference, checked.task.description)
-                first = {self._proposed.setdefault(digest_of_words(text), one.digest) for text in texts}
-                if first == {one.digest}:
+                texts, this = (checked.task.reference, checked.task.description), one.digest[:DIGITS]
+                first = {self.proposed.setdefault(digest_of_words(text)[:DIGITS], this) for text in texts}
+                if first == {this}:
                     sound.add(one)
-        while len(self._proposed) > MOST_PROPOSED:
-            self._proposed.popitem(last=False)
+        for oldest in list(self.proposed)[:-MOST_PROPOSED]:
+            del self.proposed[oldest]
         return sound
 
     def _score_proposals(

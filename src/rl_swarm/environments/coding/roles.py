@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
 MOST_TRIES = 64  # at a task of the generator that counts and is new
-MOST_REMEMBERED = 2048  # digests of what was proposed: they have to fit into a checkpoint
+MOST_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
+MOST_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
 MOST_GUESSES = 512  # that an evaluator's figures are of
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
@@ -33,6 +34,16 @@ class Solver(Role):
     """Answers, publishes, collects, learns, as any node does; in the second stage, what was proposed."""
 
     settings: ClassVar[Mapping[str, object]] = {"model": "auto"}
+
+    def __init__(self, environment: "Coding") -> None:
+        super().__init__(environment)
+        self.coding = environment
+
+    def kept(self) -> dict[str, object]:
+        return {"proposed": dict(list(self.coding.proposed.items())[-MOST_KEPT:])}
+
+    def restore(self, kept: Mapping[str, object]) -> None:
+        self.coding.proposed = dict(cast("Mapping[str, str]", kept.get("proposed", {})))
 
 
 class Proposer(Role):
