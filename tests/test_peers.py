@@ -131,6 +131,16 @@ def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert code == 0 and "sound" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", ["coding", "debate"])
+def test_stages_and_roles_go_among_peers_too(environment: str, tmp_path: Path) -> None:
+    options = ["--network", "p2p", "--nodes", "3", "--rounds", "2", "--local", "2", "--run", "run"]
+    code, output = run(tmp_path, "up", "--env", environment, *options, *QUICK, *HERE)
+    assert code == 0 and "Reward by stage" in output, output
+    code, output = run(tmp_path, "validate", "run", "--rounds", "2", "--nodes", "3")
+    assert code == 0 and "sound" in output, output
+
+
 def test_an_address_that_is_none_gets_a_clear_error(tmp_path: Path) -> None:
     for text in ("p2p://example.org:31000", "p2p:///ip4/127.0.0.1/tcp/31000"):
         code, output = run(tmp_path, "join", text, *HERE)
