@@ -40,7 +40,7 @@ class Kernel:
         self.manager = manager
         self.client = manager.blocking_client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=240)
 
     @property
     def family(self) -> list[psutil.Process]:

@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         hub, body, path = self.server, self.body(), self.path.partition("?")[0]
         hub.requests.append((self.command, path, self.headers.get("Authorization", "")))
-        hub.open.wait(30)
+        hub.open.wait(120)
         if path == "/api/repos/create":
             if hub.refusals:
                 return self.answer({"error": "refused"}, hub.refusals.pop(0))

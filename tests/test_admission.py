@@ -516,7 +516,7 @@ def test_a_private_swarm_from_its_founding_to_a_denial(tmp_path):
         assert code == 1 and "neither a peer id" in output
         code, output = run(tmp_path, "deny", str(address), me)
         assert code == 0 and "denied" in output
-        output, _ = node.communicate(timeout=60)
+        output, _ = node.communicate(timeout=240)
         assert node.returncode == 1 and "its owner has denied this node" in output, output
         assert list(address.glob("checkpoints/round_*/*/model.safetensors")), "what it had learned is saved"
         assert "kept out: denied" in run(tmp_path, "members", str(address))[1]

@@ -120,7 +120,7 @@ def test_runs_are_listed_and_removed_but_not_while_they_run(tmp_path: Path) -> N
         assert code == 1 and "running" in output
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)
     code, output = run(tmp_path, "runs")
     assert code == 0 and "runs/one" in output and "stopped" in output
     assert run(tmp_path, "runs", "--remove", "two")[0] == 1

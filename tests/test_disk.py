@@ -34,7 +34,7 @@ def test_a_full_disk_is_said_clearly(tmp_path: Path, megabytes: int) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
@@ -48,7 +48,7 @@ def test_a_folder_that_disappears_is_said_clearly_and_not_made_anew(tmp_path: Pa
     try:
         until(lambda: state(tmp_path / "mounted/r")["round"] >= 2)
         (tmp_path / "mounted").rename(tmp_path / "gone")
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=240)
     finally:
         end(process)
     assert process.returncode == 1, output
@@ -62,7 +62,7 @@ def test_a_folder_that_disappears_is_said_clearly_and_not_made_anew(tmp_path: Pa
         until(lambda: state(tmp_path / "mounted/r")["round"] > round_then + 1)
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: P
     try:
         until(lambda: any(address.glob("rewards/round_0/*/*.json")))
         (tmp_path / "drive").rename(tmp_path / "gone")
-        output, _ = worker.communicate(timeout=90)
+        output, _ = worker.communicate(timeout=240)
     finally:
         end(worker)
         end(coordinator)

@@ -309,7 +309,7 @@ def test_only_the_newest_of_those_that_wait_is_pushed(
     for number in range(1, 5):
         push(checkpoint, POLICY, manifest())
         push.journal.metrics("round", round=number)
-        until(lambda: bool(hub.requests), 10)
+        until(lambda: bool(hub.requests))
     hub.open.set()
     push.finish(20)
     assert hub.commits == ["RL Swarm: 1 of 2000 rounds", "RL Swarm: 4 of 2000 rounds"]
@@ -404,9 +404,9 @@ def test_a_run_finishes_when_the_hub_is_down(tmp_path: Path) -> None:
     )  # fmt: skip
     try:
         log = tmp_path / "r" / "logs" / "swarm.log"
-        until(lambda: log.exists() and "next attempt in" in log.read_text(), 60)
+        until(lambda: log.exists() and "next attempt in" in log.read_text())
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=60)
     finally:
         end(process)
     assert process.returncode == 0 and "Held-out score" in output, output

@@ -51,12 +51,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     run = cwd / "runs" / "r"
     with kernel(cwd) as jupyter:
         cell = jupyter.start(CELL)
-        until(lambda: state(run)["round"] >= 2, 120)
+        until(lambda: state(run)["round"] >= 2)
         nodes = jupyter.family
         assert len(nodes) >= 4, "it runs as in a shell: a process for each"
         jupyter.manager.interrupt_kernel()
         stopped = jupyter.finish(cell)
-        _, alive = psutil.wait_procs(nodes, timeout=30)  # the fork server ends when it notices
+        _, alive = psutil.wait_procs(nodes, timeout=60)  # the fork server ends when it notices
         assert not alive
         stopped_at = state(run)["round"]
         yield Trained(cwd, stopped_at, stopped, jupyter.run(CELL), jupyter.run(CELL))
@@ -223,10 +223,10 @@ def test_errors_are_said_in_a_line_and_nothing_outlives_its_kernel(tmp_path: Pat
             assert line.startswith("rl-swarm: ") and words in line
         address = tmp_path / "experiments" / "x"
         jupyter.start(f"notebook.coordinate({str(address)!r}, rounds=3)")
-        until(lambda: (address / "manifest.json").exists() and len(jupyter.family) == 1, 60)
+        until(lambda: (address / "manifest.json").exists() and len(jupyter.family) == 1)
         (process,) = jupyter.family
         jupyter.manager.shutdown_kernel(now=True)
-        process.wait(60)
+        process.wait(120)
 
 
 def test_a_drive_is_mounted_in_colab_only_and_only_where_it_is_needed(

@@ -62,10 +62,10 @@ def test_ctrl_c_stops_everything_cleanly_and_resume_goes_on(tmp_path: Path) -> N
     until(lambda: state(address)["round"] >= 3)
     children = family(process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=40)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "--resume r" in output
-    _, alive = psutil.wait_procs(children, timeout=5)  # the fork server ends when it notices that `up` has
+    _, alive = psutil.wait_procs(children, timeout=60)  # the fork server ends when it notices that `up` has
     assert not alive
     stopped_at = state(address)["round"]
     assert stopped_at < 24
@@ -91,7 +91,7 @@ def test_nothing_survives_when_up_is_killed(tmp_path: Path) -> None:
     assert len(children) >= 6, "server, coordinator, two nodes and their scorers"
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=240)
     assert not alive
 
 
@@ -144,7 +144,7 @@ def test_two_shells_with_only_environment_variables_make_a_swarm(tmp_path: Path)
         for role, folder in folders.items()
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             end(process)
@@ -193,7 +193,7 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
         stopped_at = state(address)["round"]
         until(lambda: state(address)["round"] >= stopped_at + 3)
         processes[1].send_signal(signal.SIGCONT)
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             end(process)

@@ -30,7 +30,7 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
         ),
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in swarm]
+        outputs = [process.communicate(timeout=240)[0] for process in swarm]
     finally:
         for process in swarm:
             end(process)

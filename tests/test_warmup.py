@@ -151,7 +151,7 @@ def test_ctrl_c_stops_it_and_keeps_nothing(tmp_path: Path) -> None:
     try:
         until(lambda: len(family(process)) > 0)  # the scoring process: it is at work
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     finally:
         end(process)
     assert process.returncode == 130, output

@@ -472,4 +472,4 @@ with ThreadPoolExecutor(8) as threads:
 
 def test_threads_may_meet_a_type_at_the_same_time():
     """In a process of its own: without care it would end in a segmentation fault."""
-    subprocess.run([sys.executable, "-c", MEET_NEW_TYPES], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", MEET_NEW_TYPES], check=True, timeout=240)

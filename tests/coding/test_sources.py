@@ -274,7 +274,7 @@ def load_from(url, tmp_path, offline="0"):
         env={**os.environ, **names},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

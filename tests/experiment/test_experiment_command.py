@@ -39,11 +39,11 @@ def refused(*arguments: str) -> str:
 
 def kill_once_saved(process: "subprocess.Popen[str]", folder: Path) -> None:
     try:
-        until(lambda: process.poll() is not None or any(folder.glob("checkpoints/*/state.json")), 120)
+        until(lambda: process.poll() is not None or any(folder.glob("checkpoints/*/state.json")))
         children = family(process)
         process.kill()
         process.wait()
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=240)
         assert not alive, "nothing survives"
     finally:
         end(process)
@@ -92,9 +92,9 @@ def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) 
     command += ["--rates", "3e-4,1e-4", "--tune-seeds", "1", "--tune-rounds", "2"]
     process = start(tmp_path, *command)
     try:
-        until(lambda: any((tmp_path / "e").glob("tuning/*/logs/*/metrics.jsonl")), 120)
+        until(lambda: any((tmp_path / "e").glob("tuning/*/logs/*/metrics.jsonl")))
         process.send_signal(2)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
     finally:
         end(process)
     assert process.returncode == 130 and "Stopping" in output and "same command goes on" in output, output

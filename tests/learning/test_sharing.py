@@ -61,9 +61,9 @@ def test_ctrl_c_stops_all_nodes_of_a_process_and_they_resume(tmp_path: Path, one
     pids = {line["pid"] for line in joined(address)}
     assert len(pids) == 1, "both are one process"
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130 and "--resume r" in output
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=240)
     assert not alive
     stopped_at = state(address)["round"]
     assert stopped_at < 11
@@ -91,7 +91,7 @@ def test_when_a_node_fails_the_others_of_its_process_stop_and_the_failure_is_tol
         assert sharing.nodes == 3
         if settings.node_id == "b":
             raise UserError("no disk")
-        assert stop.wait(30)
+        assert stop.wait(120)
         stopped.append(threading.current_thread().name)
 
     monkeypatch.setattr(worker, "join", join)
@@ -207,7 +207,7 @@ class Kitchen:
         self.got = {}
 
     def serve(self, kind, orders):
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         self.book.append((kind, sorted(orders)))
         if 13 in orders:
             raise torch.OutOfMemoryError("full")
@@ -270,7 +270,7 @@ def test_results_are_handed_out_as_they_are_made_and_the_last_to_whoever_made_th
     def courses(kind, orders):
         for order in orders:
             yield 2 * order
-            assert tasted.acquire(timeout=30)
+            assert tasted.acquire(timeout=240)
         raise torch.OutOfMemoryError("full")  # when all have what they want
 
     kitchen.meeting = Meeting(courses)

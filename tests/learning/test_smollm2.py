@@ -35,7 +35,7 @@ def cache(tmp_path_factory):
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=200) for process in both]
+    outputs = [process.communicate(timeout=240) for process in both]
     assert [output.strip() for output, _ in outputs] == [str(half)] * 2
     assert sorted("converting" in errors for _, errors in outputs) == [False, True]
     return cache

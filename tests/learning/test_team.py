@@ -226,8 +226,8 @@ def test_helpers_end_with_their_leader_however_it_ends(settings):
         for helper in helpers:
             helper.terminate()  # meant for all processes of a terminal: the leader decides
         process.kill()
-        process.wait(10)
-        until(lambda: not any(h.is_running() and h.status() != "zombie" for h in helpers), 10)
+        process.wait(120)
+        until(lambda: not any(h.is_running() and h.status() != "zombie" for h in helpers))
         assert not os.path.exists(folder)
     finally:
         process.kill()

@@ -341,7 +341,7 @@ def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
             assert next(lines) != first
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
@@ -381,7 +381,7 @@ def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path)
 
     def gone() -> bool:
         try:
-            httpx.get(f"{url}/health", timeout=60)
+            httpx.get(f"{url}/health", timeout=240)
         except httpx.ConnectError:
             return True
         return False

@@ -102,7 +102,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_whoever_knows_the_token_stops_the_run_from_the_page(browser: Browser, s
     page.get_by_label("Token").fill(TOKEN)
     page.get_by_role("button", name="Stop the run").click()
     expect(page.locator("#live")).to_have_text("not connected")
-    output, _ = swarm.process.communicate(timeout=60)
+    output, _ = swarm.process.communicate(timeout=240)
     assert swarm.process.returncode == 130 and "Stopped at round" in output, output
     assert TOKEN not in (swarm.root / "settings.json").read_text()
     visit.context.close()  # that the server has gone, and that a token was wrong, stands in its console
@@ -260,7 +260,7 @@ def test_whoever_knows_the_token_stops_the_run_from_the_page(browser: Browser, s
 def test_a_run_that_has_stopped_is_seen_with_all_that_happened(browser: Browser, swarm: Real) -> None:
     if swarm.process.poll() is None:
         swarm.process.terminate()
-        swarm.process.wait(60)
+        swarm.process.wait(120)
     process = start(swarm.root.parent, "watch", "real", "--port", "18750")
     try:
         visit = Visit(browser, address_of(process))
@@ -293,7 +293,7 @@ def watched(played: SmallRun) -> Iterator[str]:
     process = start(played.root.parent, "watch", "calm-run", "--port", "18800")
     yield address_of(process)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
 
 def test_rollouts_fold_and_are_filtered(browser: Browser, watched: str, played: SmallRun) -> None:

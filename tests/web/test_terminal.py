@@ -148,13 +148,13 @@ def test_curves_and_facts_in_characters() -> None:
 def test_without_a_terminal_it_is_shown_once(tmp_path: Path) -> None:
     swarm = SmallRun(tmp_path / "run", total=5)
     swarm.play()
-    code, seen = run(tmp_path, "watch", "run", "--tui", timeout=60)
+    code, seen = run(tmp_path, "watch", "run", "--tui", timeout=240)
     assert code == 0 and "round 1/5" in seen and "\x1b" not in seen
     assert all(animal_name(identity.peer_id) in seen for identity in swarm.identities)
-    assert run(tmp_path, "status", "run", timeout=60) == (0, seen)
-    code, said = run(tmp_path, "watch", "run", "--tui", "--port", "9000", timeout=60)
+    assert run(tmp_path, "status", "run", timeout=240) == (0, seen)
+    code, said = run(tmp_path, "watch", "run", "--tui", "--port", "9000", timeout=240)
     assert code == 1 and "--port" in said
-    code, said = run(tmp_path, "watch", "nowhere", "--tui", timeout=60)
+    code, said = run(tmp_path, "watch", "nowhere", "--tui", timeout=240)
     assert code == 1 and "nowhere is no swarm" in said and "Traceback" not in said
 
 
@@ -186,7 +186,7 @@ def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path: Path) -> None:
         until_seen(b"round 2/9")
         process.send_signal(signal.SIGINT)
         until_seen(b"\x1b[?25h")  # the cursor is back
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     finally:
         end(process)
         os.close(ours)
