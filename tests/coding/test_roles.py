@@ -10,11 +10,11 @@ from rl_swarm.config import Settings
 from rl_swarm.environments.base import Cue, Question, Statement
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
-from rl_swarm.environments.coding.environment import DIGITS, Coding
+from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.roles import MOST_KEPT, MOST_REMEMBERED, Evaluator, Proposer, Solver
-from rl_swarm.environments.coding.task import LEVELS
+from rl_swarm.environments.coding.task import DIGITS, LEVELS
 from rl_swarm.learning.checkpoints import PLACE_BYTES
 from rl_swarm.wire import decode
 

@@ -23,7 +23,7 @@ from rl_swarm.environments.coding import answers, generator, prompts, proposals,
 from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
-from rl_swarm.environments.coding.task import LEVELS, CodingTask, digest_of_words
+from rl_swarm.environments.coding.task import DIGITS, LEVELS, CodingTask, digest_of_words
 from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
 from rl_swarm.scoring.sandbox import Program, Sandbox, Test
@@ -38,7 +38,6 @@ SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of 
 MOST_DRAWS = 1000  # of a task that is not held out
 MOST_CHECKED = 2048  # proposals whose check is remembered
 MOST_PROPOSED = 8192  # digests of what was proposed, remembered
-DIGITS = 10  # of these digests, of which many have to fit into a checkpoint
 MOST_PROPOSALS = 8  # of one peer in a round
 
 Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
@@ -252,7 +251,7 @@ class Coding(Environment):
         for one, checked in zip(said, self.check(said, seconds), strict=True):
             if checked.task is not None:
                 texts, this = (checked.task.reference, checked.task.description), one.digest[:DIGITS]
-                first = {self.proposed.setdefault(digest_of_words(text)[:DIGITS], this) for text in texts}
+                first = {self.proposed.setdefault(digest_of_words(text), this) for text in texts}
                 if first == {this}:
                     sound.add(one)
         for oldest in list(self.proposed)[:-MOST_PROPOSED]:

@@ -123,7 +123,7 @@ class Proposer(Role):
         task = proposals.read(text, *question.task.split(" ", 1)).task
         if task is None:
             return False
-        name = digest_of_words(task.reference)[:10]
+        name = digest_of_words(task.reference)
         if name in self.known:
             return False
         self.known[name] = None

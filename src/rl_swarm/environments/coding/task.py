@@ -10,6 +10,7 @@ from rl_swarm.scoring.sandbox import Test
 # What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
 _CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")
 LEVELS = ("beginner", "easy", "medium", "hard", "expert")
+DIGITS = 10  # of digests that are remembered
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class CodingTask:
 
 
 def digest_of_words(text: str) -> str:
-    """The same for texts that differ in white space alone."""
-    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+    """The same for texts that differ in white space alone; short, since checkpoints hold many."""
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:DIGITS]
 
 
 def is_plain(text: str) -> bool:
