@@ -29,6 +29,7 @@ from rl_swarm.environments.base import Question
 from rl_swarm.environments.reasoning import Reasoning, extract
 from rl_swarm.evaluation import SAMPLING_SEED, mean
 from rl_swarm.identity import Identity
+from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sharing import Sharing
 from rl_swarm.manifest import derive, new_manifest
@@ -90,7 +91,7 @@ class MemoryFiles:
     def write(self, path: str, data: bytes) -> None:
         self.data[path] = data
 
-    def append(self, path: str, data: bytes) -> None:
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
         self.data[path] = self.data.get(path, b"") + data
 
     def names(self, folder: str) -> list[str]:
@@ -291,7 +292,7 @@ class Swarm:
             exchange=exchange,
             coordinator=self.coordinator,
             journal=Journal(self.folder / me.node),
-            checkpoints=self.folder / "checkpoints",
+            checkpoints=Checkpoints(self.folder / "checkpoints", me, me.node),
             stop=self.stop,
         )
         node.stream = torch.cuda.Stream() if self.sharing else None

@@ -24,6 +24,7 @@ from fault_verdict import START_SECONDS, End, History, Run, Start
 from fault_wires import Line, Wires
 
 from rl_swarm.identity import Identity
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.telemetry.journal import read_lines
 
 ENDS = ("leave", "crash", "old")  # the process
@@ -40,6 +41,7 @@ LOOK_SECONDS = 0.25
 KILLED = "killed from outside"
 STARTING = 4  # nodes at a time: they load torch
 STARTING_SECONDS = 15.0  # that it usually takes
+PRIVATE = "private"  # in a node's folder, what only it writes
 RESTART_SECONDS = 2.0  # until a process that ended by itself is started again
 EXCUSED_SECONDS = 15.0  # after a fault in which a node may still end because of it
 LAST_SECONDS = 90.0  # for nodes to end after the last round
@@ -203,6 +205,7 @@ class Bench:
         launcher = [sys.executable, str(Path(__file__).with_name("fault_node.py")), str(process.folder)]
         environ = {**os.environ, "NODE_ID": process.name, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environ |= {"TMPDIR": str(self.root), "PYTHONUNBUFFERED": "1"}
+        environ["PRIVATE_PATH"] = str(process.folder / PRIVATE)
         with (process.folder / "output.log").open("ab") as output:
             process.popen = subprocess.Popen(
                 [*process.prefix, *launcher, *process.command], cwd=process.folder, env=environ, stdin=subprocess.DEVNULL,
@@ -409,9 +412,12 @@ class Bench:
 
     def _state_of(self, process: Process) -> list[Path]:
         """What is a node's own on disk, its key aside."""
+        found = [process.folder / PRIVATE]
         if self.network == "p2p":
-            return [path for path in (process.folder / "runs").glob("*") if path.is_dir()]
-        found = [self.swarm / "logs" / process.name, *self.swarm.glob(f"checkpoints/round_*/{process.name}")]
+            found += (process.folder / "runs").glob("*")
+        else:
+            found += [self.swarm / "logs" / process.name]
+            found += self.swarm.glob(f"checkpoints/round_*/{process.name}")
         return [path for path in found if path.is_dir()]
 
     def _journal(self, process: Process, name: str) -> Path:
@@ -457,7 +463,8 @@ class Bench:
         process.history.starts.append(start)
 
     def _news(self, process: Process, name: str) -> list[dict[str, Any]]:
-        lines, process.read[name] = read_lines(self._journal(process, name), process.read.get(name, 0))
+        path = self._journal(process, name)
+        lines, process.read[name] = read_lines(LocalFiles(path.parent), path.name, process.read.get(name, 0))
         return lines
 
     def _end(self) -> None:

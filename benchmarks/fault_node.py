@@ -77,9 +77,9 @@ def make_drive(control: Control) -> type:
                 super().write(f"{stem} (1).{ending}", data)
                 self._later(late + AGAIN_SECONDS, path, data)  # over what was written meanwhile
 
-        def append(self, path: str, data: bytes) -> None:
+        def append(self, path: str, data: bytes, at: int | None = None) -> None:
             self._meet(path)
-            super().append(path, data)
+            super().append(path, data, at)
 
         def names(self, folder: str) -> list[str]:
             self._meet(folder)

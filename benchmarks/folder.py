@@ -130,9 +130,9 @@ class CountedFiles:
         if path == STATE:
             self.tally.stages.append(time.monotonic())
 
-    def append(self, path: str, data: bytes) -> None:
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
         time.sleep(self.latency)
-        self.files.append(path, data)
+        self.files.append(path, data, at)
         self.tally.note(path, "append", written=len(data))
 
     def names(self, folder: str) -> list[str]:

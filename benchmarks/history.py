@@ -51,7 +51,10 @@ class History:
         self.swarm = self.manifest.swarm()
         self.peers = [Identity.new() for _ in range(nodes)]
         self.joined = time.time() - played * interval
-        self.journals = [Journal(root / "logs" / peer.node) for peer in self.peers]
+        private = root.with_name(f"{root.name}-private")
+        self.journals = [
+            Journal(private / peer.node, (), self.files, f"logs/{peer.node}") for peer in self.peers
+        ]
         for node in range(nodes):
             self._live(node, played)
         now = time.time()

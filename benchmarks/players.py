@@ -17,6 +17,7 @@ from rl_swarm.config import Settings
 from rl_swarm.environments.base import Question
 from rl_swarm.environments.tasks import Task
 from rl_swarm.identity import Identity
+from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.folder import FolderExchange
@@ -215,7 +216,7 @@ def player(
         ),
         coordinator=coordinator,
         journal=Journal(),  # type: ignore[arg-type]
-        checkpoints=Path(),
+        checkpoints=Checkpoints(Path(), identity, name),
         stop=stop,
         clock=clock,
     )

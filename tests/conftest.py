@@ -1,16 +1,21 @@
 """What all tests share: two cores are plenty, and property tests give the same verdict on every run."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("SWARM_WEB", "false")  # tests of the dashboard ask for it
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rl-swarm-private-")  # nodes' private directories
 if not os.path.exists("/dev/nvidiactl"):  # read when triton is imported, which transformers does on the way
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import settings
 
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=100)
 settings.load_profile("steady")
 

@@ -9,8 +9,6 @@ import pytest
 from processes import QUICK, RL_SWARM, run, start, state, until
 
 import rl_swarm
-from rl_swarm.cli.running import settings_of
-from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 
 
@@ -134,13 +132,6 @@ def test_any_file_of_a_swarm_is_printed_as_json_and_junk_is_refused(tmp_path: Pa
     (tmp_path / "junk.json").write_bytes(b"\x1f\x8bjunk")
     code, output = run(tmp_path, "show", "junk.json")
     assert code == 1 and "junk.json" in output and "Traceback" not in output
-
-
-def test_a_class_that_only_a_folder_names_is_not_imported(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text('{"strategy": "antigravity:Anything"}')
-    with pytest.raises(UserError, match="--set strategy=antigravity:Anything"):
-        settings_of(tmp_path)
-    assert settings_of(tmp_path, strategy_given=True) == {"strategy": "antigravity:Anything"}
 
 
 def test_python_dash_m_is_the_same_command() -> None:

@@ -26,13 +26,14 @@ from rl_swarm.card import Trained, card, shown_settings
 from rl_swarm.config import ConfigError, Settings, load
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.hub import Push, license_of, outcomes, put_aside
+from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints, devices
 from rl_swarm.learning.devices import TINY
 from rl_swarm.learning.policy import Policy
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.local import LocalSwarm
 from rl_swarm.swarm import worker_settings
-from rl_swarm.telemetry.journal import Journal, read_lines
+from rl_swarm.telemetry.journal import EVENTS, Journal
 
 SETTINGS = Settings(
     hf_token="hf_secret", hub_repo="ada/model", external=2, share_logprobs=True, log_level="error"
@@ -213,7 +214,7 @@ def make_push(tmp_path: Path, settings: Settings = SETTINGS) -> Push:
 
 
 def events(push: Push) -> list[dict]:
-    return read_lines(push.journal.events_path)[0]
+    return push.journal.read(EVENTS)
 
 
 def test_model_tokenizer_and_card_are_uploaded_and_nothing_else(
@@ -433,7 +434,7 @@ def test_a_node_pushes_as_often_as_asked_and_finishes_whatever_comes_of_it(
             node.push.delays = (0.01,)
             node.prepare()
             node.run()
-            names = [event["event"] for event in read_lines(node.journal.events_path)[0]]
+            names = [event["event"] for event in node.journal.read(EVENTS)]
             assert "finished" in names and names[-1] == ending
     finally:
         environment.close()
@@ -473,6 +474,7 @@ def test_auto_goes_on_with_the_model_it_began_with(tmp_path: Path) -> None:
     settings = Settings(model="auto", environment="coding", device="cpu")
     policy = Policy.load(settings, "")
     assert policy.settings.model == policy.name == "coder" and policy.settings.completion_tokens() == 64
-    place = checkpoints.Place("s", "p", "tiny", 3, 0, 5)
-    again, found = worker._restored(iter([(tmp_path, place)]), settings, "", None)
-    assert found == place and again.name == "tiny" and again.settings.completion_tokens() == 24
+    kept = checkpoints.Checkpoints(tmp_path, Identity.new(), "node")
+    kept.save(None, checkpoints.Place("s", "", "tiny", 3, 0, 5))
+    again, found = worker._restored(kept, "s", settings, "", None)
+    assert found and found.round == 3 and again.name == "tiny" and again.settings.completion_tokens() == 24

@@ -11,15 +11,16 @@ from rl_swarm import rounds
 from rl_swarm.config import Settings
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.identity import Identity
-from rl_swarm.learning import checkpoints
+from rl_swarm.learning.checkpoints import PLACE, Checkpoints, Place
 from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node import Node
+from rl_swarm.private import swarm_folder
 from rl_swarm.rollouts import Publication
 from rl_swarm.rounds import MOST_MISSED, PeerInfo
-from rl_swarm.telemetry.journal import Journal, read_lines
+from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 from rl_swarm.worker import found, join
 
 SETTINGS = Settings(
@@ -69,7 +70,7 @@ def make_node(swarm: LocalSwarm, environment: Reasoning, folder: Path, settings:
         exchange=RecordingExchange(swarm, stop),
         coordinator=LocalCoordinator(swarm, stop),
         journal=Journal(folder / identity.node),
-        checkpoints=folder / "checkpoints",
+        checkpoints=Checkpoints(folder / "checkpoints" / identity.node, identity, identity.node),
         stop=stop,
     )
     node.coordinator.register(
@@ -86,7 +87,7 @@ def make_node(swarm: LocalSwarm, environment: Reasoning, folder: Path, settings:
 
 
 def rounds_of(node: Node) -> list[dict]:
-    return [line for line in read_lines(node.journal.metrics_path)[0] if line["kind"] == "round"]
+    return [line for line in node.journal.read(METRICS) if line["kind"] == "round"]
 
 
 @pytest.mark.parametrize(("publish", "sizes"), [("generation", [1, 2, 3]), ("stage", [3]), ("round", [3])])
@@ -145,7 +146,7 @@ def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
     honest.play(state)
     line = rounds_of(honest)[0]
     assert line["external_taken"] == 0 and line["external_rejected"] == {"question": 1}
-    events = read_lines(honest.journal.events_path)[0]
+    events = honest.journal.read(EVENTS)
     assert [(e["node"], e["reason"]) for e in events if e["event"] == "rejected"] == [(liar.name, "question")]
 
 
@@ -167,7 +168,7 @@ def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning
     first = asked.index(1, 1)  # after one failure every second round, by chance; after two not at all
     assert asked[0] == 1 and asked[first : first + 4] == [1, 0, 0, 0]
     assert 2 < sum(asked) <= 11, "and then again, now and then: every fourth round at most"
-    events = [e for e in read_lines(honest.journal.events_path)[0] if e["event"] == "not_asked"]
+    events = [e for e in honest.journal.read(EVENTS) if e["event"] == "not_asked"]
     assert len(events) == sum(asked) - 1 and events[0]["peer"] == liar.identity.peer_id
 
 
@@ -274,7 +275,7 @@ def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(
     node.stop.set()
     node.run()
     assert len(rounds_of(node)) == 1
-    assert (node.checkpoints / "round_0" / node.name / "place.json").exists()
+    assert (node.checkpoints.private / "round_0" / "place.json").exists()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -284,18 +285,20 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     settings = msgspec.structs.replace(SETTINGS, identity_path=str(tmp_path / "me.pem"))
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "swarm"
     swarm = found(LocalFiles(address), settings, "swarm", Identity.new()).swarm()
-    place = checkpoints.Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
+    place = Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
     policy = Policy.load(settings, "")
-    folder = checkpoints.save(policy, place, address / "checkpoints", me.node, 2, me)
+    saved = Checkpoints(tmp_path / "elsewhere", me, me.node, LocalFiles(address))  # on another machine
+    saved.save(policy, place)
     if damaged:
-        path = folder / checkpoints.PLACE
+        path = address / saved.shared(4) / PLACE
         path.write_bytes(path.read_bytes().replace(b"[3,50]", b"[0,00]"))
 
     stop = threading.Event()
     stop.set()
     join(address, settings, stop)  # and saves where it is
-    written = checkpoints.written(address / "checkpoints", me.node, swarm, me.peer_id)
-    assert [kept.standing for _, kept in written] == ([] if damaged else [place.standing])
+    private = swarm_folder(settings, address, swarm) / me.node / "checkpoints"
+    written = Checkpoints(private, me, me.node).written(swarm)
+    assert [kept.place.standing for kept in written] == ([] if damaged else [place.standing])
     assert ("passed over" in caplog.text) == damaged
 
 
@@ -332,5 +335,5 @@ def test_a_node_that_fails_says_so_in_its_log(tmp_path):
     )
     with pytest.raises(ModelError):
         join(address, settings, threading.Event())
-    (line,) = read_lines(address / "logs" / identity.node / "training_events.jsonl")[0]
+    (line,) = read_lines(LocalFiles(address), f"logs/{identity.node}/{EVENTS}")[0]
     assert line["event"] == "failed" and "no-model" in line["error"]

@@ -18,7 +18,7 @@ from processes import QUICK, run, until
 
 from rl_swarm.cli import doctor
 from rl_swarm.config import ConfigError, Settings, load
-from rl_swarm.telemetry.journal import Journal, Stopwatch, read_lines
+from rl_swarm.telemetry.journal import METRICS, Journal, Stopwatch, read_lines
 from rl_swarm.telemetry.otlp import endpoints
 from rl_swarm.telemetry.sinks import Feed, Source, feeding, is_installed, numbers, public, wanted
 
@@ -159,7 +159,7 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
     for number in range(1, 31):
         journal.metrics("round", round=number)
     assert feed.dropped == 20 and sink.got == []
-    assert len(read_lines(journal.metrics_path)[0]) == 31
+    assert len(journal.read(METRICS)) == 31
     assert [r.getMessage() for r in caplog.records] == [
         "slow is too slow: metrics that it has no room for are dropped"
     ]
@@ -179,7 +179,7 @@ def test_a_sink_that_fails_is_switched_off_with_a_word_and_the_journal_goes_on(
         for number in range(3):
             journal.metrics("round", round=number)
         assert feeds[0].waiting.qsize() == 0
-    assert len(read_lines(journal.metrics_path)[0]) == 3
+    assert len(journal.read(METRICS)) == 3
     (message,) = (r.getMessage() for r in caplog.records)
     assert message.startswith("tensorboard is switched off: NotADirectoryError")
 

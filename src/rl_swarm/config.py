@@ -349,6 +349,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
 
     # Checkpoints and logs
+    private_path: Annotated[
+        str | None,
+        _setting(
+            "the directory for a node's own logs, checkpoints and settings, where only this user may write; by default "
+            "`~/.local/state/rl-swarm`",
+            "PRIVATE_PATH",
+        ),
+    ] = None
     checkpoint_every: Annotated[int, _setting("rounds between checkpoints; 0: only when stopping", ge=0)] = 20
     keep_checkpoints: Annotated[int, _setting("checkpoints kept per node", ge=1)] = 2
     log_level: Annotated[

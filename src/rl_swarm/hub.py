@@ -18,7 +18,9 @@ from rl_swarm import __version__
 from rl_swarm.card import Trained, card, prompting
 from rl_swarm.config import BUNDLED, Settings
 from rl_swarm.manifest import Manifest
-from rl_swarm.telemetry.journal import Journal, read_lines
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
+from rl_swarm.untrusted import printable
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -63,7 +65,7 @@ class Push:
 
     def __call__(self, folder: Path, policy: "Policy", manifest: Manifest) -> None:
         """Takes a finished checkpoint and returns at once."""
-        lines, _ = read_lines(self.journal.metrics_path)
+        lines = self.journal.read(METRICS)
         trained = Trained(
             repo=self.repo,
             base=NAMES.get(policy.name, policy.name),
@@ -237,13 +239,13 @@ def _where(model: str) -> Literal["bundled", "local", "hub"]:
 
 def outcomes(run: Path) -> list[str]:
     """How the last push of every node of a run ended, in words."""
-    found = []
-    for path in sorted(run.glob("logs/*/training_events.jsonl")):
-        events = [line for line in read_lines(path)[0] if line["event"] in ("pushed", "push_failed")]
+    found, files = [], LocalFiles(run)
+    for node in files.names("logs"):
+        lines = read_lines(files, f"logs/{node}/{EVENTS}")[0]
+        events = [line for line in lines if line.get("event") in ("pushed", "push_failed")]
         if events:
             last = events[-1]
+            url, repo, reason = (printable(str(last.get(name)))[:300] for name in ("url", "repo", "reason"))
             done = last["event"] == "pushed"
-            found.append(
-                f"pushed to {last['url']}" if done else f"not pushed to {last['repo']}: {last['reason']}"
-            )
+            found.append(f"pushed to {url}" if done else f"not pushed to {repo}: {reason}")
     return found

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import msgspec
 
@@ -18,7 +17,7 @@ from rl_swarm.environments.base import Environment, Question, Role, Statement
 from rl_swarm.evaluation import evaluate, mean
 from rl_swarm.hub import Push
 from rl_swarm.identity import Identity
-from rl_swarm.learning import checkpoints
+from rl_swarm.learning.checkpoints import Checkpoints, Place
 from rl_swarm.learning.devices import peak_memory
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.trainer import Update
@@ -53,11 +52,10 @@ class Node:
     exchange: Exchange
     coordinator: Coordinator
     journal: Journal
-    checkpoints: Path
+    checkpoints: Checkpoints
     stop: threading.Event
     role: Role | None = None  # the ordinary one by default
     role_name: str = ""  # in what it sends; empty for the ordinary one
-    folder: str = ""  # of its checkpoints; its name by default
     push: Push | None = None  # to the hub, where the settings ask for it
     load: Load = field(default_factory=Load)  # of what it runs on
     clock: Callable[[], float] = time.time
@@ -452,19 +450,18 @@ class Node:
         log.info("held-out score %.3f (%s)", result.sampled, when)
 
     def save(self, push: bool = False) -> None:
-        place = checkpoints.Place(
+        place = Place(
             self.manifest.swarm(),
             self.identity.peer_id,
             self.policy.name,
             *self.done,
             self.policy.version,
+            logs=self.journal.digests(),
             standing=self.standing.kept(self.done[0]),
             role=self.plays.kept() or msgspec.UNSET,
         )
-        keep = self.settings.keep_checkpoints
-        name = self.folder or self.name
         policy = self.policy if self.plays.learns else None
-        folder = checkpoints.save(policy, place, self.checkpoints, name, keep, self.identity)
+        folder = self.checkpoints.save(policy, place)
         self.journal.event("checkpoint", round=self.done[0])
         if push and self.push and self.plays.learns:
             self.push(folder, self.policy, self.manifest)

@@ -18,9 +18,10 @@ from rl_swarm.evaluation import HeldOut, mean
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, documents, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
-from rl_swarm.telemetry.journal import new_lines
+from rl_swarm.telemetry.journal import METRICS, new_lines
 from rl_swarm.wire import Count, Id, Rejected, decode, typed, unseal
 
 TREND_ROUNDS = 20
@@ -143,8 +144,8 @@ class NodeView:
     def external_taken(self) -> int:
         return sum(line.external_taken for line in self.rounds)
 
-    def refresh(self, root: Path) -> None:
-        lines, self._read = new_lines(root / f"logs/{self.node}/metrics.jsonl", self._read)
+    def refresh(self, files: LocalFiles) -> None:
+        lines, self._read = new_lines(files, f"logs/{self.node}/{METRICS}", self._read)
         for line in lines:
             try:
                 if len(line) <= LONGEST_LINE:
@@ -168,6 +169,7 @@ class RunView:
         self.address = address if isinstance(address, Address) else locate(address)
         self.clock = clock  # tells the state where nobody writes it
         self.root, self.files = self.address.here, self.address.files
+        self.here = LocalFiles(self.root)  # logs and checkpoints
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
@@ -230,7 +232,7 @@ class RunView:
                 view.peer, view.introduced = peer, data
 
     def refresh_node(self, node: NodeView) -> None:
-        node.refresh(self.root)
+        node.refresh(self.here)
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
         node.alive = self.is_alive(node)
 
@@ -242,6 +244,15 @@ class RunView:
             return _runs(view.peer.pid)
         finished = self.state is not None and self.state.phase == "finished"
         return not finished and abs(time.time() - view.peer.timestamp) < self.manifest.peer_timeout
+
+    def checkpoints(self, node: str) -> list[int]:
+        """Lists the rounds of a node's checkpoints that lie on this machine."""
+        try:
+            found = map(ROUND_FOLDER.fullmatch, self.here.names("checkpoints"))
+        except OSError:
+            return []
+        rounds = sorted(int(match[1]) for match in found if match)
+        return [number for number in rounds if self.here.has_folder(f"checkpoints/round_{number}/{node}")]
 
     def mean_held_out(self, when: str) -> float | None:
         lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
@@ -291,6 +302,16 @@ class RunView:
                 for view in self.nodes.values()
             ],
         }
+
+
+def run_names(files: LocalFiles) -> list[str]:
+    """Lists the runs in a folder, by name."""
+    found = []
+    for name in files.names(""):
+        with contextlib.suppress(OSError):
+            files.stat(f"{name}/{MANIFEST}")
+            found.append(name)
+    return found
 
 
 @contextmanager

@@ -204,9 +204,8 @@ def _child_main(
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=end_with_parent, args=(pipe,), daemon=True).start()
     name, settings = next(iter(members.items()))
-    start_logging(settings, address / "logs", name, terminal=False)
-    crashes = (address / "logs" / "swarm.log").open("a")
-    faulthandler.enable(crashes)  # where a library brings the process down
+    private = start_logging(settings, address, name, terminal=False)
+    faulthandler.enable(private.open("a"))  # where a library brings the process down
     try:
         if role == "coordinator":
             coordinate(address, settings, stop)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment, Question, Statement
 from rl_swarm.manifest import Manifest, derive, question_seed
 from rl_swarm.rollouts import Publication, Rollout, unpack
+from rl_swarm.untrusted import quoted
 from rl_swarm.wire import Rejected, digest
 
 Fetch = Callable[[int, str], Iterable[Publication]]  # what a member published in a stage, if it can be had
@@ -143,7 +144,7 @@ class Transcript:
     def _follow_up(self, cues: Sequence[Cue], seconds: float | None) -> list[Question]:
         for cue in cues[:1]:
             if cue.role and cue.role not in list(self.environment.roles)[1:]:
-                raise Rejected("role", f"there is no role {cue.role[:64]!r} in {self.manifest.environment}")
+                raise Rejected("role", f"there is no role {quoted(cue.role)} in {self.manifest.environment}")
         made = self.environment.follow_up(cues, seconds)
         return [
             replace(question, stage=cue.stage, role=cue.role)

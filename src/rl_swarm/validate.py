@@ -20,7 +20,7 @@ from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.conductor import read_history
-from rl_swarm.network.files import Files
+from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
@@ -80,7 +80,7 @@ class Run:
 
     def has_log(self, node: str) -> bool:
         """With a path, everybody's logs lie there; with a URL, on the machine of the node."""
-        return not self.address.is_url or (self.address.here / "logs" / node).is_dir()
+        return not self.address.is_url or LocalFiles(self.address.here).has_folder(f"logs/{node}")
 
 
 def validate(
@@ -255,7 +255,7 @@ def _killed_before_logging(run: Run, node: str, number: int) -> bool:
 def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
     """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
     found = []
-    for line in read_lines(run.address.here / "logs" / node / name)[0]:
+    for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
         with suppress(Rejected):
             found.append(typed(line, kind))
     return found

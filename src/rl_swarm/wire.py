@@ -10,6 +10,7 @@ import base64
 import binascii
 import gzip
 import hashlib
+import re
 import threading
 import zlib
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from rl_swarm.errors import UserError
-from rl_swarm.identity import Identity, verify
+from rl_swarm.identity import Identity, is_peer_id, verify
+from rl_swarm.untrusted import plain, quoted
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # what every reader of JSON can hold
@@ -46,11 +48,11 @@ _DIGITS = bytes(ord("0") if byte in b"0123456789+-.eE" else ord(" ") for byte in
 class Rejected(Exception):
     """Something a peer sent that is not used. `reason` is one of a few words that are counted.
 
-    `detail` is for logs and may quote the peer, so it is short and no terminal takes it for a command.
+    `detail` is for logs and may quote the peer, so it is short and neither a terminal nor a shell takes it for a command.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        shown = "".join(letter if letter.isprintable() else "?" for letter in detail[:MAX_DETAIL])
+        shown = plain(detail, MAX_DETAIL)
         super().__init__(f"{reason}: {shown}" if shown else reason)
         self.reason = reason
 
@@ -116,7 +118,7 @@ def unseal_named(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T,
     except (binascii.Error, ValueError) as error:
         raise Rejected("signature", "not base64") from error
     if not verify(peer_id, message, raw):
-        raise Rejected("signature", f"not signed by {peer_id[:64]}")
+        raise Rejected("signature", f"not signed by {peer_id if is_peer_id(peer_id) else quoted(peer_id)}")
     del message  # as large as the document, and the record is about to be built
     return typed(fields, kind), claimed
 
@@ -126,7 +128,13 @@ def typed(fields: Mapping[str, object], kind: type[T]) -> T:
         with _converting:
             return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise Rejected("schema", str(error)) from error
+        raise Rejected("schema", explained(error)) from error
+
+
+def explained(error: msgspec.ValidationError) -> str:
+    """Says what does not fit a type, without the value that was given."""
+    said = re.sub(r"(Invalid enum value|unknown field) .*?( - at|$)", r"\1\2", str(error), flags=re.DOTALL)
+    return said.replace("`$.", "`").replace("`", "'")
 
 
 def decode(data: bytes, limit: int = MAX_BYTES) -> dict[str, object]:

@@ -27,6 +27,7 @@ from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
 from rl_swarm.presence import Watch, only_one_here
+from rl_swarm.private import swarm_folder
 from rl_swarm.rounds import PeerInfo, State
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.journal import Journal
@@ -34,7 +35,7 @@ from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, seal
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment, Role
-    from rl_swarm.learning.checkpoints import Place
+    from rl_swarm.learning.checkpoints import Checkpoints, Place
     from rl_swarm.learning.policy import Policy
     from rl_swarm.learning.sharing import Sharing
 
@@ -90,9 +91,9 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
     """Coordinates the swarm at the address, founding it if there is none."""
     with explained(address):
         identity = Identity.load_or_create(Path(settings.identity_path))
-        if not is_url(address):
-            Path(address).mkdir(parents=True, exist_ok=True)
         place = locate(address)
+        if isinstance(place.files, LocalFiles):
+            place.files.make()
         manifest = found(place.files, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
         if settings.network == "p2p":
@@ -165,14 +166,16 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published in "
                 "earlier ones: everybody must see the same. Use `stage`."
             )
-        logs = address.here / "logs" / name
+        private = (
+            swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
+        )
         source = sinks.Source(
-            manifest.name, manifest.swarm(), name, identity.peer_id, logs, sinks.public(settings)
+            manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings)
         )
         with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
-            journal = Journal(logs, feeds)
+            journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
-                _take_part(address, settings, stop, sharing, identity, name, manifest, journal)
+                _take_part(address, settings, stop, sharing, identity, name, manifest, journal, private)
             except Exception as error:
                 with suppress(OSError):
                     journal.event("failed", error=f"{type(error).__name__}: {error}"[:500])
@@ -213,6 +216,7 @@ def _take_part(
     name: str,
     manifest: Manifest,
     journal: Journal,
+    private: Path,
 ) -> None:
     files, here = address.files, address.here
     coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
@@ -225,18 +229,20 @@ def _take_part(
     import torch
 
     from rl_swarm.hub import Push
-    from rl_swarm.learning import checkpoints
+    from rl_swarm.learning.checkpoints import Checkpoints
     from rl_swarm.learning.devices import devices_of, pick_device
     from rl_swarm.node import Node
     from rl_swarm.telemetry.machine import Load, hardware
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
-    written = checkpoints.written(here / "checkpoints", name, manifest.swarm(), identity.peer_id)
+    checkpoints = Checkpoints(
+        private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints
+    )
     kind = environments.of_swarm(manifest)
     role_kind, role_name = role_of(settings, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
-    policy, place = _restored(written, settings, prompt, sharing)
+    policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
     environment.settle(settings)
@@ -244,7 +250,6 @@ def _take_part(
     devices = devices_of(policy.device, settings)
     node = Node(
         name=shown,
-        folder=name,
         role=role,
         role_name=role_name,
         identity=identity,
@@ -266,12 +271,13 @@ def _take_part(
         ),
         coordinator=coordinator,
         journal=journal,
-        checkpoints=here / "checkpoints",
+        checkpoints=checkpoints,
         stop=stop,
-        push=Push.wanted(settings, here / "checkpoints" / f".push-{name}", journal, stop),
+        push=Push.wanted(settings, private / "push", journal, stop),
         load=Load(devices),
     )
     if place:
+        journal.restore(place.logs)
         node.done = (place.round, place.stage)
         node.standing.restore(place.standing)
         role.restore({} if place.role is msgspec.UNSET else place.role)
@@ -293,6 +299,7 @@ def _take_part(
     )
     if address.is_url:
         log.info("its logs and checkpoints are on this machine, in %s", here)
+    log.debug("private files are in %s", private)
     log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
 
     node.prepare()
@@ -319,6 +326,8 @@ def _take_part(
         environment.close()
         policy.close()
     journal.event("left", round=node.done[0])
+    if journal.close() and coordinator.current().phase == "finished":
+        checkpoints.clear()  # nobody goes on from here, and the folder has the model
     if coordinator.turned_away:
         raise coordinator.not_admitted(coordinator.turned_away)
 
@@ -368,27 +377,29 @@ def check_name(state: State, identity: Identity, name: str) -> None:
 
 
 def _restored(
-    written: "Iterator[tuple[Path, Place]]",
+    checkpoints: "Checkpoints",
+    swarm: str,
     settings: Settings,
     system_prompt: str,
     sharing: "Sharing | None",
 ) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
-    from rl_swarm.learning import checkpoints
+    from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
     from rl_swarm.learning.policy import ModelError, Policy
     from rl_swarm.learning.team import Leader
 
     load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
-    for folder, place in written:
+    for saved in checkpoints.written(swarm):
+        place = saved.place
         model = place.model if settings.model == "auto" else settings.model
         same = msgspec.structs.replace(settings, model=model)  # what fits now may be another
         try:
-            checkpoints.verify(folder, place)
+            folder = checkpoints.fetch(saved)
             if not place.files:  # of a model that does not learn
                 return load(same, system_prompt), place
             policy = load(same, system_prompt, folder)
-            checkpoints.restore_optimizer(policy, folder)
-        except (ModelError, checkpoints.CheckpointError) as error:
+            restore_optimizer(policy, folder)
+        except (ModelError, CheckpointError) as error:
             log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
             continue
         policy.version = place.policy_version

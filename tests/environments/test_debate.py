@@ -19,11 +19,12 @@ from rl_swarm.environments.tasks import Task
 from rl_swarm.experiment.lockstep import Member, Swarm
 from rl_swarm.identity import Identity
 from rl_swarm.learning.policy import Policy
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalExchange
 from rl_swarm.node import Node
 from rl_swarm.report import RunView
 from rl_swarm.rollouts import Publication
-from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import telling
 from rl_swarm.web.following import Follower
 from rl_swarm.web.texts import Texts, Wanted
@@ -140,7 +141,8 @@ def test_control_tokens_that_stand_in_a_question_stay_text() -> None:
 def played(folder: Path) -> Swarm:
     """A round of three nodes, in one process."""
     members = [Member(Identity.derived("debate", number), SETTINGS) for number in range(3)]
-    swarm = Swarm(folder, members, Identity.derived("owner"))
+    user = Settings(identity_path=str(folder.with_suffix(".pem")))
+    swarm = Swarm(LocalFiles(folder), members, Identity.derived("owner"), user)
     try:
         swarm.round()
     finally:
@@ -150,7 +152,7 @@ def played(folder: Path) -> Swarm:
 
 def lines_of(node: Node) -> list[dict]:
     timing = {"timestamp", "seconds", "began", "phases", "tokens_per_second", "peak_memory", "load"}
-    lines = [line for line in read_lines(node.journal.metrics_path)[0] if line["kind"] == "round"]
+    lines = [line for line in node.journal.read(METRICS) if line["kind"] == "round"]
     return [{key: value for key, value in line.items() if key not in timing} for line in lines]
 
 
@@ -219,7 +221,8 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
 
 def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_path: Path) -> None:
     members = [Member(Identity.derived("debate", number), SETTINGS) for number in range(2)]
-    swarm = Swarm(tmp_path, members, Identity.derived("owner"))
+    user = Settings(identity_path=str(tmp_path / "user.pem"))
+    swarm = Swarm(LocalFiles(tmp_path / "run"), members, Identity.derived("owner"), user)
     publish = LocalExchange.publish
 
     def forged(exchange: LocalExchange, publication: Publication) -> None:

@@ -9,14 +9,14 @@ import pytest
 from rl_swarm.config import ConfigError, Settings
 from rl_swarm.environments.base import Environment, Question, Role
 from rl_swarm.identity import Identity
-from rl_swarm.learning import checkpoints
+from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
 from rl_swarm.manifest import new_manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node import Node
 from rl_swarm.rounds import PeerInfo
-from rl_swarm.telemetry.journal import Journal, read_lines
+from rl_swarm.telemetry.journal import METRICS, Journal
 from rl_swarm.worker import _restored, found, join
 
 SETTINGS = Settings(local=2, external=4, generations=4, rounds=2, round_end="everyone", device="cpu")
@@ -88,7 +88,7 @@ def player(swarm: LocalSwarm, folder: Path, number: int, role: str = "") -> Node
         exchange=LocalExchange(swarm, stop),
         coordinator=LocalCoordinator(swarm, stop),
         journal=Journal(folder / identity.node),
-        checkpoints=folder / "checkpoints",
+        checkpoints=Checkpoints(folder / "checkpoints", identity, identity.node),
         stop=stop,
         role=environment.roles[role or "writer"](environment),
         role_name=role,
@@ -109,7 +109,7 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
     assert (swarm.state.round, swarm.state.stage) == (1, 0)
     seen = nodes[1].transcripts[0]._in_time
     assert seen == {(WRITE, nodes[0].identity.peer_id)}, "what was there when it looked"
-    lines = {node.name: read_lines(node.journal.metrics_path)[0] for node in nodes}
+    lines = {node.name: node.journal.read(METRICS) for node in nodes}
     assert [line.get("passed", False) for line in lines[nodes[0].name]] == [False, True]
     first, second = lines[judge.name]
     assert first["passed"] and (first["figures"], second["figures"]) == ({"judged": 0}, {"judged": 16})
@@ -139,7 +139,7 @@ def test_what_other_roles_publish_is_not_learned_from(swarm, tmp_path) -> None:
         msgspec.structs.replace(disguised, node=judge.name, peer_id=judge.identity.peer_id, role="judge")
     )
     writer.play(swarm.state)
-    (line,) = read_lines(writer.journal.metrics_path)[0]
+    (line,) = writer.journal.read(METRICS)
     assert set(line["external_from"]) <= {other.identity.peer_id} and line["external_rejected"] == {}
 
 
@@ -147,10 +147,10 @@ def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_writ
     judge = player(swarm, tmp_path, 0, "judge")
     judge.plays.judged, judge.done = 7, (3, 1)
     judge.save()
-    me = (judge.name, swarm.manifest.swarm(), judge.identity.peer_id)
-    ((folder, place),) = checkpoints.written(tmp_path / "checkpoints", *me)
-    assert [path.name for path in folder.iterdir()] == ["place.json"]
-    policy, found_place = _restored(iter([(folder, place)]), SETTINGS, "", None)
+    (saved,) = judge.checkpoints.written(swarm.manifest.swarm())
+    place = saved.place
+    assert [path.name for path in saved.private.iterdir()] == ["place.json"]
+    policy, found_place = _restored(judge.checkpoints, swarm.manifest.swarm(), SETTINGS, "", None)
     assert found_place == place and (place.round, place.stage) == (3, 1) and policy.name == "tiny"
     again = Judge(judge.environment)
     again.restore(place.role)

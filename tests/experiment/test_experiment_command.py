@@ -13,11 +13,13 @@ from processes import end, family, metrics, run, start, status, until
 from rich.console import Console
 
 from rl_swarm.cli.app import app
+from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
 from rl_swarm.experiment.measures import NodeLog, RoundLine, Run
 from rl_swarm.experiment.plan import Costs, duration, makespan
 from rl_swarm.experiment.run import Child, Experiment, Runner, Told, is_finished, play
+from rl_swarm.network.files import LocalFiles
 
 SMALL = [
     "--device",
@@ -63,7 +65,13 @@ def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_wri
     assert code == 0, output
     job = Job.read(folder)
     assert job is not None
-    play(job, tmp_path / "whole", threading.Event(), keep_models=False)
+    play(
+        job,
+        LocalFiles(tmp_path / "whole"),
+        Settings(identity_path=str(tmp_path / "user.pem")),
+        threading.Event(),
+        keep_models=False,
+    )
     assert metrics(folder) == metrics(tmp_path / "whole")
     found = json.loads((tmp_path / out / "report.json").read_text())["configurations"]["2/1 sapo"]
     assert {"training_set", "fresh_local", "held_out"} <= found.keys()
@@ -208,7 +216,13 @@ def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_pa
     wanted = Experiment(tmp_path, arms("1/0", "sapo"), [1], 1, 3, settings=settings)
     (job,) = wanted.runs({})
     job.write(wanted.folder(job))
-    play(job, wanted.folder(job), threading.Event(), keep_models=False)
+    play(
+        job,
+        wanted.files(job),
+        Settings(identity_path=str(tmp_path / "user.pem")),
+        threading.Event(),
+        keep_models=False,
+    )
     runner = Runner(wanted, Console(file=io.StringIO()), threading.Event())
     runner.all = [job]
     ours, _ = runner.context.Pipe()

@@ -33,8 +33,12 @@ def job(arm: Arm, rounds: int = 3, nodes: int = 3, each: dict | None = None, **s
     return Job(arm, 1, rounds, nodes, None, False, {**SMALL, **settings}, each or {})
 
 
+def user(folder: Path) -> Settings:
+    return Settings(identity_path=str(folder / "user.pem"))
+
+
 def played(job: Job, folder: Path) -> dict:
-    assert play(job, folder, threading.Event(), keep_models=False)
+    assert play(job, LocalFiles(folder), user(folder.parent), threading.Event(), keep_models=False)
     return metrics(folder)
 
 
@@ -49,7 +53,7 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
         device="cpu",
     )
     members = [Member(Identity.load(key), settings) for key in keys]
-    swarm = Swarm(tmp_path / "one", members, members[0].identity)
+    swarm = Swarm(LocalFiles(tmp_path / "one"), members, members[0].identity, user(tmp_path))
     try:
         assert swarm.run(threading.Event())
     finally:
@@ -65,14 +69,14 @@ def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path
     members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
-    swarm = Swarm(tmp_path / "stopped", members, owner)
+    swarm = Swarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
     assert not swarm.run(stop, lambda swarm: stop.set() if swarm.done == 2 else None), (
         "after round 2 of 0 to 5"
     )
     swarm.close()
     kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert kept == ["round_1", "round_2"], "the one before stays until all nodes have the next"
-    swarm = Swarm(tmp_path / "stopped", members, owner)
+    swarm = Swarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
     assert swarm.done == 2
     swarm.round()  # and killed, with no checkpoint of round 3
     swarm.close()
@@ -87,15 +91,18 @@ def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Pat
     members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
-    swarm = Swarm(tmp_path / "cut", members, owner)
+    swarm = Swarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
     swarm.run(stop, lambda swarm: stop.set() if swarm.done == 3 else None)
     swarm.close()
     root = tmp_path / "cut" / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["round_1", "round_2", "round_3"]
-    (root / "round_3" / "state.json").unlink()  # killed while it saved
-    weights = root / "round_2" / members[1].identity.node / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4])
-    swarm = Swarm(tmp_path / "cut", members, owner)
+    (swarm.private / "checkpoints" / "round_3" / "state.json").unlink()  # killed while it saved
+    (root / "round_3" / "state.json").unlink()
+    node = members[1].identity.node
+    for folder in (swarm.private / node / "checkpoints" / "round_2", root / "round_2" / node):
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4])
+    swarm = Swarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
     assert swarm.done == 1
     swarm.close()
     assert played(wanted, tmp_path / "cut") == whole
@@ -116,7 +123,7 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
             calls.append(("learn", len(work)))
             super().learn(work)
 
-    swarm = Swarm(tmp_path, members, members[0].identity, engine=Counting)
+    swarm = Swarm(LocalFiles(tmp_path), members, members[0].identity, user(tmp_path), engine=Counting)
     try:
         swarm.round()
     finally:
@@ -130,7 +137,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
     owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
     for name, last in (("whole", 9), ("stopped", 0), ("stopped", 9)):
         stop.clear()
-        swarm = Swarm(tmp_path / name, members, owner, engine=Together)
+        swarm = Swarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=Together)
         finished = swarm.run(stop, lambda swarm, last=last: stop.set() if swarm.done == last else None)
         swarm.close()
         assert finished == (last == 9)

@@ -4,7 +4,7 @@ import copy
 import errno
 import os
 import resource
-from pathlib import Path
+import threading
 
 import pytest
 import torch
@@ -15,15 +15,28 @@ from rl_swarm.config import Settings
 from rl_swarm.environments.base import Question
 from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints
-from rl_swarm.learning.checkpoints import CheckpointError, Place, restore_optimizer, verify, written
+from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, restore_optimizer
 from rl_swarm.learning.policy import ModelError, Policy
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.rollouts import Completion, Group
 
 ME = Identity.new()
 
 
+def of(root, node="node", identity=ME, keep=5):
+    """A node's checkpoints: private ones below `private`, copies in a folder that others write to as well."""
+    files = LocalFiles(root / "shared")
+    return Checkpoints(root / "private" / node, identity, node, files, keep, keep_private=keep)
+
+
+def elsewhere(root, node="node", identity=ME, keep=5):
+    """The same on a machine that has nothing but the folder."""
+    files = LocalFiles(root / "shared")
+    return Checkpoints(root / "another" / node, identity, node, files, keep)
+
+
 def save(policy, place, root, node, keep, identity=ME):
-    return checkpoints.save(policy, place, root, node, keep, identity)
+    return of(root, node, identity, keep).save(policy, place)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +73,14 @@ def resumed(settings, folder):
     return policy
 
 
-def newest(root, node="node", swarm="swarm", peer=ME.peer_id):
-    found = next(written(root, node, swarm, peer), None)
-    return found and (found[0], replace(found[1], files={}))
+def newest(root, node="node", swarm="swarm", identity=ME):
+    kept = of(root, node, identity)
+    found = next(kept.written(swarm), None)
+    return found and (kept.fetch(found), replace(found.place, files={}, node=""))
+
+
+def rounds(kept, swarm="swarm"):
+    return [(saved.place.round, saved.private is not None) for saved in kept.written(swarm)]
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
@@ -102,19 +120,22 @@ def test_the_newest_checkpoint_of_this_node_in_this_swarm_is_found(settings, tmp
         save(policy, place(number), tmp_path, "node", keep=5)
     save(policy, place(11), tmp_path, "other-node", keep=5)
     save(policy, place(12, swarm="another"), tmp_path, "node", keep=5)
-    assert newest(tmp_path) == (tmp_path / "round_10" / "node", place(10))
-    assert [p.round for _, p in written(tmp_path, "node", "swarm", ME.peer_id)] == [10, 9, 2]
-    assert newest(tmp_path, peer="somebody else") is None
+    assert newest(tmp_path) == (tmp_path / "private" / "node" / "round_10", place(10))
+    assert rounds(of(tmp_path)) == [(n, private) for n in (10, 9, 2) for private in (True, False)]
+    assert rounds(elsewhere(tmp_path)) == [(10, False), (9, False), (2, False)]
+    assert rounds(of(tmp_path, identity=Identity.new())) == []
 
 
 def test_old_checkpoints_go_and_those_of_other_nodes_stay(settings, tmp_path):
     policy = Policy.load(settings, "")
     save(policy, place(0), tmp_path, "neighbour", keep=1)
+    kept = Checkpoints(tmp_path / "private" / "node", ME, "node", LocalFiles(tmp_path / "shared"), keep=2)
     for number in range(4):
-        save(policy, place(number), tmp_path, "node", keep=2)
-    assert [p.round for _, p in written(tmp_path, "node", "swarm", ME.peer_id)] == [3, 2]
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["round_0", "round_2", "round_3"]
-    assert (tmp_path / "round_0" / "neighbour").is_dir()
+        kept.save(policy, place(number))
+    assert rounds(kept) == [(3, True), (3, False), (2, False)]
+    shared = tmp_path / "shared" / "checkpoints"
+    assert sorted(f.name for f in shared.iterdir()) == ["round_0", "round_2", "round_3"]
+    assert (shared / "round_0" / "neighbour").is_dir()
 
 
 def test_a_round_saved_again_is_the_later_one(settings, tmp_path):
@@ -158,21 +179,19 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint_and_nothing_else(
     assert found == place(0)
     restored = resumed(settings, folder).model.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in restored.items())
-    assert [p for p in tmp_path.rglob("*") if p.name.endswith(".tmp")] == []
+    left = [p.name for p in tmp_path.rglob("*") if p.name.endswith(".tmp") or p.name.startswith(".new-")]
+    assert left == []
     assert len(restored) > 5
 
 
-def test_what_a_killed_process_left_is_swept_up_and_nothing_of_others(settings, tmp_path):
+def test_what_a_killed_process_left_is_swept_up(settings, tmp_path):
     policy = Policy.load(settings, "")
-    mine = tmp_path / "round_0" / ".node.12345.tmp"
-    others = [tmp_path / "round_0" / ".node.2.12345.tmp", tmp_path / "round_0" / ".other.12345.tmp"]
-    for left in (mine, *others):
-        left.mkdir(parents=True)
-        (left / "model.safetensors").write_bytes(b"half a model")
+    left = tmp_path / "private" / "node" / ".new-12345678"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half a model")
     assert newest(tmp_path) is None
     save(policy, place(1), tmp_path, "node", keep=2)
-    assert not mine.exists()
-    assert all(left.exists() for left in others)
+    assert not left.exists()
 
 
 def test_a_checkpoint_that_was_damaged_is_passed_over_or_refused(settings, tmp_path):
@@ -180,46 +199,113 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_or_refused(settings, tmp_p
     teach(policy, "4", "7")
     for number in range(3):
         save(policy, place(number), tmp_path, "node", keep=5)
-    (tmp_path / "round_2" / "node" / "place.json").write_bytes(b'{"swarm":')
-    assert newest(tmp_path)[1] == place(1)
-    for junk in (b'{"swarm":"\xff"}', b'{"a":' + b"[" * 100_000, b"[]"):
-        (tmp_path / "round_2" / "node" / "place.json").write_bytes(junk)
-        assert newest(tmp_path)[1] == place(1)
-    (tmp_path / "round_²" / "node").mkdir(parents=True)
-    assert newest(tmp_path)[1] == place(1)
+    shared = tmp_path / "shared" / "checkpoints"
+    for junk in (b'{"swarm":', b'{"swarm":"\xff"}', b'{"a":' + b"[" * 100_000, b"[]"):
+        (shared / "round_2" / "node" / "place.json").write_bytes(junk)
+        assert rounds(elsewhere(tmp_path)) == [(1, False), (0, False)]
+    (shared / "round_²" / "node").mkdir(parents=True)
+    assert rounds(elsewhere(tmp_path)) == [(1, False), (0, False)]
     for name, error in (("model.safetensors", ModelError), ("optimizer.safetensors", CheckpointError)):
-        path = tmp_path / "round_1" / "node" / name
+        path = tmp_path / "private" / "node" / "round_1" / name
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(error):
             resumed(settings, path.parent)
+        with pytest.raises(CheckpointError, match=name):
+            kept = of(tmp_path)
+            kept.fetch(next(saved for saved in kept.written("swarm") if saved.place.round == 1))
         path.write_bytes(whole)
 
 
-def test_a_checkpoint_that_somebody_else_changed_or_wrote_is_not_taken(settings, tmp_path):
+def test_a_copy_that_somebody_else_changed_or_wrote_is_not_taken(settings, tmp_path):
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
-    folder = save(policy, place(0), tmp_path, "node", keep=5)
-    ((_, signed),) = written(tmp_path, "node", "swarm", ME.peer_id)
-    verify(folder, signed)
-    assert {"model.safetensors", "optimizer.safetensors", "tokenizer.json"} <= signed.files.keys()
+    save(policy, place(0), tmp_path, "node", keep=5)
+    shared = tmp_path / "shared" / "checkpoints" / "round_0" / "node"
+    kept = elsewhere(tmp_path)
+    (found,) = kept.written("swarm")
+    assert {"model.safetensors", "optimizer.safetensors", "tokenizer.json"} <= found.place.files.keys()
 
     teach(policy, "poison", "4")
-    policy.save(folder)  # over the weights of the node
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not as this node wrote it"):
-        verify(folder, signed)
-    save(policy, place(1), tmp_path, "node", keep=5, identity=Identity.new())
-    assert [found.round for _, found in written(tmp_path, "node", "swarm", ME.peer_id)] == [0]
+    real = (shared / "model.safetensors").read_bytes()
+    policy.save(shared)  # over the weights of the node
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not as this node wrote it"):
+        kept.fetch(found)
+    for other in (real + b"more", real[:-1]):
+        (shared / "model.safetensors").write_bytes(other)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            kept.fetch(found)
+    (shared / "model.safetensors").unlink()
+    (shared / "model.safetensors").symlink_to(tmp_path / "private" / "node" / "round_0" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a regular file"):
+        kept.fetch(found)
+    (shared / "model.safetensors").unlink()
+    os.mkfifo(shared / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a regular file"):
+        kept.fetch(found)
+    (shared / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        kept.fetch(found)
+    assert not list((tmp_path / "another").rglob("*.safetensors"))
 
-    folder = save(policy, place(2), tmp_path, "node", keep=5)
-    _, signed = next(written(tmp_path, "node", "swarm", ME.peer_id))
-    (folder / "adapters.safetensors").write_bytes(b"more")
-    with pytest.raises(CheckpointError, match="adapters"):
-        verify(folder, signed)
-    (folder / "adapters.safetensors").unlink()
-    (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        verify(folder, signed)
+    (shared / "model.safetensors").write_bytes(real)
+    (shared / "adapters.safetensors").write_bytes(b"more")  # nobody signed it, so nobody reads it
+    assert not (kept.fetch(found) / "adapters.safetensors").exists()
+    save(policy, place(1), tmp_path, "node", keep=5, identity=Identity.new())
+    save(policy, place(2), tmp_path, "node-2", keep=5)
+    os.rename(shared.parent.parent / "round_2" / "node-2", shared.parent.parent / "round_2" / "node")
+    assert rounds(elsewhere(tmp_path)) == [(0, True), (0, False)], "neither a stranger's nor another node's"
+
+
+def test_what_is_loaded_is_what_was_verified_however_fast_the_folder_changes(settings, tmp_path):
+    """A program exchanges the weights again and again while they are copied and verified."""
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    save(policy, place(0), tmp_path, "node", keep=5)
+    shared = tmp_path / "shared" / "checkpoints" / "round_0" / "node"
+    real = (shared / "model.safetensors").read_bytes()
+    (tmp_path / "real").write_bytes(real)
+    done = threading.Event()
+
+    def swap():
+        while not done.is_set():
+            for data in (bytes(len(real)), real):
+                (tmp_path / "other").write_bytes(data)
+                os.replace(tmp_path / "other", shared / "model.safetensors")
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(60):
+            kept = elsewhere(tmp_path)
+            found = next(saved for saved in kept.written("swarm") if saved.private is None)
+            try:
+                folder = kept.fetch(found)
+            except CheckpointError:
+                continue
+            assert (folder / "model.safetensors").read_bytes() == real
+    finally:
+        done.set()
+        thread.join()
+    (shared / "model.safetensors").write_bytes(real)
+    assert (kept.fetch(found) / "model.safetensors").read_bytes() == real
+
+
+@pytest.mark.parametrize("where", ["checkpoints", "checkpoints/round_0", "checkpoints/round_0/node"])
+def test_a_link_in_place_of_a_folder_leads_nowhere(settings, tmp_path, where):
+    policy = Policy.load(settings, "")
+    outside = tmp_path / "outside"
+    (outside / "round_0" / "node").mkdir(parents=True)
+    (outside / "node").mkdir()
+    (outside / "precious").write_bytes(b"mine")
+    before = sorted(path for path in outside.rglob("*"))
+    link = tmp_path / "shared" / where
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    for number in (0, 1, 2):
+        save(policy, place(number), tmp_path, "node", keep=1)
+    assert sorted(path for path in outside.rglob("*")) == before
+    assert rounds(elsewhere(tmp_path)) == [(2, False)]
 
 
 def test_what_a_disk_refuses_is_told_as_such(settings, tmp_path):
@@ -232,20 +318,21 @@ def test_what_a_disk_refuses_is_told_as_such(settings, tmp_path):
             save(policy, place(0), tmp_path, "node", 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / "round_0" / "node")
-    assert not list(tmp_path.glob("*/*"))
+    assert error.value.errno == errno.EFBIG
+    assert error.value.filename == str(tmp_path / "private" / "node" / "round_0")
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_folder_that_another_node_tidies_away_meanwhile_is_made_again(settings, tmp_path, monkeypatch):
     """Between the folder of a round and the one in it: another node finds the first empty, and removes it."""
-    make, tidied = os.mkdir, []
+    opening, tidied = os.open, []
 
-    def mkdir(path, *mode):
-        if Path(path).name.startswith(".node") and Path(path).parent.exists() and not tidied:
-            tidied.append(Path(path).parent)
-            Path(path).parent.rmdir()
-        make(path, *mode)
+    def open_late(path, flags, *mode, dir_fd=None):
+        if path == "round_0" and dir_fd is not None and not tidied:
+            tidied.append(path)
+            os.rmdir(path, dir_fd=dir_fd)
+        return opening(path, flags, *mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    folder = save(Policy.load(settings, ""), place(0), tmp_path, "node", 1)
-    assert tidied == [folder.parent] and (folder / "place.json").exists()
+    monkeypatch.setattr(os, "open", open_late)
+    save(Policy.load(settings, ""), place(0), tmp_path, "node", 1)
+    assert tidied and (tmp_path / "shared/checkpoints/round_0/node/place.json").exists()

@@ -76,10 +76,8 @@ class Drive:
 class View:
     """What one node sees. It sees its own writes at once."""
 
-    root = "the drive"
-
     def __init__(self, drive: Drive, node: str) -> None:
-        self.drive, self.node = drive, node
+        self.drive, self.node, self.root = drive, node, drive.local.root
         self.asked: Counter[tuple[str, str]] = Counter()
         self.broken_until: dict[tuple[str, str], float] = {}
 
@@ -108,7 +106,7 @@ class View:
                 self.drive.local.write(f"{stem} (1).{ending}", data)
                 self.drive.put(f"{stem} (1).{ending}", self.node, data)
 
-    def append(self, path: str, data: bytes) -> None:
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
         with self.drive.lock:
             try:
                 self._may_fail("append", path, self.drive.faults.broken_writes)
@@ -116,7 +114,7 @@ class View:
                 data = data[: len(data) // 2]
                 raise
             finally:
-                self.drive.local.append(path, data)
+                self.drive.local.append(path, data, at)
                 self.drive.put(path, self.node, self.drive.local.read(path, 1 << 30))
 
     def names(self, folder: str) -> list[str]:

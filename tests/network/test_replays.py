@@ -193,15 +193,16 @@ def test_a_manifest_that_was_exchanged_does_not_change_a_run_that_is_looked_at(t
 )
 def test_a_line_of_a_log_that_is_none_is_left_out(line, tmp_path):
     (tmp_path / "log").write_bytes(b'{"a":1}\n' + line + b'\n{"a":2}\n{"half')
-    records, after = read_lines(tmp_path / "log")
+    files = LocalFiles(tmp_path)
+    records, after = read_lines(files, "log")
     assert records == [{"a": 1}, {"a": 2}]
-    assert read_lines(tmp_path / "log", after) == ([], after)
+    assert read_lines(files, "log", after) == ([], after)
 
 
 def test_a_log_that_is_no_file_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
-    assert [read_lines(tmp_path / name) for name in ("pipe", "link", "missing")] == [([], 0)] * 3
+    assert [read_lines(LocalFiles(tmp_path), name) for name in ("pipe", "link", "missing")] == [([], 0)] * 3
 
 
 def test_who_is_restarted_in_a_round_does_not_publish_it_anew(tmp_path):

@@ -43,7 +43,10 @@ class SmallRun:
         self.owner = Identity.new()
         self.manifest: Manifest = found(self.files, settings, root.name, self.owner)
         self.identities = [Identity.new() for _ in range(nodes)]
-        self.journals = {i.node: Journal(root / "logs" / i.node) for i in self.identities}
+        self.journals = {
+            i.node: Journal(root.with_name(f"{root.name}-private") / i.node, (), self.files, f"logs/{i.node}")
+            for i in self.identities
+        }
         self.state = State(swarm=self.manifest.swarm())
         for identity in self.identities:
             self.join(identity, os.getpid() if pid is None else pid)

@@ -409,7 +409,7 @@ def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
 def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "is_installed", lambda: False)
     console = Console(file=io.StringIO(), width=200)
-    with dashboard.beside(tmp_path, Settings(), console, threading.Event()):
+    with dashboard.beside(tmp_path, Settings(), tmp_path / "log", console, threading.Event()):
         said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("\n") == 1 and "pip install 'rl-swarm[web]'" in said and "--no-web" in said
 

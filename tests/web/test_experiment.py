@@ -19,6 +19,7 @@ from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import rewind
 from rl_swarm.experiment.standing import Standing, followed
+from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web.experiment import create_experiment_app
 
 ROUNDS = 4
@@ -112,7 +113,7 @@ def test_rounds_that_a_crash_took_back_are_not_counted(experiment: SmallExperime
     standing = followed(experiment.out)
     made = experiment.runs["2/2 sapo"]
     for node in made.names:
-        rewind(made.journals[node].metrics_path, 0)
+        rewind(made.journals[node].logs[METRICS], 0)
     standing.look()
     assert standing.told().arms[1].played == 1
     for node in made.names:

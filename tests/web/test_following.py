@@ -8,6 +8,8 @@ import pytest
 from msgspec.structs import replace as changed
 from small_runs import HOSTILE, SmallRun
 
+from rl_swarm import run_settings
+from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.network.address import locate
 from rl_swarm.report import LONGEST_LINE, RunView
@@ -130,7 +132,9 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
     run.score(run.identities[0], "now", 0.5)
     run.journals[run.names[0]].event("resumed", round=0, model="tiny")
     (run.root / "checkpoints" / "round_3" / run.names[0]).mkdir(parents=True)
-    (run.root / "settings.json").write_text('{"seed": 42, "identity_path": "/home/ada/swarm.pem"}')
+    run_settings.keep(
+        Settings(seed=42, identity_path="/home/ada/swarm.pem"), run.root, run.manifest, run.owner
+    )
     follower, _ = followed(run)
     told = telling.node(follower, run.identities[0].peer_id)
     assert told is not None and told.row.node == run.names[0]
@@ -138,7 +142,8 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
     assert [(link.node, link.groups) for link in told.taught] == [(run.names[1], 1)]
     assert told.rejected == {"digest": 1} and told.restarts == 1 and told.checkpoints == [3]
     assert [(s.task, s.start, s.now) for s in told.held_out] == [("chain_sum", 0.2, 0.5), ("gcd", 0.2, 0.5)]
-    assert told.settings == {"seed": "42"}, "what is about this machine is left out"
+    assert told.settings["seed"] == "42" and "identity_path" not in told.settings, "of this machine alone"
+    assert "private_path" not in told.settings
     curves = telling.curves(follower, run.names[0], ["entropy", "seconds.train", "nothing"])
     assert curves is not None and curves.metrics == {"entropy": [0.5], "seconds.train": [0.25]}
     assert telling.node(follower, "nobody") is None and telling.curves(follower, "nobody", []) is None
@@ -147,7 +152,7 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
 def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "run", nodes=2, total=4)
     mine, others = (run.journals[name] for name in run.names)
-    (run.root / "settings.json").write_text('{"seed": 42}')
+    run_settings.keep(Settings(seed=42), run.root, run.manifest, run.owner)
     mine.event(
         "joined", round=-1, model="tiny", hardware={"cores": "2"}, settings={"seed": 7, "hf_token": "secret"}
     )
@@ -170,7 +175,7 @@ def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tm
     told, other = (telling.node(follower, name) for name in run.names)
     assert told is not None and other is not None
     assert told.settings == {"seed": "7"} and told.hardware == {"cores": "2"}, "its own, and no secret"
-    assert other.settings == {"seed": "42"} and other.hardware == {}
+    assert other.settings["seed"] == "42" and other.hardware == {}
     assert told.errors == {"ValueError: no": 1} and told.refused == {"digest": 1} and other.refused == {}
     assert told.restarts == 1 and other.restarts == 0, "who joins twice was started again"
     kinds = [event.event for event in telling.events(follower, node=run.names[0]).events]

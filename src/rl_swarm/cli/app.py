@@ -119,12 +119,16 @@ def up(
     dry_run: DryRun = False,
 ) -> None:
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
+    from rl_swarm import run_settings
     from rl_swarm.cli import running
 
     asked = settled("up", {}, config_file, sets, environment=environment).settings.environment
     preset: dict[str, object] = {**config.UP_PRESET, **environments.named(asked).up}
     if resume is not None:
-        preset |= running.settings_of(resume, any(given.startswith("strategy=") for given in sets or []))
+        user = config.load(
+            {}, config_file, {"identity_path": identity_path} if identity_path else {}, command="up"
+        )
+        preset |= run_settings.resumed(resume, user.settings)
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
         learning_rate=learning_rate, environment=environment, tasks=tasks, device=device, admission=admission,
@@ -341,7 +345,7 @@ def runs(
     """List the runs on this machine, or remove some."""
     from rl_swarm.cli import running
 
-    running.remove_runs(root, remove) if remove else running.list_runs(root)
+    running.remove_runs(root, remove, config.load().settings) if remove else running.list_runs(root)
 
 
 @app.command()
@@ -468,10 +472,13 @@ def doctor() -> None:
 @app.command()
 def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, compressed or not.")]) -> None:
     """Print a file of a swarm as JSON."""
-    from rl_swarm.wire import Rejected, decode
+    from rl_swarm.network.files import LocalFiles
+    from rl_swarm.untrusted import printable
+    from rl_swarm.wire import MAX_BYTES, Rejected, decode
 
     try:
-        print(json.dumps(decode(file.read_bytes()), indent=2, ensure_ascii=False))
+        found = decode(LocalFiles(file.parent).read(file.name, MAX_BYTES))
+        print(printable(json.dumps(found, indent=2, ensure_ascii=False)))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from error
     except Rejected as error:

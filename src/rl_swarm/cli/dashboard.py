@@ -50,7 +50,7 @@ def watch_here(address: str) -> None:
 
 @contextmanager
 def beside(
-    root: Path, settings: Settings, console: "Console", interrupted: threading.Event
+    root: Path, settings: Settings, private_log: Path, console: "Console", interrupted: threading.Event
 ) -> Iterator[None]:
     """The dashboard of a run, where it is wanted and can be had. With a token the run can be interrupted there."""
     if not settings.web:
@@ -60,7 +60,7 @@ def beside(
         yield
     else:
         with server.beside(
-            root, settings.web_host, settings.web_port, settings.web_token, interrupted
+            root, settings.web_host, settings.web_port, settings.web_token, private_log, interrupted
         ) as url:
             _say(f"Watch it at {url}", console)
             yield

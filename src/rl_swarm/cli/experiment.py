@@ -133,6 +133,7 @@ def sapo(
         tune_rounds=tune_rounds or max(1, settings.rounds // 5),
         at_once=at_once,
         keep_models=keep_models,
+        user=settings,
     )
     console = Console(highlight=False)
     stop = catch_signals()
@@ -160,6 +161,8 @@ def report(
 ) -> None:
     """Write the report of one or several experiments again, all arms beside each other."""
     from rl_swarm.experiment.report import write
+    from rl_swarm.network.files import LocalFiles
+    from rl_swarm.wire import MAX_BYTES
 
     for folder in folders:
         if not folder.is_dir():
@@ -167,7 +170,7 @@ def report(
                 f"{folder}: there is no such directory. Give what `experiment sapo --out` was given."
             )
     path = write(folders, out or folders[0])
-    print(path.read_text(), end="")
+    print(LocalFiles(path.parent).read(path.name, MAX_BYTES).decode(), end="")
 
 
 @app.command()

@@ -2,36 +2,35 @@
 
 import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from rl_swarm import run_settings
 from rl_swarm.cli import catch_signals, dashboard, program
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
-from rl_swarm.config import SECRETS, Settings
+from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.hub import outcomes
 from rl_swarm.identity import Identity
 from rl_swarm.learning import smollm2
+from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import is_url
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import change_roll
-from rl_swarm.report import RunView
+from rl_swarm.private import swarm_folder
+from rl_swarm.report import RunView, run_names
 from rl_swarm.swarm import LocalSwarm, worker_settings
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.words import ADJECTIVES, ANIMALS
 from rl_swarm.worker import found
-
-SETTINGS_FILE = "settings.json"
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
@@ -47,17 +46,20 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
             raise UserError(
                 f"{resume} has finished all its {view.state.round + 1} rounds. Start a new run: rl-swarm up"
             )
+    owner = Identity.load_or_create(Path(settings.identity_path))
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        (root / SETTINGS_FILE).write_bytes(msgspec.json.encode(_portable(settings)))
+        files = LocalFiles(root)
+        files.make()
+        manifest = found(files, settings, root.name, owner)
+        run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
         raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
-    start_logging(settings, root / "logs", "up", terminal=False)
+    private_log = start_logging(settings, root, "up", terminal=False)
 
     workers = worker_settings(settings)
     coordinator = replace(settings, min_peers=max(settings.min_peers, settings.nodes))
     if settings.admission == "invited":
-        _allow(root, settings, workers)
+        _allow(files, manifest, owner, workers)
     swarm = LocalSwarm(root, coordinator, workers)
     console.print(
         f"{'Going on with' if resume else 'Starting'} {settings.nodes} nodes in {root}   (Ctrl-C stops them)"
@@ -71,7 +73,10 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     interrupted = catch_signals()
     swarm.start()
     try:
-        with dashboard.beside(root, settings, console, interrupted), LiveView(RunView(root), console) as live:
+        with (
+            dashboard.beside(root, settings, private_log, console, interrupted),
+            LiveView(RunView(root), console) as live,
+        ):
             while swarm.tend() and not interrupted.is_set():
                 live.update(swarm.restarts)
                 interrupted.wait(0.25)
@@ -92,10 +97,8 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
         console.print(outcome, soft_wrap=True)
 
 
-def _allow(root: Path, settings: Settings, workers: Mapping[str, Settings]) -> None:
-    """Founds a swarm of invited peers with its own nodes on the owner's list."""
-    files, owner = LocalFiles(root), Identity.load(Path(settings.identity_path))
-    manifest = found(files, settings, root.name, owner)
+def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
+    """Puts the nodes of a swarm of invited peers on its owner's list."""
     peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
     change_roll(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
@@ -106,25 +109,9 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
 
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
-    start_logging(settings, Path("logs"), role, terminal=True)
+    start_logging(settings, Path(), role, terminal=True)
     stop = catch_signals()
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
-
-
-def settings_of(run: Path, strategy_given: bool = False) -> dict[str, object]:
-    """The settings that a run was started with."""
-    try:
-        values: dict[str, object] = msgspec.json.decode((run / SETTINGS_FILE).read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(
-            f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours."
-        ) from error
-    name = values.get("strategy")
-    if isinstance(name, str) and ":" in name and not strategy_given:  # others may write to a shared folder
-        raise UserError(
-            f"--resume {run}: its strategy is {name}. Code is only run that is named here: add --set strategy={name}"
-        )
-    return values
 
 
 def list_runs(root: Path) -> None:
@@ -149,7 +136,7 @@ def list_runs(root: Path) -> None:
     console.print(table if table.row_count else f"No runs in {root}. Start one: {program()} up")
 
 
-def remove_runs(root: Path, names: list[str]) -> None:
+def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
     known = {str(folder): folder for folder in _runs(root)} | {folder.name: folder for folder in _runs(root)}
     for name in names:
         folder = known.get(name.rstrip("/"))
@@ -159,12 +146,15 @@ def remove_runs(root: Path, names: list[str]) -> None:
         view.refresh()
         if any(node.alive for node in view.nodes.values()):
             raise UserError(f"--remove {name}: it is running. Stop it first.")
-        shutil.rmtree(folder)
+        if view.manifest is not None:
+            private = swarm_folder(settings, folder, view.manifest.swarm())
+            LocalFiles(private.parent).remove(private.name)
+        LocalFiles(root).remove(folder.name)
         print(f"removed {folder}")
 
 
 def _runs(root: Path) -> list[Path]:
-    return sorted(path.parent for path in root.glob("*/manifest.json"))
+    return [root / name for name in run_names(LocalFiles(root))]
 
 
 def _new_run_directory() -> Path:
@@ -173,12 +163,3 @@ def _new_run_directory() -> Path:
         name = f"{time.strftime('%m%d-%H%M')}-{pick.choice(ADJECTIVES)}-{pick.choice(ANIMALS)}"
         if not (path := Path("runs") / name).exists():
             return path
-
-
-def _portable(settings: Settings) -> dict[str, object]:
-    """The settings as they are kept with a run: without secrets, with a key that is found from anywhere."""
-    values: dict[str, object] = msgspec.to_builtins(settings)
-    for name in SECRETS:
-        values.pop(name)
-    values["identity_path"] = str(Path(settings.identity_path).absolute())
-    return values

@@ -1,7 +1,5 @@
 """What a run achieved, for the person who started it."""
 
-import re
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -137,6 +135,5 @@ def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:
 
 
 def _checkpoint(run: RunView, node: str) -> str:
-    named = (run.root / "checkpoints").glob(f"round_*/{node}")
-    found = [path for path in named if re.fullmatch("[0-9]+", path.parent.name[6:])]
-    return str(max(found, key=lambda path: int(path.parent.name[6:]))) if found else "tiny"
+    found = run.checkpoints(node)
+    return str(run.root / "checkpoints" / f"round_{found[-1]}" / node) if found else "tiny"

@@ -7,6 +7,7 @@ training as 4/4 while most groups carry signal; `1/7@1` makes an update on every
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from rl_swarm.config import Layer, Settings, resolve
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
+from rl_swarm.wire import MAX_BYTES
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "paper": ("8/0", "6/2", "4/4", "2/6"),  # at a fixed batch
@@ -41,7 +43,7 @@ ELSEWHERE = (
     "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner", "test_mode",
     "hub_repo", "hub_every", "network", "p2p_known", "p2p_listen", "p2p_announce", "p2p_relay", "cleanup", "keep_rounds",
     "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
-    "connect_to_testnet", "round_interval",
+    "connect_to_testnet", "round_interval", "private_path",
 )  # fmt: skip
 RUNS, TUNING = "runs", "tuning"  # folders of an experiment
 FILE = "arm.json"  # in a run's
@@ -170,15 +172,14 @@ class Job(msgspec.Struct, frozen=True):
             found[identity.peer_id] = [k for k, name in enumerate(names) if name in chosen]
         return found
 
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        LocalFiles(folder).write(FILE, msgspec.json.format(msgspec.json.encode(self)))
+    def write(self, files: LocalFiles) -> None:
+        files.write(FILE, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
     def read(cls, folder: Path) -> "Job | None":
         """What a folder is a run of; None if it is none."""
         try:
-            return msgspec.json.decode((folder / FILE).read_bytes(), type=cls)
+            return msgspec.json.decode(LocalFiles(folder).read(FILE, MAX_BYTES), type=cls)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
@@ -187,7 +188,17 @@ class Job(msgspec.Struct, frozen=True):
 
 def is_experiment(address: str | Path) -> bool:
     """Whether a folder is one that `experiment sapo` was given as `--out`, and that has a run in it."""
-    return any(any(Path(address).glob(f"{kind}/*/{FILE}")) for kind in (RUNS, TUNING))
+    return any(job_folders(Path(address) / kind) for kind in (RUNS, TUNING))
+
+
+def job_folders(folder: Path) -> list[Path]:
+    """Lists the directories in a folder that are runs of an experiment."""
+    files, found = LocalFiles(folder), []
+    for name in files.names(""):
+        with suppress(OSError):
+            files.stat(f"{name}/{FILE}")
+            found.append(folder / name)
+    return found
 
 
 def arms(configurations: str, names: str) -> list[Arm]:

@@ -1,10 +1,13 @@
 """Figures of an experiment, from the numbers of its report: every arm a line, its interval a band."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from rl_swarm.network.files import LocalFiles
 
 Numbers = Mapping[str, Any]  # what stands in report.json
 WIDTH, HEIGHT = 6.4, 3.8  # inches of a panel
@@ -25,7 +28,9 @@ def draw(numbers: Numbers, out: Path) -> dict[str, str]:
         "Held-out score by task": ("by_task.png", ["by_task"]),
     }
     for name, panels in files.values():
-        figure(numbers, panels).savefig(out / name, dpi=110)
+        drawn = io.BytesIO()
+        figure(numbers, panels).savefig(drawn, dpi=110, format="png")
+        LocalFiles(out).write(name, drawn.getvalue())
     return {title: name for title, (name, _) in files.items()}
 
 

@@ -8,11 +8,11 @@ the last one and writes what it would have written.
 
 import os
 import platform
-import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +26,7 @@ from rl_swarm.config import Settings
 from rl_swarm.environments.base import Environment, Question
 from rl_swarm.environments.tasks import Task
 from rl_swarm.identity import Identity
-from rl_swarm.learning import checkpoints
+from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
 from rl_swarm.learning.devices import pick_device
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sharing import Sharing
@@ -34,9 +34,11 @@ from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.network.shared_log import SharedLog
 from rl_swarm.node import Node
+from rl_swarm.private import swarm_folder
 from rl_swarm.rounds import PeerInfo, State
-from rl_swarm.telemetry.journal import Journal, new_lines
+from rl_swarm.telemetry.journal import METRICS, Journal
 from rl_swarm.turns import Answering, Learning, Published
 from rl_swarm.wire import MAX_BYTES, Rejected, seal, unseal
 
@@ -129,16 +131,18 @@ class Swarm:
 
     def __init__(
         self,
-        folder: Path,
+        files: LocalFiles,
         members: Sequence[Member],
         owner: Identity,
+        user: Settings,
         specialists: Mapping[str, list[int]] | None = None,
         engine: Callable[[Sequence[Policy]], Engine] | None = None,
     ) -> None:
-        self.folder, self.owner = folder, owner
-        folder.mkdir(parents=True, exist_ok=True)
-        self.files, self.settings = LocalFiles(folder), members[0].settings
+        """Everybody who knows the seed knows the owner's key; checkpoints are signed with that of the user."""
+        self.files, self.owner, self.settings = files, owner, members[0].settings
+        self.signer = Identity.load_or_create(Path(user.identity_path))
         self.manifest = self._manifest(specialists or {})
+        self.private = swarm_folder(user, files.root, self.manifest.swarm())
         torch.set_num_threads(max(1, self.settings.threads))
         self.environment = Shared.of(self.manifest)
         # The clock stands still: nobody is late where everybody waits for everybody.
@@ -153,7 +157,7 @@ class Swarm:
         self.engine = (engine or fitting)([node.policy for node in self.nodes])
         self.done = self.nodes[0].done[0]
         for node in self.nodes:
-            rewind(node.journal.metrics_path, self.done)
+            rewind(node.journal.logs[METRICS], self.done)
             self._introduce(node)
         if found:
             self.swarm.state = found[0]
@@ -183,6 +187,7 @@ class Swarm:
         self._look("end")
         for node in self.nodes:
             node.journal.event("finished", round=self.done)
+            node.journal.close()
         self._show()
         return True
 
@@ -232,12 +237,21 @@ class Swarm:
         """A checkpoint of all nodes. It counts once the state, which is written last, is there."""
         for node in self.nodes:
             node.save()
-        root = self.folder / "checkpoints"
-        self.files.write(f"checkpoints/{_round(self.done)}/state.json", seal(self.swarm.state, self.owner))
-        for folder in root.glob("round_*"):
-            if not any(path.is_dir() for path in folder.iterdir()):  # the nodes keep their last ones only
-                shutil.rmtree(folder, ignore_errors=True)
+        state = seal(self.swarm.state, self.signer)
+        LocalFiles(self.private).write(_state(self.done), state)
+        with suppress(OSError):  # a copy, like those of the nodes' checkpoints
+            self.files.write(_state(self.done), state)
+            nodes = [node.name for node in self.nodes]
+            for name in self.files.names("checkpoints"):  # the nodes keep their last ones only
+                if not any(self.files.has_folder(f"checkpoints/{name}/{node}") for node in nodes):
+                    self.files.remove(f"checkpoints/{name}")
         self._show()
+
+    def clear(self) -> None:
+        """Removes the checkpoints of a run that has ended."""
+        LocalFiles(self.private.parent).remove(self.private.name)
+        with suppress(OSError):
+            self.files.remove("checkpoints")
 
     def close(self) -> None:
         self.environment.close()
@@ -249,39 +263,54 @@ class Swarm:
             return read_manifest(self.files)
         except FileNotFoundError:
             stages = environments.named(self.settings.environment).stages
-            manifest = new_manifest(self.settings, self.folder.name, self.owner.peer_id, time.time(), stages)
+            name = self.files.root.name
+            manifest = new_manifest(self.settings, name, self.owner.peer_id, time.time(), stages)
             if specialists:
                 manifest = replace(manifest, specialists=dict(specialists))
             self.files.write(MANIFEST, seal(manifest, self.owner))
             return manifest
 
-    def _written(
-        self, members: Sequence[Member]
-    ) -> tuple[State, dict[str, tuple[Path, checkpoints.Place]]] | None:
+    def _written(self, members: Sequence[Member]) -> tuple[State, dict[str, tuple[Path, Place]]] | None:
         """The newest checkpoint that all nodes have whole: the state after it, and where each node's lies."""
-        root, swarm = self.folder / "checkpoints", self.manifest.swarm()
-        known: dict[str, dict[int, tuple[Path, checkpoints.Place]]] = {}
+        known: dict[str, dict[int, Saved]] = {}
         for member in members:
-            identity = member.identity
-            found = checkpoints.written(root, identity.node, swarm, identity.peer_id)
-            known[identity.node] = {place.round: (folder, place) for folder, place in found}
+            found: dict[int, Saved] = {}
+            for saved in self._checkpoints(member).written(self.manifest.swarm()):
+                found.setdefault(saved.place.round, saved)  # the private one first
+            known[member.identity.node] = found
         common = set.intersection(*(set(places) for places in known.values()))
         for number in sorted(common, reverse=True):
-            places = {node: of_node[number] for node, of_node in known.items()}
             try:
-                state = unseal(self.files.read(f"checkpoints/{_round(number)}/state.json", MAX_BYTES), State)
-                for place in places.values():
-                    checkpoints.verify(*place)
-            except (OSError, Rejected, checkpoints.CheckpointError):
+                state = self._state(number)
+                places = {
+                    member.identity.node: (self._checkpoints(member).fetch(saved), saved.place)
+                    for member in members
+                    for saved in [known[member.identity.node][number]]
+                }
+            except (OSError, Rejected, CheckpointError):
                 continue
-            if (state.swarm, state.peer_id) == (swarm, self.owner.peer_id):
-                return state, places
+            return state, places
         return None
 
-    def _node(self, member: Member, written: tuple[Path, checkpoints.Place] | None) -> Node:
-        identity, never = member.identity, threading.Event()
+    def _state(self, number: int) -> State:
+        """The state that belongs to a checkpoint of all nodes."""
+        try:
+            data = LocalFiles(self.private).read(_state(number), MAX_BYTES)
+        except FileNotFoundError:
+            data = self.files.read(_state(number), MAX_BYTES)
+        state = unseal(data, State)
+        if (state.swarm, state.peer_id) != (self.manifest.swarm(), self.signer.peer_id):
+            raise Rejected("owner", "not signed by this user")
+        return state
+
+    def _checkpoints(self, member: Member) -> Checkpoints:
         # A checkpoint counts when all nodes have it, so none may lose its last one before.
-        settings = replace(member.settings, keep_checkpoints=max(2, member.settings.keep_checkpoints))
+        node, keep = member.identity.node, max(2, member.settings.keep_checkpoints)
+        folder = self.private / node / "checkpoints"
+        return Checkpoints(folder, self.signer, node, self.files, keep, keep_private=2)
+
+    def _node(self, member: Member, written: tuple[Path, Place] | None) -> Node:
+        identity, settings, never = member.identity, member.settings, threading.Event()
         sharing, path = self.sharing.get(settings.model), written[0] if written else None
         policy = Policy.load(settings, self.environment.system_prompt, path, sharing)
         node = Node(
@@ -293,13 +322,16 @@ class Swarm:
             policy=policy,
             exchange=LocalExchange(self.swarm, never, settings.fetch_max_peers),
             coordinator=LocalCoordinator(self.swarm, never),
-            journal=Journal(self.folder / "logs" / identity.node),
-            checkpoints=self.folder / "checkpoints",
+            journal=Journal(
+                self.private / identity.node / "logs", files=self.files, folder=f"logs/{identity.node}"
+            ),
+            checkpoints=self._checkpoints(member),
             stop=never,
         )
         if written:
             folder, place = written
-            checkpoints.restore_optimizer(policy, folder)
+            restore_optimizer(policy, folder)
+            node.journal.restore(place.logs)
             policy.version, node.done = place.policy_version, (place.round, place.stage)
             node.standing.restore(place.standing)
         return node
@@ -340,15 +372,12 @@ def sharing(members: Sequence[Member]) -> dict[str, Sharing]:
     return {model: Sharing(count, threads=False) for model, count in models.items() if count > 1}
 
 
-def rewind(path: Path, done: int) -> None:
+def rewind(log: SharedLog, done: int) -> None:
     """Leaves the lines of rounds up to `done`: those after it are played again."""
-    lines, end = new_lines(path)
+    lines = log.read().splitlines()
     kept = [line for line in lines if msgspec.json.decode(line)["round"] <= done] if done >= 0 else []
-    if path.exists() and (len(kept) < len(lines) or end < path.stat().st_size):
-        aside = path.with_suffix(".tmp")
-        aside.write_bytes(b"".join(line + b"\n" for line in kept))
-        os.replace(aside, path)
+    log.replace(b"".join(line + b"\n" for line in kept))
 
 
-def _round(number: int) -> str:
-    return f"round_{number}"
+def _state(number: int) -> str:
+    return f"checkpoints/round_{number}/state.json"

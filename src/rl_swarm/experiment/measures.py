@@ -9,6 +9,7 @@ import lzma
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +21,14 @@ from msgspec.structs import astuple
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.telemetry.journal import new_lines
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.telemetry.journal import METRICS, new_lines
 
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
 WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
-PACKED, MOST_UNPACKED = "nodes.json.xz", 256 << 20  # bytes
+PACKED = "nodes.json.xz"
+MOST_PACKED, MOST_UNPACKED, MOST_MEMORY = 64 << 20, 256 << 20, 256 << 20  # bytes
 SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
 
 
@@ -63,13 +66,13 @@ class NodeLog:
     held_out: list[HeldOutLine] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> "NodeLog":
+    def read(cls, files: LocalFiles, path: str) -> "NodeLog":
         log = cls()
-        for line in new_lines(path)[0]:
+        for line in new_lines(files, path)[0]:
             try:
                 found = _LINE.decode(line)
             except msgspec.DecodeError as error:
-                raise UserError(f"{path}: a line cannot be read ({error}).") from error
+                raise UserError(f"{files.root}/{path}: a line cannot be read ({error}).") from error
             if isinstance(found, RoundLine):
                 log.rounds.append(found)
             else:
@@ -91,24 +94,24 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run | None":
         """The run in a folder, as far as all its nodes have got; None where there is none."""
-        job, packed = Job.read(folder), folder / PACKED
-        if packed.exists():
-            logs = _unpacked(packed)
+        job, files = Job.read(folder), LocalFiles(folder)
+        if is_packed(folder):
+            logs = _unpacked(folder)
         else:
-            logs = [NodeLog.read(path) for path in sorted(folder.glob("logs/*/metrics.jsonl"))]
+            logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in logged(files)]
         if job is None or not logs:
             return None
         played = min(len(log.rounds) for log in logs)
         return cls(job, folder, [log.up_to(played) for log in logs]) if played else None
 
-    def pack(self, folder: Path) -> None:
+    def pack(self, files: LocalFiles) -> None:
         """Writes what a report reads of this run into another folder, in some tens of kilobytes."""
-        self.job.write(folder)
+        self.job.write(files)
         nodes = [
             (list(zip(*(line.packed() for line in log.rounds), strict=True)), log.held_out)
             for log in self.nodes
         ]  # column by column, which packs best
-        (folder / PACKED).write_bytes(lzma.compress(msgspec.json.encode(nodes), preset=9))
+        files.write(PACKED, lzma.compress(msgspec.json.encode(nodes), preset=9))
 
     @property
     def played(self) -> int:
@@ -127,10 +130,29 @@ class Run:
         return self.job.nodes / len(self.nodes)
 
 
-def _unpacked(path: Path) -> list[NodeLog]:
+def logged(files: LocalFiles) -> list[str]:
+    """Lists the nodes of a run that have a log with metrics."""
+    found = []
+    for node in files.names("logs"):
+        with suppress(OSError):
+            files.stat(f"logs/{node}/{METRICS}")
+            found.append(node)
+    return found
+
+
+def is_packed(folder: Path) -> bool:
+    """Tells whether a run is kept as one small file."""
     try:
-        decompressor = lzma.LZMADecompressor()
-        data = decompressor.decompress(path.read_bytes(), MOST_UNPACKED)
+        return LocalFiles(folder).stat(PACKED).st_size > 0
+    except OSError:
+        return False
+
+
+def _unpacked(folder: Path) -> list[NodeLog]:
+    path = folder / PACKED
+    try:
+        decompressor = lzma.LZMADecompressor(memlimit=MOST_MEMORY)
+        data = decompressor.decompress(LocalFiles(folder).read(PACKED, MOST_PACKED), MOST_UNPACKED)
         if not decompressor.eof:
             raise UserError(f"{path} cannot be read: it is cut off, or too large.")
         found = msgspec.json.decode(data, type=list[tuple[list[list[int | float]], list[HeldOutLine]]])

@@ -1,8 +1,8 @@
 """The report of an experiment: `report.md` with tables and figures, `report.json` with the same numbers for programs."""
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import measures, text
-from rl_swarm.experiment.arms import FILE, RUNS
+from rl_swarm.experiment.arms import RUNS, job_folders
 from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.wire import MAX_BYTES
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
@@ -75,9 +77,9 @@ def _prefix(folder: Path, folders: Sequence[Path]) -> str:
 
 
 def _folders(folder: Path) -> list[Path]:
-    if (folder / FILE).is_file():
+    if folder in job_folders(folder.parent):
         return [folder]
-    return sorted(path.parent for path in [*folder.glob(f"{RUNS}/*/{FILE}"), *folder.glob(f"*/{FILE}")])
+    return sorted([*job_folders(folder / RUNS), *job_folders(folder)])
 
 
 def read_rates(folder: Path) -> dict[str, Tuned]:
@@ -86,33 +88,31 @@ def read_rates(folder: Path) -> dict[str, Tuned]:
 
 def _read(path: Path, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(LocalFiles(path.parent).read(path.name, MAX_BYTES), type=kind)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
 def write(folders: Sequence[Path], out: Path) -> Path:
     """Writes report.md, report.json and the figures; returns the first."""
     found = find(folders)
-    out.mkdir(parents=True, exist_ok=True)
-    numbers = as_numbers(found)
-    (out / NUMBERS).write_bytes(msgspec.json.format(msgspec.json.encode(numbers)) + b"\n")
-    path = out / "report.md"
-    path.write_text(text.whole(numbers, _drawn(numbers, out)))
-    return path
+    files, numbers = LocalFiles(out), as_numbers(found)
+    files.write(NUMBERS, msgspec.json.format(msgspec.json.encode(numbers)) + b"\n")
+    files.write("report.md", text.whole(numbers, _drawn(numbers, out)).encode())
+    return out / "report.md"
 
 
 def pack(folder: Path, out: Path) -> list[Run]:
     """Keeps what a report reads of the finished runs."""
     found = [run for arm in find([folder]).arms for run in arm.runs]
     for run in found:
-        packed = out / RUNS / run.folder.name
+        packed = LocalFiles(out).below(f"{RUNS}/{run.folder.name}")
         run.pack(packed)
-        for source, target in ((run.folder / MACHINE, packed), (folder / RATES, out)):
-            if source.is_file():
-                shutil.copy(source, target)
+        for source, target, name in ((run.folder, packed, MACHINE), (folder, LocalFiles(out), RATES)):
+            with suppress(FileNotFoundError):
+                target.write(name, LocalFiles(source).read(name, MAX_BYTES))
     return found
 
 

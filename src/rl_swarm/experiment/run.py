@@ -9,7 +9,6 @@ import logging
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import report
@@ -71,6 +71,7 @@ class Experiment:
     tune_seeds: int = 2
     tune_rounds: int = 100
     at_once: int = 0  # runs; 0: as many as fit
+    user: Settings = field(default_factory=Settings)  # whose key and private directory are used
     keep_models: bool = False
 
     def job(self, arm: Arm, seed: int, rounds: int, rate: float | None, tuning: bool = False) -> Job:
@@ -92,7 +93,10 @@ class Experiment:
         ]
 
     def folder(self, job: Job) -> Path:
-        return self.out / (TUNING if job.tuning else RUNS) / job.name
+        return self.out / _kind(job) / job.name
+
+    def files(self, job: Job) -> LocalFiles:
+        return LocalFiles(self.out).below(f"{_kind(job)}/{job.name}")
 
 
 @dataclass
@@ -158,7 +162,7 @@ class Runner:
             self._check(job)
         for job in self.all:  # specialists and strategies that cannot be, before anything is started
             job.specialists()
-        experiment.out.mkdir(parents=True, exist_ok=True)
+        LocalFiles(experiment.out).make()
         if not self._play(tuning, only_plan):
             return None
         rates = self._choose(tuning)
@@ -279,10 +283,10 @@ class Runner:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     def _start(self, job: Job) -> Child:
-        folder = self.experiment.folder(job)
-        job.write(folder)
+        files = self.experiment.files(job)
+        job.write(files)
         ours, theirs = self.context.Pipe()
-        arguments = (job, folder, self.experiment.keep_models, theirs)
+        arguments = (job, files, self.experiment.user, self.experiment.keep_models, theirs)
         process = self.context.Process(target=_child_main, args=arguments, name=job.name)
         process.start()
         theirs.close()
@@ -329,6 +333,10 @@ class Runner:
                     child.process.kill()
 
 
+def _kind(job: Job) -> str:
+    return TUNING if job.tuning else RUNS
+
+
 def is_finished(folder: Path) -> bool:
     files = LocalFiles(folder)
     try:
@@ -338,7 +346,12 @@ def is_finished(folder: Path) -> bool:
 
 
 def play(
-    job: Job, folder: Path, stop: threading.Event, keep_models: bool, pipe: Connection | None = None
+    job: Job,
+    files: LocalFiles,
+    user: Settings,
+    stop: threading.Event,
+    keep_models: bool,
+    pipe: Connection | None = None,
 ) -> bool:
     """One run, from where it stands to its end (True) or until told to stop."""
     from rl_swarm.experiment import lockstep
@@ -348,10 +361,10 @@ def play(
 
     members = [lockstep.Member(*both) for both in zip(job.identities(), job.members(), strict=True)]
     owner = Identity.derived("experiment", job.seed, 0)
-    swarm = lockstep.Swarm(folder, members, owner, job.specialists())
+    swarm = lockstep.Swarm(files, members, owner, user, job.specialists())
     device = swarm.nodes[0].policy.device
     free = available(device)
-    (folder / report.MACHINE).write_bytes(msgspec.json.encode(hardware([device])))
+    files.write(report.MACHINE, msgspec.json.encode(hardware([device])))
 
     def tell(swarm: lockstep.Swarm) -> None:
         if pipe is None:
@@ -366,13 +379,13 @@ def play(
         if finished and keep_models:
             swarm.save()
         elif finished:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            swarm.clear()
     finally:
         swarm.close()
     return finished
 
 
-def _child_main(job: Job, folder: Path, keep_models: bool, pipe: Connection) -> None:
+def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, pipe: Connection) -> None:
     # The runs share the cores: none of them shall take all for a few texts.
     wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
@@ -380,9 +393,9 @@ def _child_main(job: Job, folder: Path, keep_models: bool, pipe: Connection) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=end_with_parent, args=(pipe,), daemon=True).start()
-    start_logging(job.members()[0], folder / "logs", job.name, terminal=False)
     try:
-        play(job, folder, stop, keep_models, pipe)
+        start_logging(user, files.root, job.name, terminal=False)
+        play(job, files, user, stop, keep_models, pipe)
     except UserError as error:
         log.error("%s", error)
         pipe.send_bytes(msgspec.json.encode(Told(error=str(error))))

@@ -15,10 +15,11 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import measures
-from rl_swarm.experiment.arms import FILE, RUNS, TUNING, Arm, Job, is_experiment
+from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, job_folders
 from rl_swarm.experiment.measures import Measure, Values
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.report import RunView
-from rl_swarm.telemetry.journal import new_lines
+from rl_swarm.telemetry import journal
 from rl_swarm.web.records import Phase
 
 METRICS = ("fresh_local", "training_set", "held_out")
@@ -83,8 +84,8 @@ _LINE = msgspec.json.Decoder(_RoundLine | _HeldOutLine)
 class NodeLog:
     """The few numbers of a node's log that are shown: thousands of rounds of many runs are kept."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, files: LocalFiles, path: str) -> None:
+        self.files, self.path = files, path
         self._begin(0)
 
     def _begin(self, file: int) -> None:
@@ -94,10 +95,13 @@ class NodeLog:
 
     def look(self) -> bool:
         """Reads what is new; a run that goes on after a crash has put another file in the old one's place."""
-        file = self.path.stat().st_ino
+        try:
+            file = self.files.stat(self.path).st_ino
+        except OSError:  # somebody has removed it
+            return False
         if file != self._file:
             self._begin(file)
-        lines, self._read = new_lines(self.path, self._read)
+        lines, self._read = journal.new_lines(self.files, self.path, self._read)
         for line in lines:
             with suppress(msgspec.DecodeError):  # the report, which needs them all, would say so
                 found = _LINE.decode(line)
@@ -123,7 +127,7 @@ class FollowedRun:
     def __init__(self, folder: Path, job: Job) -> None:
         self.folder, self.job = folder, job
         self.view = RunView(folder)
-        self.packed = (folder / measures.PACKED).exists()
+        self.packed = measures.is_packed(folder)
         self.logs: dict[str, NodeLog] = {}
         self.phase: Phase = "waiting"
 
@@ -138,15 +142,15 @@ class FollowedRun:
         if self.packed:
             return self._unpack()
         before, self.phase = self.phase, self._phase()  # before the logs: when it has finished they are whole
-        for path in sorted(self.folder.glob("logs/*/metrics.jsonl")):
-            self.logs.setdefault(path.parent.name, NodeLog(path))
+        for node in measures.logged(self.view.here):
+            self.logs.setdefault(node, NodeLog(self.view.here, f"logs/{node}/{journal.METRICS}"))
         return any([log.look() for log in self.logs.values()]) or self.phase != before
 
     def _unpack(self) -> bool:
         with suppress(UserError):  # the report would say so
             if run := measures.Run.read(self.folder):
                 for number, log in enumerate(run.nodes):
-                    self.logs[str(number)] = NodeLog(self.folder / measures.PACKED)
+                    self.logs[str(number)] = NodeLog(self.view.here, measures.PACKED)
                     self.logs[str(number)].take(log)
                 self.phase = "finished"
         return self.phase == "finished"
@@ -200,7 +204,7 @@ class Standing:
 
     def _find(self, folder: Path, known: dict[str, FollowedRun]) -> bool:
         """Takes up new runs, and again those that somebody has removed and started anew."""
-        jobs = {path.parent: Job.read(path.parent) for path in folder.glob(f"*/{FILE}")}
+        jobs = {path: Job.read(path) for path in job_folders(folder)}
         new = {path.name: job for path, job in jobs.items() if job}
         changed = [name for name in {*new, *known} if name not in known or new.get(name) != known[name].job]
         for name in changed:

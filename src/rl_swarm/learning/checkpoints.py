@@ -1,8 +1,11 @@
 """A node's model, optimiser and place in the swarm, written whole or not at all.
 
 Random numbers are drawn from seeds made of the swarm's seed, the peer and the round, so the round
-number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON. Checkpoints lie
-in the swarm's folder, where others may write: `place.json` is signed and has the digest of every other file.
+number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON.
+
+A checkpoint is written to the node's private directory and copied to the swarm's folder. `place.json` is signed and has
+size and digest of every other file. One that is only in the folder is copied back into the private directory, verified
+on the way, and loaded from there: what is loaded is what was verified.
 """
 
 import errno
@@ -10,9 +13,10 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +27,8 @@ from safetensors.torch import load_file, save_file
 
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
-from rl_swarm.network.files import open_plain
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import LASTING, ROUND_FOLDER
 from rl_swarm.trust import Kept
 from rl_swarm.wire import Rejected, seal, unseal
 
@@ -34,7 +39,8 @@ log = logging.getLogger(__name__)
 
 PLACE = "place.json"
 PLACE_BYTES = 1 << 16
-MKDIR_TRIES = 10
+SHARED = "checkpoints"  # in the swarm's folder
+MAX_LOOKED_AT = 2000  # folders of rounds in which a checkpoint is looked for, the newest first
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
@@ -46,71 +52,168 @@ class Place(msgspec.Struct, frozen=True):
     """Where a checkpoint stands: the stage it had finished."""
 
     swarm: str
-    peer_id: str
+    peer_id: str  # of who signed it
     model: str
     round: int
     stage: int
     policy_version: int
-    files: dict[str, str] = {}  # the SHA-256 of each
+    node: str = ""
+    files: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each
+    logs: dict[str, tuple[int, str]] = {}  # of the node's logs, as they were then
     standing: Kept = {}  # of peers
     role: dict[str, object] | msgspec.UnsetType = msgspec.UNSET  # what its role remembers
 
 
-def save(policy: "Policy | None", place: Place, root: Path, node: str, keep: int, identity: Identity) -> Path:
-    """Writes checkpoints/round_<r>/<node>/ and removes this node's older ones but `keep`. A model that does not learn is
-    not written."""
-    target = root / f"round_{place.round}" / node
-    if not root.parent.is_dir():  # a drive that was unmounted is not made anew
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.parent))
-    aside = target.with_name(f".{node}.{os.getpid()}.tmp")
-    for left in root.glob(f"round_*/.{node}.*.tmp"):  # by a process that was killed while it saved
-        if left.name[len(node) + 2 : -4].isdigit():
-            shutil.rmtree(left, ignore_errors=True)
-    _make(aside)
-    try:
-        if policy is not None:
-            policy.save(aside)
-            save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
-        place = msgspec.structs.replace(place, files=_digests(aside))
-        (aside / PLACE).write_bytes(seal(place, identity, limit=PLACE_BYTES))
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if told := OS_ERROR.search(str(error)):  # safetensors tells a full disk in its own way
-            raise OSError(int(told[1]), os.strerror(int(told[1])), str(target)) from error
-        raise
-    for number, folder in sorted(_existing(root, node), reverse=True)[keep:]:
-        if number != place.round:
-            shutil.rmtree(folder, ignore_errors=True)
-            _remove_if_empty(folder.parent)
-    return target
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found: in the private directory, or in the swarm's folder."""
+
+    place: Place
+    private: Path | None = None
 
 
-def _make(folder: Path) -> None:
-    """Makes a folder, although other nodes remove its parent whenever they find it empty."""
-    for _ in range(MKDIR_TRIES):
-        with suppress(FileNotFoundError):
-            folder.mkdir(parents=True)
-            return
-    folder.mkdir(parents=True)
+class Checkpoints:
+    """The checkpoints of one node."""
 
+    def __init__(
+        self,
+        private: Path,
+        signer: Identity,
+        node: str,
+        files: LocalFiles | None = None,
+        keep: int = 2,
+        keep_private: int = 1,
+    ) -> None:
+        self.private, self.signer, self.node, self.files = private, signer, node, files
+        self.keep, self.keep_private = keep, keep_private  # the newest, in the folder and here
+        self._is_in_folder = False  # the last one
 
-def written(root: Path, node: str, swarm: str, peer_id: str) -> Iterator[tuple[Path, Place]]:
-    """The checkpoints of this node in this swarm, newest first."""
-    for _, folder in sorted(_existing(root, node), reverse=True):
+    def save(self, policy: "Policy | None", place: Place) -> Path:
+        """Writes a checkpoint, copies it to the folder, and removes older ones. A model that does not learn is not
+        written. Returns the private directory."""
+        target = self.private / f"round_{place.round}"
+        aside = self._aside()
         try:
-            with open_plain(folder / PLACE, "rb") as file:
-                place = unseal(file.read(PLACE_BYTES + 1), Place, PLACE_BYTES)
+            if policy is not None:
+                policy.save(aside)
+                save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
+            place = msgspec.structs.replace(place, node=self.node, files=_digests(aside))
+            (aside / PLACE).write_bytes(seal(place, self.signer, limit=PLACE_BYTES))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(aside, target)
+        except BaseException as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if told := OS_ERROR.search(str(error)):  # safetensors tells a full disk in its own way
+                raise OSError(int(told[1]), os.strerror(int(told[1])), str(target)) from error
+            raise
+        for number in sorted(self._private_rounds() - {place.round}, reverse=True)[self.keep_private - 1 :]:
+            shutil.rmtree(self.private / f"round_{number}", ignore_errors=True)
+        self._copy(place.round)
+        return target
+
+    def _aside(self) -> Path:
+        """Makes a directory to write in, and removes those of processes that were killed meanwhile."""
+        self.private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in self.private.glob(".new-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        aside = self.private / f".new-{secrets.token_hex(4)}"
+        aside.mkdir()
+        return aside
+
+    def _copy(self, number: int) -> None:
+        """Copies a checkpoint to the folder. What others have done to the folder costs the copy, not the node."""
+        if self.files is None:
+            return
+        self._is_in_folder = False
+        try:
+            self.files.copy_in(self.private / f"round_{number}", self.shared(number))
+            self._is_in_folder = True
+            copies = [round for round in self._shared_rounds() if round != number and self._is_copied(round)]
+            for round in sorted(copies, reverse=True)[self.keep - 1 :]:
+                self.files.remove(self.shared(round))
+                self.files.remove_if_empty(f"{SHARED}/round_{round}")
+        except OSError as error:
+            if error.errno in LASTING and error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            if not self.files.has_folder(""):  # a drive that was unmounted
+                raise
+            log.warning("the checkpoint of round %d is not copied to the folder: %s", number, error)
+
+    def shared(self, number: int) -> str:
+        """Names the folder of a copy."""
+        return f"{SHARED}/round_{number}/{self.node}"
+
+    def written(self, swarm: str) -> Iterator[Saved]:
+        """Finds this node's checkpoints in this swarm, newest first; private ones before copies of the same round."""
+        found = [(number, True) for number in self._private_rounds()]
+        looked = [number for number in self._shared_rounds() if self._is_copied(number)]
+        for number, private in sorted({*found, *((number, False) for number in looked)}, reverse=True):
+            saved = self._read(number, private)
+            if saved and (saved.place.swarm, saved.place.round) == (swarm, number):
+                yield saved
+
+    def fetch(self, saved: Saved) -> Path:
+        """Returns a private directory with the files of a checkpoint, verified; raises `CheckpointError`."""
+        place = saved.place
+        if saved.private is not None:
+            verify(saved.private, place)
+            return saved.private
+        assert self.files is not None
+        aside, target = self._aside(), self.private / f"round_{place.round}"
+        try:
+            self.files.copy_out(self.shared(place.round), aside, place.files)
+            (aside / PLACE).write_bytes(seal(place, self.signer, limit=PLACE_BYTES))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(aside, target)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"{self.shared(place.round)} cannot be used: {error.filename}: {error.strerror}"
+            ) from error
+        return target
+
+    def clear(self) -> None:
+        """Removes the private checkpoints of a run that has ended, where the last one is in the folder too."""
+        if self._is_in_folder:
+            shutil.rmtree(self.private, ignore_errors=True)
+
+    def _read(self, number: int, private: bool) -> Saved | None:
+        where = f"{self.private}/round_{number}" if private else self.shared(number)
+        try:
+            if private:
+                data = LocalFiles(self.private).read(f"round_{number}/{PLACE}", PLACE_BYTES)
+            else:
+                assert self.files is not None
+                data = self.files.read(f"{where}/{PLACE}", PLACE_BYTES)
+            place = unseal(data, Place, PLACE_BYTES)
+            if (place.peer_id, place.node) != (self.signer.peer_id, self.node):
+                raise Rejected("owner", "not signed by this node")
         except (OSError, Rejected) as error:
-            log.warning("the checkpoint %s is passed over: %s", folder, error)
-            continue
-        if place.swarm == swarm and place.peer_id == peer_id:
-            yield folder, place
+            log.warning("the checkpoint %s is passed over: %s", where, error)
+            return None
+        return Saved(place, self.private / f"round_{number}" if private else None)
+
+    def _private_rounds(self) -> set[int]:
+        return _rounds(LocalFiles(self.private).names(""))
+
+    def _shared_rounds(self) -> list[int]:
+        try:
+            names = self.files.names(SHARED) if self.files else []
+        except OSError as error:
+            log.warning("the checkpoints in the folder cannot be listed: %s", error)
+            return []
+        return sorted(_rounds(names), reverse=True)[:MAX_LOOKED_AT]
+
+    def _is_copied(self, number: int) -> bool:
+        return self.files is not None and self.files.has_folder(self.shared(number))
+
+
+def _rounds(names: list[str]) -> set[int]:
+    return {int(match[1]) for match in map(ROUND_FOLDER.fullmatch, names) if match}
 
 
 def verify(folder: Path, place: Place) -> None:
-    """Raises unless the files are those that the node wrote."""
+    """Raises unless the files of a private directory are those that the node wrote."""
     try:
         found = _digests(folder)
     except OSError as error:
@@ -122,15 +225,16 @@ def verify(folder: Path, place: Place) -> None:
         )
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _digests(folder: Path) -> dict[str, tuple[int, str]]:
     found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != PLACE:
-            with open_plain(path, "rb") as file:
-                sha = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path != folder / PLACE:
+            with path.open("rb") as file:
+                sha, size = hashlib.sha256(), 0
                 while chunk := file.read(1 << 20):
                     sha.update(chunk)
-                found[path.name] = sha.hexdigest()
+                    size += len(chunk)
+                found[path.relative_to(folder).as_posix()] = (size, sha.hexdigest())
     return found
 
 
@@ -153,18 +257,3 @@ def _flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         for number, parameter in enumerate(parameters)
         for name, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def _existing(root: Path, node: str) -> list[tuple[int, Path]]:
-    return [
-        (int(folder.name[6:]), folder / node)
-        for folder in root.glob("round_*")
-        if folder.name.isascii() and folder.name[6:].isdigit() and (folder / node).is_dir()
-    ]
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return

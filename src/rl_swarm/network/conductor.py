@@ -9,10 +9,10 @@ import dataclasses
 import io
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -23,13 +23,15 @@ from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.files import Files
+from rl_swarm.network.beneath import Misplaced
+from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import (
     FIRST_PAUSE,
     GIVE_UP_AFTER,
     HISTORY,
     RECORD_BYTES,
     ROLL,
+    ROUND_FOLDER,
     STATE,
     TRIES,
     documents,
@@ -42,7 +44,10 @@ from rl_swarm.network.folder import (
     report_folder,
     report_path,
 )
+from rl_swarm.network.shared_log import SharedLog
+from rl_swarm.private import swarm_folder
 from rl_swarm.rounds import Ended, PeerInfo, Refusal, Report, Rules, State
+from rl_swarm.untrusted import quoted
 from rl_swarm.wire import Incomplete, Rejected, seal, unseal, unseal_named
 
 log = logging.getLogger(__name__)
@@ -51,7 +56,6 @@ HISTORY_BYTES = 64 << 20
 SHORTEST_ENDED = 200  # bytes of a line of history, signature included
 MOST_MEMBERS = 1024  # so that a flood of identities leaves the state readable
 MOST_REFUSED = 256  # peers that are told in the state why they are not admitted
-ROUND_FOLDER = re.compile(r"round_(0|[1-9][0-9]*)")
 
 
 class Conductor:
@@ -72,6 +76,8 @@ class Conductor:
         )
         self.rules = Rules.of(manifest, settings.min_peers)
         self.swarm = manifest.swarm()
+        self.private = LocalFiles(swarm_folder(settings, files.root, self.swarm) / "coordinator")
+        self.history = SharedLog(self.private.root / "history.jsonl", files, HISTORY)
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
         self._refused: set[str] = set()  # paths whose rejection has been logged
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
@@ -100,6 +106,7 @@ class Conductor:
             pause = FIRST_PAUSE * 2 ** min(failures, TRIES) if failures else self._pause(time.time())
             if self.stop.wait(pause):
                 break
+        self.history.copy()
         return self.state
 
     def step(self, now: float) -> None:
@@ -135,7 +142,7 @@ class Conductor:
         if self.manifest.admission != "open":  # whoever has come waits to see that it is a member
             news = news or after.members.keys() != self.state.members.keys()
         self.state = after
-        if news or (again and not self._state_is_there()):
+        if news or (again and not self._state_is_there(after)):
             self._write_state(after)
 
     def _members(self, state: State, now: float, again: bool) -> State:
@@ -168,7 +175,7 @@ class Conductor:
                 self._refuse(path, f"{peer.peer_id} is not admitted ({why})")
                 continue
             if node not in introduced:
-                log.info("%s joined (%s, %s)", node, peer.peer_id, peer.model)
+                log.info("%s joined (%s, %s)", node, peer.peer_id, quoted(peer.model))
             # An old one that is shown again is no sign of life.
             member = state.members.get(peer.peer_id)
             if member is None or peer.timestamp > member.sign:
@@ -250,7 +257,7 @@ class Conductor:
         if record.swarm != self.swarm:
             raise Rejected("swarm", "written for another swarm")
         if record.node != node:
-            raise Rejected("place", f"written by {record.node}")
+            raise Rejected("place", f"written by {quoted(record.node)}")
         if isinstance(record, Report) and (record.round, record.stage) != (state.round, state.stage):
             raise Rejected("place", f"written for round {record.round}, stage {record.stage}")
         for peer_id, member in state.members.items():
@@ -272,18 +279,20 @@ class Conductor:
             members=sorted(state.members),
             reports={peer_id: self._digests[peer_id] for peer_id in sorted(state.reports)},
         )
-        self.files.append(HISTORY, seal(ended, self.identity) + b"\n")
+        self.history.append(seal(ended, self.identity) + b"\n")
         self._ended = (state.round, state.stage)
 
     def _write_state(self, state: State) -> None:
-        self.files.write(STATE, seal(replace(state, reports={}), self.identity))
+        data = seal(replace(state, reports={}), self.identity)
+        self.private.write(STATE, data)
+        self.files.write(STATE, data)
 
-    def _state_is_there(self) -> bool:
+    def _state_is_there(self, state: State) -> bool:
         """Whether nodes can read the state. One that was lost, or replaced by a stranger, is missed by all."""
-        if self.state.phase == "waiting":
+        if state.phase == "waiting":
             return True
         try:
-            return place(read_state(self.files, self.manifest)) == place(self.state)
+            return place(read_state(self.files, self.manifest)) == place(state)
         except (OSError, Rejected):
             return False
 
@@ -292,17 +301,13 @@ class Conductor:
         was ours."""
         self._digests.clear()
         self._look_again_at = 0.0
-        try:
-            state = patiently(lambda: read_state(self.files, self.manifest), self.stop)
-        except FileNotFoundError:
-            state = State(swarm=self.swarm)
-        except (OSError, Rejected) as error:
-            log.warning("%s cannot be used and is made again from the history: %s", STATE, error)
-            state = State(swarm=self.swarm)
+        state = self._newest_state()
         history = {(ended.round, ended.stage): ended for ended in self._history()}
         ahead = sorted(where for where in history if where >= (state.round, state.stage))
         if ahead and state.phase != "finished":
             state = self._replayed(state, [history[where] for where in ahead])
+            self._write_state(state)
+        elif state.phase != "waiting" and not self._state_is_there(state):
             self._write_state(state)
         silence = now - state.timestamp
         members = {
@@ -312,22 +317,41 @@ class Conductor:
         self._read_roll(state)
         return replace(state, members=members)
 
+    def _newest_state(self) -> State:
+        """The state that this user's coordinator wrote last, here or on another machine."""
+        found = [State(swarm=self.swarm)]
+        with suppress(OSError, Rejected):
+            found.append(read_state(self.private, self.manifest))
+        try:
+            found.append(patiently(lambda: read_state(self.files, self.manifest), self.stop))
+        except FileNotFoundError:
+            pass
+        except (OSError, Rejected) as error:
+            log.warning("%s cannot be used and is made again: %s", STATE, error)
+        return max(found, key=place)
+
     def _recover(self, now: float) -> None:
         """After a write that failed: what was written and what was not stands in the folder. Reports are read again."""
         known, state = self.state, self._restore(now)
         self.state = state if place(state) >= place(known) else replace(known, reports={})
 
     def _history(self) -> Iterator[Ended]:
-        """What this swarm's owner wrote into the history, which is closed with a line end if a crash left it open."""
-        try:
-            data = patiently(lambda: self.files.read(HISTORY, HISTORY_BYTES), self.stop)
-        except FileNotFoundError:
-            return
-        if data and not data.endswith(b"\n"):
-            self.files.append(HISTORY, b"\n")
-        for ended in parse_history(data)[0]:
-            if ended.peer_id == self.manifest.peer_id and ended.swarm == self.swarm:
-                yield ended
+        """What this swarm's owner wrote into the history. On a machine that has none, the one in the folder is taken."""
+        if not self.history.size:
+            try:
+                data = patiently(lambda: self.files.read(HISTORY, HISTORY_BYTES), self.stop)
+            except (FileNotFoundError, Misplaced):
+                return
+            signed = [line for line in data.splitlines(keepends=True) if self._is_ours(line)]
+            self.history.replace(b"".join(signed))
+        self.history.copy()
+        yield from parse_history(self.history.read())[0]
+
+    def _is_ours(self, line: bytes) -> bool:
+        """Tells whether this swarm's owner wrote a line of the history."""
+        ended, _ = parse_history(line)
+        wrote = [(each.peer_id, each.swarm) == (self.manifest.peer_id, self.swarm) for each in ended]
+        return line.endswith(b"\n") and any(wrote)
 
     def _replayed(self, state: State, history: Iterable[Ended]) -> State:
         """The state after the stages that the history says have ended, their reports counted again."""

@@ -1,47 +1,64 @@
 """The file system as a folder swarm sees it: a few calls below one root.
 
 Everything the folder network does goes through these calls, so that another store (`remote.py`, or a test that
-behaves like a badly synced drive) can stand in.
+behaves like a badly synced drive) can stand in. `LocalFiles` is also the only way to a directory that others can write
+to: logs, checkpoints and settings that a node copies there or reads from there pass through it (`beneath.py`).
 """
 
 import errno
+import hashlib
+import logging
 import os
 import secrets
-import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Protocol
+
+from rl_swarm.network import beneath
+from rl_swarm.network.beneath import Misplaced
+
+log = logging.getLogger(__name__)
+
+CHUNK = 1 << 20  # bytes that are copied at a time
+SWARMS = "experiments"  # the folder of all swarms below GDRIVE_PATH
+MAX_NAMES = 100_000  # entries of a folder that are read at a time
 
 
 class Refused(OSError):
     """A store that goes on refusing until somebody changes a setting or a permission; the message says which."""
 
 
+class Changed(OSError):
+    """A file does not have the size that its writer left it with."""
+
+
 class Files(Protocol):
     """Paths are relative to the root and use `/`. `OSError` means: not now, perhaps later.
 
-    What lies in the folder may have been put there by anybody: only plain files are read and written.
+    What lies in the folder may have been put there by anybody: only regular files are read and written.
     """
 
     @property
     def root(self) -> Path | str:
-        """As a person would write it."""
+        """The root as a person would write it."""
         ...
 
     def read(self, path: str, limit: int) -> bytes:
-        """At most `limit + 1` bytes, so that the caller can tell when there were more."""
+        """Reads at most `limit + 1` bytes, so that the caller can tell when there were more."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
         """Replaces the file, atomically where the store can."""
         ...
 
-    def append(self, path: str, data: bytes) -> None: ...
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
+        """Adds to a file; raises `Changed` if it is to have `at` bytes before and has not."""
+        ...
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder; nothing if there is no such folder."""
+        """Lists what is in a folder; nothing if there is no such folder."""
         ...
 
     def remove(self, folder: str) -> None: ...
@@ -52,75 +69,283 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """A directory. One that was there and has disappeared (a drive unmounted) is not made anew."""
+    """A directory. One that was there and has disappeared (a drive unmounted) is not made anew.
+
+    The root is what the user named, so links in its path are followed once, now. Below it none is followed: one in
+    place of a directory is replaced by a directory when something is written there. Of `<folder>/experiments/<name>` the
+    user named the folder; the rest is in it.
+    """
 
     def __init__(self, root: Path) -> None:
+        named, self._inside = root, ""
+        if root.parent.name == SWARMS:
+            named, self._inside = root.parent.parent, f"{SWARMS}/{root.name}"
         self.root = root
-        self._existed = root.is_dir()
+        self._base = os.path.realpath(named)
+        self._existed = self.has_folder("")
 
-    def read(self, path: str, limit: int) -> bytes:
-        with open_plain(self.root / path, "rb") as file:
-            return file.read(limit + 1)
+    def below(self, folder: str) -> "LocalFiles":
+        """Returns the same for a folder in this one, which is no link either."""
+        found = LocalFiles(self.root)
+        found.root, found._inside = self.root / folder, f"{self._inside}/{folder}".strip("/")
+        found._existed = found.has_folder("")
+        return found
+
+    def read(self, path: str, limit: int, start: int = 0) -> bytes:
+        with self._opened() as root, beneath.regular(root, path, os.O_RDONLY) as file:
+            return _read(file, limit + 1, start)
 
     def write(self, path: str, data: bytes) -> None:
-        target = self.root / path
-        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            try:
-                file = aside.open("xb")
-            except FileNotFoundError:
-                self._make_parent(target)
-                file = aside.open("xb")
-            with file:
-                file.write(data)
-            try:
-                os.replace(aside, target)
-            except IsADirectoryError:
-                shutil.rmtree(target)
-                os.replace(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        with self._parent(path) as (folder, name):
+            _replace(folder, name, data)
 
-    def append(self, path: str, data: bytes) -> None:
-        target = self.root / path
-        self._make_parent(target)
-        with open_plain(target, "ab") as file:
-            file.write(data)
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
+        with self._parent(path) as (folder, name):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with beneath.regular(folder, name, flags) as file:
+                size = os.fstat(file).st_size
+                if at is not None and size != at:
+                    raise Changed(errno.ESTALE, f"{size} bytes instead of {at}", path)
+                _write(file, data)
 
     def names(self, folder: str) -> list[str]:
         try:
-            return sorted(os.listdir(self.root / folder))
-        except (FileNotFoundError, NotADirectoryError):
+            with self._opened() as root:
+                inside = beneath.open_below(root, folder, os.O_RDONLY | os.O_DIRECTORY | beneath.SAFE)
+        except FileNotFoundError:
             return []
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                return []
+            raise
+        try:
+            with os.scandir(inside) as entries:
+                return sorted(entry.name for entry, _ in zip(entries, range(MAX_NAMES), strict=False))
+        finally:
+            os.close(inside)
+
+    def stat(self, path: str) -> os.stat_result:
+        """Tells size and time of a regular file without opening it for reading."""
+        with self._opened() as root:
+            try:
+                file = beneath.open_below(root, path, getattr(os, "O_PATH", os.O_RDONLY) | beneath.SAFE)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise Misplaced(error.errno, "not a regular file", path) from error
+                raise
+            try:
+                return os.fstat(file)
+            finally:
+                os.close(file)
+
+    def has_folder(self, folder: str) -> bool:
+        """Tells whether there is a directory, and not a link to one."""
+        try:
+            with self._opened() as root:
+                os.close(beneath.open_below(root, folder, beneath.DIRECTORY))
+        except OSError:
+            return False
+        return True
+
+    def make(self) -> None:
+        """Makes the root, where there is none."""
+        os.makedirs(self._base, exist_ok=True)
+        if self._inside:
+            root = beneath.open_root(self._base)
+            try:
+                with _within(root, f"{self._inside}/-"):
+                    pass
+            finally:
+                os.close(root)
+        self._existed = True
 
     def remove(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder, ignore_errors=True)
+        parent, _, name = folder.rpartition("/")
+        with suppress(FileNotFoundError, NotADirectoryError), self._folder(parent) as inside:
+            for each in [name] if name else self.names(parent):
+                beneath.remove_tree(inside, each)
+
+    def remove_if_empty(self, folder: str) -> None:
+        parent, _, name = folder.rpartition("/")
+        with suppress(OSError), self._folder(parent) as inside:
+            os.rmdir(name, dir_fd=inside)
 
     def move(self, folder: str, target: str) -> None:
-        source, goal = self.root / folder, self.root / target
-        self._make_parent(goal)
-        try:
-            os.replace(source, goal)
-        except OSError:  # there is one already
-            shutil.copytree(source, goal, symlinks=True, dirs_exist_ok=True)
-            shutil.rmtree(source)
+        parent, _, name = folder.rpartition("/")
+        with self._folder(parent) as source, self._parent(target) as (goal, wanted):
+            try:
+                os.rename(name, wanted, src_dir_fd=source, dst_dir_fd=goal)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                self._merge(folder, target)
+                beneath.remove_tree(source, name)
 
-    def _make_parent(self, path: Path) -> None:
-        if self._existed and not self.root.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._existed = True
+    def copy_in(self, source: Path, folder: str) -> None:
+        """Copies the files of a private directory into a folder, which appears whole or not at all."""
+        with self._parent(folder) as (parent, name):
+            aside = f".{name}.{secrets.token_hex(4)}.tmp"
+            os.mkdir(aside, dir_fd=parent)
+            try:
+                inside = beneath.open_below(parent, aside, beneath.DIRECTORY)
+                try:
+                    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+                        name_inside = path.relative_to(source).as_posix()
+                        with (
+                            _within(inside, name_inside) as (into, last),
+                            path.open("rb") as file,
+                            _made(into, last) as copy,
+                        ):
+                            while chunk := file.read(CHUNK):
+                                _write(copy, chunk)
+                finally:
+                    os.close(inside)
+                beneath.remove_tree(parent, name)
+                os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except BaseException:
+                with suppress(OSError):
+                    beneath.remove_tree(parent, aside)
+                raise
+
+    def copy_out(self, folder: str, target: Path, wanted: Mapping[str, tuple[int, str]]) -> None:
+        """Copies files into a private directory; raises `Changed` unless they have these sizes and SHA-256 digests.
+
+        What is read is hashed on the way, so the copy is what was verified, whatever happens to the folder meanwhile.
+        """
+        with self._folder(folder) as inside:
+            for name, (size, expected) in wanted.items():
+                goal = target.joinpath(*beneath.parts_of(name))
+                goal.parent.mkdir(parents=True, exist_ok=True)
+                sha, left = hashlib.sha256(), size + 1
+                with beneath.regular(inside, name, os.O_RDONLY) as file, goal.open("xb") as copy:
+                    while left and (chunk := os.read(file, min(CHUNK, left))):
+                        left -= len(chunk)
+                        sha.update(chunk)
+                        copy.write(chunk)
+                if left != 1 or sha.hexdigest() != expected:
+                    raise Changed(errno.ESTALE, "not as this node wrote it", name)
+
+    def _merge(self, folder: str, target: str) -> None:
+        for name in self.names(folder):
+            source, goal = f"{folder}/{name}", f"{target}/{name}"
+            if self.has_folder(source):
+                self._merge(source, goal)
+                continue
+            parent, _, last = source.rpartition("/")
+            with self._folder(parent) as inside, self._parent(goal) as (into, wanted):
+                if not self.has_folder(goal):
+                    os.replace(last, wanted, src_dir_fd=inside, dst_dir_fd=into)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        root = beneath.open_root(self._base)
+        if self._inside:
+            try:
+                found = beneath.open_below(root, self._inside, beneath.DIRECTORY)
+            finally:
+                os.close(root)
+            root = found
+        try:
+            yield root
+        finally:
+            os.close(root)
+
+    @contextmanager
+    def _folder(self, folder: str) -> Iterator[int]:
+        with self._opened() as root:
+            inside = beneath.open_below(root, folder, beneath.DIRECTORY)
+        try:
+            yield inside
+        finally:
+            os.close(inside)
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Opens the folder that a path is to be written in, which is made if need be; and the path's last name."""
+        if not self._existed:
+            self.make()
+        with self._opened() as root, _within(root, path) as found:
+            yield found
 
 
 @contextmanager
-def open_plain(path: Path, mode: Literal["rb", "ab"]) -> Iterator[BinaryIO]:
-    """Opens a regular file and nothing else: a pipe would block, a link could lead anywhere."""
+def _within(directory: int, path: str) -> Iterator[tuple[int, str]]:
+    """Opens the folder of a path below an open directory, which is made if need be; and the path's last name."""
+    *folders, name = beneath.parts_of(path)
+    here = os.dup(directory)
+    try:
+        for part in folders:
+            below = _directory(here, part)
+            os.close(here)
+            here = below
+        yield here, name
+    finally:
+        os.close(here)
 
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
-    with open(path, mode, opener=opener) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+def _directory(parent: int, name: str) -> int:
+    """Opens a directory to write in. A link or a file that others put in its place is replaced; one of this user's that
+    has lost its permissions gets them back."""
+    for _ in range(10):  # others may remove an empty folder in between
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=parent)
+        try:
+            found = os.open(name, beneath.DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=parent)
+            log.warning("%s was no directory, but something else in its place: it is replaced", name)
+            continue
+        mode = os.fstat(found)
+        if mode.st_uid == os.geteuid() and mode.st_mode & 0o700 != 0o700:
+            with suppress(OSError):  # the write that follows says what is wrong
+                os.chmod(f"/proc/self/fd/{found}", stat.S_IMODE(mode.st_mode) | 0o700)
+        return found
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+def _replace(folder: int, name: str, data: bytes) -> None:
+    """Writes a file aside and renames it: readers see the old one or the new one, and no link is followed."""
+    aside = f".{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        with _made(folder, aside) as file:
+            _write(file, data)
+        try:
+            os.replace(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError:
+            beneath.remove_tree(folder, name)
+            os.replace(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside, dir_fd=folder)
+        raise
+
+
+@contextmanager
+def _made(folder: int, name: str) -> Iterator[int]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | beneath.SAFE
+    file = os.open(name, flags, 0o666, dir_fd=folder)
+    try:
         yield file
+    finally:
+        os.close(file)
+
+
+def _read(file: int, count: int, start: int) -> bytes:
+    pieces, left = [], count
+    if start:
+        os.lseek(file, start, os.SEEK_SET)
+    while left and (piece := os.read(file, min(left, CHUNK))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def _write(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]

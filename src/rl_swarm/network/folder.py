@@ -38,6 +38,7 @@ from rl_swarm.network.base import NetworkError, OnReject
 from rl_swarm.network.files import Files, Refused
 from rl_swarm.rollouts import Publication, within
 from rl_swarm.rounds import PeerInfo, Report, State, Why
+from rl_swarm.untrusted import quoted
 from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ ROLL = "admission.json"
 STATE = "state/current_state.json"
 HISTORY = "state/history.jsonl"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ROUND_FOLDER = re.compile(r"round_(0|[1-9][0-9]{0,14})")
 RECORD_BYTES = 64 << 10  # of a report or an introduction; rollouts have the manifest's limit
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be read or written
 TRIES = 5  # at a file this process cannot go on without
@@ -303,7 +305,7 @@ class FolderExchange:
         if (publication.round, publication.stage, publication.node) != key:
             raise Rejected(
                 "place",
-                f"published for round {publication.round}, stage {publication.stage} by {publication.node}",
+                f"published for round {publication.round}, stage {publication.stage} by {quoted(publication.node)}",
             )
         return publication
 

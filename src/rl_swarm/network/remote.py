@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.files import Refused
+from rl_swarm.network.files import Changed, Refused
 
 APPENDED_BYTES = 64 << 20  # of a log that is still appended to, which writes it anew
 CONNECT_SECONDS, READ_SECONDS = 10, 60
@@ -62,7 +62,7 @@ class RemoteFiles:
         with self._explained(path):
             store.pipe_file(f"{root}/{path}", data)
 
-    def append(self, path: str, data: bytes) -> None:
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
         """Reads and writes the whole object: for a log with one writer."""
         try:
             before = self.read(path, APPENDED_BYTES)
@@ -70,6 +70,8 @@ class RemoteFiles:
             before = b""
         if len(before) > APPENDED_BYTES:
             raise OSError(errno.EFBIG, "too large to be appended to", self._url(path))
+        if at is not None and len(before) != at:
+            raise Changed(errno.ESTALE, f"{len(before)} bytes instead of {at}", self._url(path))
         self.write(path, before + data)
 
     def names(self, folder: str) -> list[str]:

@@ -1,43 +1,74 @@
 """What a node writes about itself: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
 
+import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_swarm.network.files import open_plain
+from rl_swarm.network.files import Files, LocalFiles
+from rl_swarm.network.shared_log import SharedLog
+from rl_swarm.untrusted import json_line
 from rl_swarm.wire import Rejected, decode
 
 if TYPE_CHECKING:
     from rl_swarm.telemetry.sinks import Feed
 
 MAX_READ = 64 << 20  # bytes of a log at a time
+METRICS, EVENTS = "metrics.jsonl", "training_events.jsonl"
+Digests = dict[str, tuple[int, str]]  # of logs by their names: how many bytes, and the SHA-256 of those
 
 
 class Journal:
-    def __init__(self, folder: Path, feeds: "Sequence[Feed]" = ()) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    """The logs of a node, in a private folder, with copies in `folder` of the swarm's files."""
+
+    def __init__(
+        self, private: Path, feeds: "Sequence[Feed]" = (), files: Files | None = None, folder: str = ""
+    ) -> None:
         self.feeds = feeds  # who else gets the metrics
-        self.metrics_path = folder / "metrics.jsonl"
-        self.events_path = folder / "training_events.jsonl"
+        self.files, self.folder = files, folder
+        self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in (METRICS, EVENTS)}
 
     def metrics(self, kind: str, **values: object) -> None:
-        self._append(self.metrics_path, {"kind": kind, "timestamp": time.time(), **values})
+        self._append(METRICS, {"kind": kind, "timestamp": time.time(), **values})
         for feed in self.feeds:
             feed.put(kind, values)
 
     def event(self, event: str, **values: object) -> None:
-        self._append(self.events_path, {"event": event, "timestamp": time.time(), **values})
+        self._append(EVENTS, {"event": event, "timestamp": time.time(), **values})
 
-    def _append(self, path: Path, record: dict[str, object]) -> None:
-        with path.open("ab") as file:
-            if file.tell() and _last_byte(path) != b"\n":  # the line before was cut off by a crash
-                file.write(b"\n")
-            file.write(msgspec.json.encode(record) + b"\n")
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """Returns the records of one of the logs."""
+        return [decode(line) for line in self.logs[name].read().splitlines()]
+
+    def digests(self) -> Digests:
+        """Tells what the logs are now, to be signed with a checkpoint."""
+        return {name: (log.size, log.sha256.hexdigest()) for name, log in self.logs.items()}
+
+    def restore(self, signed: Mapping[str, tuple[int, str]]) -> None:
+        """Takes back the logs that this node has copied to the folder, as far as its signature reaches.
+
+        That is for a machine that has only the folder left. What this process has written meanwhile follows them.
+        """
+        for name, log in self.logs.items():
+            size, sha256 = signed.get(name, (0, ""))
+            if not isinstance(self.files, LocalFiles) or not 0 < size <= MAX_READ or log.size >= size:
+                continue
+            with suppress(OSError):  # the folder no longer has it: the log begins anew
+                data = self.files.read(f"{self.folder}/{name}", size)[:size]
+                if hashlib.sha256(data).hexdigest() == sha256:
+                    log.replace(data + log.read())
+
+    def close(self) -> bool:
+        """Brings the copies up to date; tells whether they are."""
+        return all([log.copy() for log in self.logs.values()])
+
+    def _append(self, name: str, record: dict[str, object]) -> None:
+        self.logs[name].append(json_line(msgspec.json.encode(record)) + b"\n")
 
 
 class Stopwatch:
@@ -65,10 +96,10 @@ class Stopwatch:
         return {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}
 
 
-def read_lines(path: Path, after: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The records past byte `after`, and where the next read goes on. Lines that cannot be read are left out: in a
-    shared folder anybody may have written them."""
-    lines, after = new_lines(path, after)
+def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Reads the records past byte `after`, and tells where the next read goes on. Lines that cannot be read are left
+    out: in a shared folder anybody may have written them."""
+    lines, after = new_lines(files, path, after)
     records = []
     for line in lines:
         with suppress(Rejected):
@@ -76,23 +107,14 @@ def read_lines(path: Path, after: int = 0) -> tuple[list[dict[str, Any]], int]:
     return records, after
 
 
-def new_lines(path: Path, after: int = 0) -> tuple[list[bytes], int]:
-    """The lines past byte `after` as they were written, and where the next read goes on. A half-written last one waits."""
+def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes], int]:
+    """Reads the lines past byte `after` as they were written, and tells where the next read goes on. A half-written last
+    one waits."""
     try:
-        if (
-            path.stat().st_size <= after
-        ):  # most logs have nothing new, and opening them takes ten times as long
+        if files.stat(path).st_size <= after:  # most logs have nothing new
             return [], after
-        with open_plain(path, "rb") as file:
-            file.seek(after)
-            data = file.read(MAX_READ)
+        data = files.read(path, MAX_READ, after)[:MAX_READ]
     except OSError:
         return [], after
     whole, newline, _ = data.rpartition(b"\n")
     return whole.splitlines(), after + len(whole) + len(newline)
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1)

@@ -1,30 +1,74 @@
-"""Log lines: to the terminal when there is one to write to, and always to `logs/swarm.log`."""
+"""Log lines: to the terminal when there is one to write to, and always to `logs/swarm.log`.
+
+The file in the swarm's folder is a copy of a private one (`private.py`), so that whatever others put in its place
+costs the copy a few lines and nothing else.
+"""
 
 import logging
 import sys
 import threading
+import time
 from pathlib import Path
 
 from rl_swarm.config import Settings
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.private import log_file
+from rl_swarm.untrusted import printable
+
+SWARM_LOG = "logs/swarm.log"
+REPAIR_SECONDS = 30.0  # between two attempts to replace what somebody has put in place of the copy
+MAX_COPIED = 4 << 20  # bytes of the private log that a new copy begins with
 
 
-def start_logging(settings: Settings, folder: Path, who: str, terminal: bool) -> None:
-    """Sets up the package's loggers for this process. Several processes append to one file, line by line.
+class LineFormatter(logging.Formatter):
+    """Escapes what a terminal would take for a command: a line may quote a stranger."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class SwarmLog(logging.FileHandler):
+    """Writes to a private file, and copies every line to the swarm's folder. Several processes append to both."""
+
+    def __init__(self, private: Path, files: LocalFiles) -> None:
+        super().__init__(private, encoding="utf-8")
+        self.files, self._repair_at = files, 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        try:
+            self.files.append(SWARM_LOG, f"{self.format(record)}{self.terminator}".encode())
+        except OSError:
+            self._repair()
+
+    def _repair(self) -> None:
+        if time.monotonic() < self._repair_at:
+            return
+        self._repair_at = time.monotonic() + REPAIR_SECONDS
+        try:
+            self.files.write(SWARM_LOG, Path(self.baseFilename).read_bytes()[-MAX_COPIED:])
+        except OSError:  # the private one has all lines
+            return
+
+
+def start_logging(settings: Settings, root: Path, who: str, terminal: bool) -> Path:
+    """Sets up the package's loggers for this process, and returns the private log file behind `logs/swarm.log`.
 
     A line names the thread that wrote it: a process of several nodes has one for each.
     """
     threading.current_thread().name = who
-    folder.mkdir(parents=True, exist_ok=True)
+    private = log_file(settings, root)
     logging.raiseExceptions = False  # a log line that cannot be written is no reason to cover the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
-    root = logging.getLogger("rl_swarm")
-    root.setLevel(level)
-    root.propagate = False
-    root.handlers.clear()
-    file = logging.FileHandler(folder / "swarm.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(threadName)s: %(message)s"))
-    root.addHandler(file)
+    package = logging.getLogger("rl_swarm")
+    package.setLevel(level)
+    package.propagate = False
+    package.handlers.clear()
+    file = SwarmLog(private, LocalFiles(root))
+    file.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(threadName)s: %(message)s"))
+    package.addHandler(file)
     if terminal:
         screen = logging.StreamHandler(sys.stderr)
-        screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        root.addHandler(screen)
+        screen.setFormatter(LineFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        package.addHandler(screen)
+    return private

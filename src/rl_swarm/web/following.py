@@ -104,7 +104,7 @@ class Follower(Looking):
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0
         track = self.tracks.setdefault(node.node, Track())
-        events = track.new_events(node, view.root)
+        events = track.new_events(node, view.here)
         if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
             said = f"with {node.peer.model}"
             events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))

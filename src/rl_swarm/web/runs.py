@@ -5,8 +5,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_swarm.network.folder import SAFE_NAME
-from rl_swarm.report import RunView
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import MANIFEST, SAFE_NAME
+from rl_swarm.report import RunView, run_names
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, filled, mean_of
 from rl_swarm.web.following import Follower
@@ -31,9 +32,10 @@ class Runs:
         """The runs of the folder, the newest first; of a swarm elsewhere only itself."""
         if self.root is None:
             return [self.here.view.address.name] if self.here else []
-        found = [path for path in self.root.glob("*/manifest.json") if SAFE_NAME.fullmatch(path.parent.name)]
-        found.sort(key=_changed, reverse=True)
-        return [path.parent.name for path in found[:MOST_LISTED]]
+        files = LocalFiles(self.root)
+        found = [name for name in run_names(files) if SAFE_NAME.fullmatch(name)]
+        found.sort(key=lambda name: _changed(files, name), reverse=True)
+        return found[:MOST_LISTED]
 
     def get(self, name: str) -> Follower | None:
         """A run of the list, looked at now."""
@@ -42,7 +44,7 @@ class Runs:
         if self.root is None or not SAFE_NAME.fullmatch(name):
             return None
         folder = self.root / name
-        if not (folder / "manifest.json").is_file():
+        if not _changed(LocalFiles(self.root), name):
             return None
         with self._opening:
             found = self._open.setdefault(name, Follower(RunView(folder)))
@@ -89,8 +91,9 @@ def _as_curves(lines: Lines) -> Curves:
     return curves
 
 
-def _changed(path: Path) -> float:
+def _changed(files: LocalFiles, name: str) -> float:
+    """Tells when a run was founded; 0 if it was not."""
     try:
-        return path.stat().st_mtime
+        return files.stat(f"{name}/{MANIFEST}").st_mtime
     except OSError:
         return 0.0

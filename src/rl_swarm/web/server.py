@@ -112,10 +112,12 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
 
 
 @contextmanager
-def beside(root: Path, host: str, port: int, token: str | None, stop: threading.Event) -> Iterator[str]:
+def beside(
+    root: Path, host: str, port: int, token: str | None, private_log: Path, stop: threading.Event
+) -> Iterator[str]:
     """The dashboard of a run in a process of its own, for as long as this lasts; its address. Whoever has the token can
     set `stop` there."""
-    with bound(host, port) as listening, (root / "logs" / "swarm.log").open("ab") as log:
+    with bound(host, port) as listening, private_log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.web.server", str(root), str(listening.fileno())],
             pass_fds=[listening.fileno()],

@@ -1,10 +1,10 @@
 """What a follower knows, told as records. Every function holds its lock for as long as it reads."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from rl_swarm import run_settings
 from rl_swarm.config import tellable
 from rl_swarm.evaluation import mean
 from rl_swarm.network.address import is_url
@@ -26,11 +26,10 @@ from rl_swarm.web.records import (
     TaskScore,
 )
 from rl_swarm.web.tracks import by_stage
-from rl_swarm.wire import Rejected, decode
+from rl_swarm.wire import Rejected
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MOST_TASKS = 256
-SETTINGS_BYTES = 64 << 10
 
 
 def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -> Overview:
@@ -307,17 +306,16 @@ def _pace(views: Iterable[NodeView]) -> float | None:
 
 def _checkpoints(follower: Follower, node: str) -> list[int]:
     """The rounds of the checkpoints that lie on this machine."""
-    folders = (follower.view.root / "checkpoints").glob(f"round_*/{node}")
-    names = [folder.parent.name[6:] for folder in folders]
-    return sorted(int(name) for name in names if re.fullmatch("[0-9]{1,15}", name))
+    return follower.view.checkpoints(node)
 
 
 def _settings(follower: Follower) -> dict[str, str]:
     """What a run of `up` was started with, as far as others may see it."""
     if is_url(follower.view.address.text):
         return {}
+    manifest = follower.view.manifest
     try:
-        values = decode(follower.view.files.read("settings.json", SETTINGS_BYTES), SETTINGS_BYTES)
+        values = run_settings.read(follower.view.files, manifest).settings if manifest else {}
     except (OSError, Rejected):
         return {}
     return {name: str(value)[:200] for name, value in tellable(values).items()}

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from rl_swarm.config import tellable
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.report import TREND_ROUNDS, NodeView, RoundLine
-from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.web.curves import Curves, number
 from rl_swarm.web.records import Event
 
@@ -88,8 +88,8 @@ class Track:
             count(self.learned_from, line.external_from)
             count(self.rejected, line.external_rejected)
 
-    def new_events(self, view: NodeView, root: Path) -> list[Event]:
-        lines, self._events = read_lines(root / f"logs/{view.node}/training_events.jsonl", self._events)
+    def new_events(self, view: NodeView, files: LocalFiles) -> list[Event]:
+        lines, self._events = read_lines(files, f"logs/{view.node}/{EVENTS}", self._events)
         return [event for line in lines if (event := self._event(line, view)) is not None]
 
     def _event(self, line: Mapping[str, Any], view: NodeView) -> Event | None:

@@ -252,8 +252,8 @@ class PeerFiles:
             self._know(data)
         self._announce(path, data)
 
-    def append(self, path: str, data: bytes) -> None:
-        self.local.append(path, data)
+    def append(self, path: str, data: bytes, at: int | None = None) -> None:
+        self.local.append(path, data, at)
         self._announce(path, self.local.read(path, MAX_BYTES))
 
     def names(self, folder: str) -> list[str]:

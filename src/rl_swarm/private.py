@@ -1,0 +1,67 @@
+"""A node's private directory: what only this user may write.
+
+Whoever can write to a swarm's folder can change everything in it. So a node keeps its logs, checkpoints and settings
+here and copies them to the folder, where others can read them. From the folder it takes back only what its own key has
+signed: copied here first, verified here, and loaded from here.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from rl_swarm.config import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.wire import canonical, digest
+
+KEY, NAME = 16, 40  # characters of a digest that tells directories apart, and of the name before it
+
+
+def private_root(settings: Settings) -> Path:
+    """Returns the directory of all private files, `PRIVATE_PATH`; by default in the user's home."""
+    if settings.private_path:
+        return Path(settings.private_path).expanduser().absolute()
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(state).absolute() / "rl-swarm"
+
+
+def swarm_folder(settings: Settings, where: Path | str, swarm: str) -> Path:
+    """Returns, and makes, the private directory for a swarm in a directory or at a URL."""
+    shared = where if isinstance(where, str) else os.path.realpath(where)
+    name = re.sub("[^A-Za-z0-9.-]+", "-", os.path.basename(shared))[-NAME:].strip("-.") or "swarm"
+    return make_private(settings, f"{name}-{digest(canonical([shared, swarm]))[:KEY]}", shared)
+
+
+def log_file(settings: Settings, root: Path) -> Path:
+    """Returns the private file behind the `swarm.log` of a folder, which is begun before its swarm is known."""
+    shared = os.path.realpath(root)
+    return (
+        make_private(settings, "logs", shared)
+        / f"{os.path.basename(shared)}-{digest(shared.encode())[:KEY]}.log"
+    )
+
+
+def make_private(settings: Settings, name: str, shared: str) -> Path:
+    """Makes a private directory; a clear error where nobody else must write, and somebody can."""
+    root = private_root(settings)
+    folder = root / name
+    if "://" not in shared and Path(os.path.realpath(folder)).is_relative_to(shared):
+        raise UserError(
+            f"PRIVATE_PATH={root} lies in the swarm's folder {shared}, where others can write. Set it to a directory "
+            "outside of that folder."
+        )
+    try:
+        for each in (root, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = each.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise UserError(
+                    f"{each} belongs to another user, or others can write to it. A node's private files need a "
+                    f"directory of their own: `chmod 700 {each}`, or set PRIVATE_PATH to another one."
+                )
+    except OSError as error:
+        raise UserError(
+            f"The private directory {folder} cannot be made ({error.strerror}). Set PRIVATE_PATH to a directory that "
+            "this user can write to."
+        ) from error
+    return folder

@@ -1,0 +1,39 @@
+"""Text of strangers, made harmless before it is shown or written.
+
+What a peer, a model or a file says may hold commands for a terminal, a shell, a spreadsheet or a log reader. Nothing of
+it reaches a log line or a message before it has passed through here: escaped, and short.
+"""
+
+import re
+
+MAX_QUOTED = 80  # characters of a stranger's text in a line of ours
+_PLAIN = re.compile(r"[A-Za-z0-9 ._,:+/@%=-]")
+# What a terminal, a shell or a browser could take for a command, in text that is otherwise ours.
+_ACTIVE = re.compile(r"[^ -~]|[$`]")
+_CONTROL = re.compile(r"[^\n -~\u00a1-\ud7ff\uf900-\ufdff\ufe10-\ufffc\U0001f000-\U0001faff]|[\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f]")  # fmt: skip
+
+
+def quoted(text: str, limit: int = MAX_QUOTED) -> str:
+    """Quotes a stranger's text: letters, digits and a few signs stay, everything else is escaped."""
+    shown = "".join(letter if _PLAIN.match(letter) else _escaped(letter) for letter in text[:limit])
+    return f"'{shown}{'...' if len(text) > limit else ''}'"
+
+
+def plain(text: str, limit: int) -> str:
+    """Bounds a message of ours that may contain a stranger's text, and takes out what could be a command."""
+    return _ACTIVE.sub("?", text[:limit])
+
+
+def printable(text: str) -> str:
+    """Escapes what moves a cursor or reorders text, and leaves the rest: for log lines and terminals."""
+    return _CONTROL.sub(lambda found: _escaped(found[0]), text)
+
+
+def json_line(line: bytes) -> bytes:
+    """Escapes what a shell would run, were it to read a line of JSON; the value of the line stays the same."""
+    return line.replace(b"$", b"\\u0024").replace(b"`", b"\\u0060")
+
+
+def _escaped(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
