@@ -360,7 +360,8 @@ def test_what_a_url_swarm_keeps_on_this_machine_is_attacked_in_vain(tmp_path: Pa
     leader = begin(tmp_path, "coordinate", url, *rules, "--tasks", "chain_sum")
     worker = begin(tmp_path, "join", url, *small, "--set", "checkpoint_every=1", IDENTITY_PATH="worker.pem")
     try:
-        until(lambda: any(tmp_path.glob("runs/attacked-*/logs/*/metrics.jsonl")))
+        until(lambda: any(tmp_path.glob("runs/attacked-*/logs/*/metrics.jsonl")) or worker.poll() is not None)
+        assert worker.poll() is None, worker.communicate()[0]
         (path,) = tmp_path.glob("runs/attacked-*/logs/*/metrics.jsonl")
         path.unlink()
         path.symlink_to(precious)

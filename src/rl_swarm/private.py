@@ -25,31 +25,36 @@ def private_root(settings: Settings) -> Path:
     return Path(state).absolute() / "rl-swarm"
 
 
+def check(settings: Settings, root: Path) -> None:
+    """Raises `UserError` if the private directory cannot be used for a swarm in this folder."""
+    private, shared = os.path.realpath(private_root(settings)), os.path.realpath(root)
+    if Path(private).is_relative_to(shared):
+        raise UserError(
+            f"PRIVATE_PATH={private} lies in the swarm's folder {shared}, where others can write. Set it to a directory "
+            "outside of that folder."
+        )
+    _made(settings, "logs")
+
+
 def swarm_folder(settings: Settings, where: Path | str, swarm: str) -> Path:
     """Returns, and makes, the private directory for a swarm in a directory or at a URL."""
+    if isinstance(where, Path):
+        check(settings, where)
     shared = where if isinstance(where, str) else os.path.realpath(where)
     name = re.sub("[^A-Za-z0-9.-]+", "-", os.path.basename(shared))[-NAME:].strip("-.") or "swarm"
-    return make_private(settings, f"{name}-{digest(canonical([shared, swarm]))[:KEY]}", shared)
+    return _made(settings, f"{name}-{digest(canonical([shared, swarm]))[:KEY]}")
 
 
 def log_file(settings: Settings, root: Path) -> Path:
     """Returns the private file behind the `swarm.log` of a folder, which is begun before its swarm is known."""
     shared = os.path.realpath(root)
-    return (
-        make_private(settings, "logs", shared)
-        / f"{os.path.basename(shared)}-{digest(shared.encode())[:KEY]}.log"
-    )
+    return _made(settings, "logs") / f"{os.path.basename(shared)}-{digest(shared.encode())[:KEY]}.log"
 
 
-def make_private(settings: Settings, name: str, shared: str) -> Path:
-    """Makes a private directory; a clear error where nobody else must write, and somebody can."""
+def _made(settings: Settings, name: str) -> Path:
+    """Makes a private directory; a clear error where others could write to it."""
     root = private_root(settings)
     folder = root / name
-    if "://" not in shared and Path(os.path.realpath(folder)).is_relative_to(shared):
-        raise UserError(
-            f"PRIVATE_PATH={root} lies in the swarm's folder {shared}, where others can write. Set it to a directory "
-            "outside of that folder."
-        )
     try:
         for each in (root, folder):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)

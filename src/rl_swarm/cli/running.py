@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from rl_swarm import run_settings
+from rl_swarm import private, run_settings
 from rl_swarm.cli import catch_signals, dashboard, program
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
@@ -46,6 +46,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
             raise UserError(
                 f"{resume} has finished all its {view.state.round + 1} rounds. Start a new run: rl-swarm up"
             )
+    private.check(settings, root)  # before anything is made
     owner = Identity.load_or_create(Path(settings.identity_path))
     try:
         files = LocalFiles(root)
@@ -147,8 +148,8 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
         if any(node.alive for node in view.nodes.values()):
             raise UserError(f"--remove {name}: it is running. Stop it first.")
         if view.manifest is not None:
-            private = swarm_folder(settings, folder, view.manifest.swarm())
-            LocalFiles(private.parent).remove(private.name)
+            own = swarm_folder(settings, folder, view.manifest.swarm())
+            LocalFiles(own.parent).remove(own.name)
         LocalFiles(root).remove(folder.name)
         print(f"removed {folder}")
 
