@@ -10,7 +10,6 @@ MAX_QUOTED = 80  # characters of a stranger's text in a line of ours
 _PLAIN = re.compile(r"[A-Za-z0-9 ._,:+/@%=-]")
 # What a terminal, a shell or a browser could take for a command, in text that is otherwise ours.
 _ACTIVE = re.compile(r"[^ -~]|[$`]")
-_CONTROL = re.compile(r"[^\n -~\u00a1-\ud7ff\uf900-\ufdff\ufe10-\ufffc\U0001f000-\U0001faff]|[\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f]")  # fmt: skip
 
 
 def quoted(text: str, limit: int = MAX_QUOTED) -> str:
@@ -26,7 +25,7 @@ def plain(text: str, limit: int) -> str:
 
 def printable(text: str) -> str:
     """Escapes what moves a cursor or reorders text, and leaves the rest: for log lines and terminals."""
-    return _CONTROL.sub(lambda found: _escaped(found[0]), text)
+    return "".join(letter if letter == "\n" or letter.isprintable() else _escaped(letter) for letter in text)
 
 
 def json_line(line: bytes) -> bytes:

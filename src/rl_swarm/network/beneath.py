@@ -79,7 +79,7 @@ def _openat2(directory: int, path: str, flags: int, mode: int, resolve: int) -> 
     if found >= 0:
         return found
     error = ctypes.get_errno()
-    if error in (errno.ENOSYS, errno.EINVAL, errno.E2BIG) or (error == errno.EPERM and not _works()):
+    if error == errno.ENOSYS or (error == errno.EPERM and not _works()):
         _without_openat2 = True
         return None
     raise OSError(error, os.strerror(error), path)
@@ -109,7 +109,8 @@ def parts_of(path: str) -> list[str]:
 def regular(directory: int, path: str, flags: int) -> Iterator[int]:
     """Opens a regular file below a directory, and nothing else; never waits."""
     try:
-        file = open_below(directory, path, flags | SAFE)
+        waiting = 0 if flags & getattr(os, "O_PATH", 0) else SAFE  # nothing is opened by O_PATH
+        file = open_below(directory, path, flags | waiting)
     except OSError as error:
         # A link, a pipe that nobody reads, a socket, a directory.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR):

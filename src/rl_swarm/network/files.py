@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_swarm.network import beneath
-from rl_swarm.network.beneath import Misplaced
 
 log = logging.getLogger(__name__)
 
@@ -126,17 +125,8 @@ class LocalFiles:
 
     def stat(self, path: str) -> os.stat_result:
         """Tells size and time of a regular file without opening it for reading."""
-        with self._opened() as root:
-            try:
-                file = beneath.open_below(root, path, getattr(os, "O_PATH", os.O_RDONLY) | beneath.SAFE)
-            except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    raise Misplaced(error.errno, "not a regular file", path) from error
-                raise
-            try:
-                return os.fstat(file)
-            finally:
-                os.close(file)
+        with self._opened() as root, beneath.regular(root, path, getattr(os, "O_PATH", os.O_RDONLY)) as file:
+            return os.fstat(file)
 
     def has_folder(self, folder: str) -> bool:
         """Tells whether there is a directory, and not a link to one."""
