@@ -189,6 +189,18 @@ KERNEL = {
     "loads a program into the kernel": tries("syscall(321 if '{machine}' == 'x86_64' else 280, 0, 0, 0)"),
     "reads the kernel's keys": tries("syscall(250 if '{machine}' == 'x86_64' else 219, 0, -3, 0)"),
     "shares memory": tries("syscall(29 if '{machine}' == 'x86_64' else 194, 0, 4096, 0o1600)"),
+    "shares a semaphore": tries("syscall(64 if '{machine}' == 'x86_64' else 190, 7, 1, 0o1600)"),
+    "shares a queue": tries("syscall(68 if '{machine}' == 'x86_64' else 186, 7, 0o1600)"),
+    "shares a queue with a name": tries(
+        "syscall(240 if '{machine}' == 'x86_64' else 180, b'sandbox', 0o102, 0o600, None)"
+    ),
+    "leaves a key": tries("syscall(248 if '{machine}' == 'x86_64' else 217, b'user', b'x', b'x', 1, -4)"),
+    "looks how much memory is free": tries(
+        "return 'kept out' if libc.sysinfo(ctypes.create_string_buffer(512)) else 'seen'", alone=True
+    ),
+    "looks how much room is left": tries("os.statvfs('.')", alone=True),
+    "changes a file's times": tries("os.utime(os.__file__)"),
+    "locks a file": tries("__import__('fcntl').flock(0, 2)", alone=True),
     "raises its limits": tries("resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))"),
     "raises the limits of the node": tries("resource.prlimit({pid}, resource.RLIMIT_CPU, (1, 1))"),
     "turns its clock off": tries("signal.setitimer(signal.ITIMER_PROF, 0)", alone=True),
@@ -209,6 +221,7 @@ RESOURCES = {
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass", "too slow"
     ),
     "sleeps": ends("while True: time.sleep(3600)", "too slow"),
+    "lets others go first": ends("while True: os.sched_yield()", "too slow"),
     "waits for itself": ends("lock = threading.Lock()\nlock.acquire()\nlock.acquire()", "too slow"),
     "waits for nothing": ends("import select\nwhile True: select.select([], [], [], 3600)", "too slow"),
     "allocates": ends("x = bytearray(1 << 30)", "too much memory"),
@@ -327,6 +340,12 @@ TRACES = {
         "made = 0\ntry:\n    for made in range(1000): open(str(made), 'w').close()\n"
         "except OSError: pass\nreturn 'kept out' if made <= 64 else made"
     ),
+    "makes files and removes them": tries(
+        "for n in range(40):\n    open('note', 'w').close()\n    os.unlink('note')\nreturn 'kept out'"
+    ),
+    "makes files without names": tries(
+        "for _ in range(9): os.close(os.open('.', os.O_TMPFILE | os.O_RDWR))\nreturn 'kept out'"
+    ),
     "nests folders": tries(
         "made = 0\ntry:\n    for made in range(1000): os.mkdir('d' + '/d' * made)\nexcept OSError: pass\n"
         "return 'kept out' if made <= 64 else made"
@@ -335,6 +354,17 @@ TRACES = {
 ATTACKS = {
     **SECRET_FILES, **SECRETS_IN_MEMORY, **NETWORK, **PROCESSES, **KERNEL, **RESOURCES, **CHEATS, **TRACES
 }  # fmt: skip
+
+
+# All that a program could find of the one before it in its folder: numbers are counted on, and folders have times.
+LOOK = (
+    "import os\n"
+    "before = os.stat('.')\n"
+    "found = os.listdir('/tmp')\n"
+    "made = os.open('new', os.O_CREAT | os.O_RDWR)\n"
+    "same = before.st_mtime_ns == before.st_ctime_ns\n"
+    "seen = [found, before.st_ino, before.st_nlink, before.st_size, same, os.fstat(made).st_ino]\n"
+)
 
 
 class World:
@@ -393,13 +423,14 @@ def play(isolation: str, folder: Path) -> list[str]:
     expected = f"expected-{secrets.token_hex(8)}"
     good = Program(HONEST, (Test("add(2, 3)", "5"), Test("add('a', 'b')", "'ab'")))
     bad = Program(HONEST, (Test("add(2, 3)", "6"), Test("add('a', 'b')", "'ab'")))
-    clean = Program("import os", (Test("os.listdir('.')", "[]"),))
+    look = Program(LOOK, (Test("seen", "None"),))
     before = set(descendants(os.getpid()))
     hasty, patient = (Sandbox(isolation, cpu_seconds=limit, workers=1) for limit in (HASTE, PATIENCE))
     complaints = []
     try:
         right = [(verdict.passed, verdict.error) for verdict in patient.judge([good, bad])]
         assert right == [((True, True), ""), ((False, True), "add(2, 3) gave 5")]
+        fresh = patient.judge([look])[0].error
         usual = len(descendants(os.getpid()))
         for name, attack in ATTACKS.items():
             if isolation != "namespaces" and name in TRACES:
@@ -416,8 +447,8 @@ def play(isolation: str, folder: Path) -> list[str]:
                 contained = verdict.passed == (*attack.passed, False) and attack.error in verdict.error
             if not contained:
                 complaints.append(f"{name}: {verdict}")
-            if name in TRACES and not sandbox.judge([clean])[0].right:
-                complaints.append(f"{name}: the next one sees what it left")
+            if name in TRACES and (found := sandbox.judge([look])[0].error) != fresh:
+                complaints.append(f"{name}: the next one sees what it left: {found} instead of {fresh}")
             if [(verdict.passed, verdict.error) for verdict in sandbox.judge([good, bad])] != right:
                 complaints.append(f"{name}: the verdicts after it are others")
             if world.look() != world.before:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 import yaml
 from hub_server import COMMIT, HubServer, hub_server
+from markdown_it import MarkdownIt
 from processes import end, run, start, until
 from test_node import make_node
 
@@ -25,6 +27,7 @@ from rl_swarm import __version__, worker
 from rl_swarm.card import Trained, card, shown_settings
 from rl_swarm.config import ConfigError, Settings, load
 from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.environments.tasks import Task
 from rl_swarm.hub import Push, license_of, outcomes, put_aside
 from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints, devices
@@ -121,6 +124,19 @@ def test_a_card_in_the_middle_of_a_run_says_what_is_known() -> None:
     assert "| **all** | 0.125 | 0.333 | 0.250 |  |" in text and "after round 3" in text
     assert "license" not in metadata(text)
     assert "Not measured yet" in card(trained(held_out=[]))
+
+
+def test_what_the_owner_of_a_swarm_wrote_is_code_on_a_card_and_nothing_else() -> None:
+    hostile = "x`` ` [free](http://evil.example) <img src=x> |\n\n# Owned\n```"
+    tasks = [Task("chain_sum", config={"a": hostile}), Task("gcd", config={"a": "`"})]
+    made = msgspec.structs.replace(manifest(), tasks=tasks, versions={"reasoning-gym": hostile[:64]})
+    scored = {**scores("end", 6, 0.875, 0.5), "by_task": {hostile: 0.5}}
+    text = card(trained(manifest=made, held_out=[scores("start", -1, 0.1, 0.2), scored]))
+    shown = MarkdownIt().enable("table").render(text.split("---\n", 2)[2])
+    assert "Owned" in shown and "<h1>Owned" not in shown
+    assert "<img" not in shown and 'evil.example"' not in shown
+    (row,) = [row for row in re.findall("<tr>.*?</tr>", shown, re.DOTALL) if "Owned" in row]
+    assert row.count("<td") == 5
 
 
 @pytest.mark.parametrize(("base", "kind"), [("/home/ada/secret-place/mine", "local"), ("tiny", "bundled")])

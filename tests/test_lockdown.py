@@ -223,11 +223,15 @@ def test_the_filter_answers_every_number_as_the_tables_say(for_code):
     if for_code:
         expected |= {numbers[column]: allow for numbers in lockdown.IN_A_FOLDER.values()}
         expected |= {numbers[column]: done for numbers in lockdown.WAITING.values()}
-        expected |= {lockdown.ALLOWED[name][column]: refuse for name in lockdown.SIGNALS}
+        expected |= {lockdown.ALLOWED[name][column]: refuse for name in lockdown.SIGNALS | lockdown.TELLING}
     expected.pop(None, None)
     program = lockdown.call_filter(for_code)
     assert {number: answer_of(program, number) for number in expected} == expected
     assert answer_of(program, 0x40000000) == missing
+    yields = lockdown.ALLOWED["sched_yield"][column]
+    assert answer_of(program, yields) == (done if for_code else allow), (
+        "no code stretches its time by waiting"
+    )
     for number in opening:
         assert answer_of(program, number, os.O_WRONLY | os.O_CREAT) == (allow if for_code else refuse)
 

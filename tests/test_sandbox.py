@@ -229,25 +229,87 @@ def test_without_a_sandbox_the_same_attacks_succeed(tmp_path, monkeypatch):
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can read another process's memory")
-def test_the_process_that_forks_never_holds_code_or_what_is_expected(best):
-    found = verdict(best, "mark = 'code-of-' + 'one-task'\n#marked-code", ("mark", "'code-of-one-task'"))
-    assert found.right
-    keepers = descendants(os.getpid())
-    assert len(keepers) >= 2
-    looked_at = 0
-    for pid in keepers:
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can read another process's memory")
+
+
+def memory_of_keepers():
+    """All that their children inherit, by where it is."""
+    for pid in descendants(os.getpid()):
         with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
             for line in maps:
                 place, rights = line.split()[:2]
                 if rights.startswith("rw") and "[v" not in line:
                     first, last = (int(edge, 16) for edge in place.split("-"))
                     memory.seek(first)
-                    content = memory.read(last - first)
-                    looked_at += len(content)
-                    for secret in (b"marked-code", b"code-of-one-task"):
-                        assert secret not in content
+                    yield (pid, first), memory.read(last - first)
+
+
+@only_root
+def test_the_process_that_forks_never_holds_code_or_what_is_expected(best):
+    found = verdict(best, "mark = 'code-of-' + 'one-task'\n#marked-code", ("mark", "'code-of-one-task'"))
+    assert found.right
+    assert len(descendants(os.getpid())) >= 2
+    looked_at = 0
+    for _, content in memory_of_keepers():
+        looked_at += len(content)
+        for secret in (b"marked-code", b"code-of-one-task"):
+            assert secret not in content
     assert looked_at > 1 << 20
+
+
+@only_root
+@pytest.mark.parametrize("isolation", ["namespaces", "seccomp"])
+def test_the_process_that_forks_forgets_how_a_program_ended(isolation):
+    """Else its next child, which has its memory, could read what the last one wanted it to know."""
+    needs(isolation)
+    box = Sandbox(isolation, workers=1)
+
+    def holding(number):
+        word = struct.pack("=I", number)
+        return {(*place, at) for place, content in memory_of_keepers() for at in places(content, word)}
+
+    def places(content, word):
+        at = content.find(word)
+        while at >= 0:
+            if at % 4 == 0:
+                yield at
+            at = content.find(word, at + 1)
+
+    try:
+        for status in (0xA7, 0xB3, 0x95, 0xE1):
+            before = holding(status << 8)  # as `wait` tells it
+            assert verdict(box, f"import os\nos._exit({status})", ("1", "1")).error == "it ended early"
+            assert holding(status << 8) <= before
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "seccomp"])
+def test_a_program_that_takes_too_long_by_the_clock_is_ended_and_told_so(isolation):
+    """It is stopped from outside, so that it uses no processor time."""
+    needs(isolation)
+    box = Sandbox(isolation, cpu_seconds=30.0, workers=1, wall_seconds=2.0)
+    (keeper,) = box._idle
+    waiting = descendants(keeper.process.pid)
+    found = []
+    judging = threading.Thread(
+        target=lambda: found.extend(box.judge([program("while True: pass", ("1", "1"))]))
+    )
+    try:
+        judging.start()
+        deadline = time.monotonic() + 60
+        while not (running := set(descendants(keeper.process.pid)) - set(waiting)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for pid in running:
+            os.kill(pid, signal.SIGSTOP)
+        judging.join()
+        assert [each.error for each in found] == ["too slow: it takes more than 2 s by the clock"]
+        assert verdict(box, "def f(): return 1", ("f()", "1")).right
+        assert box.restarts == 0
+    finally:
+        judging.join()
+        box.close()
 
 
 def test_time_that_the_machine_takes_away_is_not_the_programs(best):
@@ -332,7 +394,7 @@ def test_processes_that_ended_while_they_waited_cost_no_program_a_try():
     right = program("def f(): return 1", ("f()", "1"))
     box = Sandbox("namespaces", workers=1)
     try:
-        box._idle.extend(sandbox.Keeper("namespaces", 1.0) for _ in range(sandbox.MOST_TRIES))
+        box._idle.extend(sandbox.Keeper("namespaces", 1.0, 20.0) for _ in range(sandbox.MOST_TRIES))
         for keeper in box._idle:
             os.killpg(keeper.process.pid, signal.SIGKILL)
             keeper.process.wait()

@@ -1,5 +1,6 @@
 """The card of a trained model: what it is, how good it has become, how to use it. Values in, text out."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -47,16 +48,16 @@ def card(trained: Trained, license: dict[str, str] | None = None) -> str:
     }
     base = {
         "bundled": "the tiny model that comes with RL Swarm",
-        "local": f"a local model, `{Path(trained.base).name}`",
+        "local": f"a local model, {code(Path(trained.base).name)}",
         "hub": f"[{trained.base}](https://huggingface.co/{trained.base})",
     }[trained.base_is]
     settings = shown_settings(trained.settings, manifest)
-    rows = [f"| `{name}` | `{msgspec.json.encode(value).decode()}` |" for name, value in settings.items()]
+    rows = [f"| `{name}` | {code(_json(value), in_table=True)} |" for name, value in settings.items()]
     tasks = [
-        f"- `{task.name}`, weight {task.weight:g}"
-        + (f", `{msgspec.json.encode(task.config).decode()}`" if task.config else "")
+        f"- `{task.name}`, weight {task.weight:g}" + (f", {code(_json(task.config))}" if task.config else "")
         for task in manifest.tasks
     ]
+    versions = [f"{name} {code(version)}" for name, version in manifest.versions.items()]
     return "\n".join([
         "---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", "",
         f"# {trained.repo.partition('/')[2]}", "",
@@ -69,8 +70,20 @@ def card(trained: Trained, license: dict[str, str] | None = None) -> str:
         "## How to use it", "", "```python", _snippet(trained), "```", "",
         "## Tasks", "", *tasks, "",
         "## Settings", "", "| setting | value |", "| --- | --- |", *rows, "",
-        "Library versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) + ".", "",
+        f"Library versions: {', '.join(versions)}.", "",
     ])  # fmt: skip
+
+
+def code(text: str, in_table: bool = False) -> str:
+    """Quote text as code that no reader of Markdown takes for anything else. The swarm's owner wrote some of it."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    text = f" {text} " if text.startswith("`") or text.endswith("`") else text
+    return fence + (text.replace("|", "\\|") if in_table else text) + fence
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def shown_settings(settings: Settings, manifest: Manifest) -> dict[str, object]:
@@ -100,7 +113,7 @@ def _scores(held_out: Sequence[dict[str, Any]]) -> list[str]:
     tasks = sorted(start["by_task"].keys() | last["by_task"].keys())
     rows = [("**all**", start["sampled"], last["sampled"], start["greedy"], last["greedy"])]
     columns = [line[kind] for kind in ("by_task", "greedy_by_task") for line in (start, last)]
-    rows += [(f"`{task}`", *(column.get(task) for column in columns)) for task in tasks]
+    rows += [(code(task, in_table=True), *(column.get(task) for column in columns)) for task in tasks]
     return [
         f"Mean reward on {last['questions']} questions that training never saw, before it and {when}, as this node "
         "measured it: sampled at temperature 1, and the likeliest answer (greedy).",

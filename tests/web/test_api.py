@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from browsing import address_of
+from msgspec.structs import replace
 from processes import QUICK, end, run, start, until
 from rich.console import Console
 from small_runs import HOSTILE, SmallRun
@@ -27,11 +28,13 @@ from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import animal_name
 from rl_swarm.report import RunView
-from rl_swarm.web import server
+from rl_swarm.rounds import PeerInfo
+from rl_swarm.web import server, tables
 from rl_swarm.web.api import create_app
 from rl_swarm.web.following import Follower
 from rl_swarm.web.kept import Kept
 from rl_swarm.web.stream import AT_A_TIME, Stream
+from rl_swarm.wire import Rejected, seal, sign, unseal
 
 LOCAL = "http://localhost"
 
@@ -114,6 +117,38 @@ def test_tables_and_curves_are_saved_as_csv_that_no_spreadsheet_runs(
     formula.play("=cmd()")
     with TestClient(create_app(Follower(RunView(formula.root))), LOCAL) as other:
         assert "'=cmd()" in other.get("/api/rollouts?format=csv").text
+
+
+@pytest.mark.parametrize(
+    "cell", ["=1+1", "+1", "-1", "@sum", "\t=1", "\r=1", "\n=1", " =1+1", "\u00a0=1", "＝1+1", "＠sum"]
+)
+def test_no_cell_begins_as_a_formula_wherever_it_stands(cell: str) -> None:
+    written = tables.csv_text([cell], [[cell], [[cell]]])
+    rows = list(csv.reader(io.StringIO(written, newline="")))
+    assert rows[:2] == [[f"'{cell}"], [f"'{cell}"]] and rows[2][0].startswith("[")
+    assert list(csv.reader(io.StringIO(tables.csv_text(["a", ""], [["b", -1.5]])))) == [
+        ["a", ""],
+        ["b", "-1.5"],
+    ]
+
+
+def test_labels_of_strangers_are_one_bounded_label(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    run = SmallRun(tmp_path / "run", nodes=1)
+    (identity,) = run.identities
+    peer = RunView.open(run.root).nodes[identity.node].peer
+    assert peer is not None
+    hostile = '"} 1\nrl_swarm_round 99\n# \\ {a="' + "x" * 200
+    run.files.write(f"peers/{identity.node}.json", seal(replace(peer, model=hostile), identity))
+    with TestClient(create_app(Follower(RunView(run.root))), LOCAL) as other:
+        found = {
+            each.name: each.samples for each in text_string_to_metric_families(other.get("/metrics").text)
+        }
+    assert found["rl_swarm_node_alive"][0].labels["model"] == hostile
+    assert [sample.value for sample in found["rl_swarm_round"]] == [0]
+    with pytest.raises(Rejected):
+        unseal(sign(replace(peer, model="x" * 257), identity), PeerInfo, 1 << 20)
 
 
 def test_prometheus_reads_the_numbers(client: TestClient, swarm: SmallRun) -> None:

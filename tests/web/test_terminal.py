@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -20,7 +21,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from small_runs import SmallRun
 
+from rl_swarm.cli import standing
 from rl_swarm.cli.drawing import Drawing, clock, curve, packed, plain
+from rl_swarm.cli.running import list_runs
+from rl_swarm.cli.summary import print_summary
+from rl_swarm.experiment.standing import ArmStands, Stands
 from rl_swarm.identity import Identity, animal_name
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
@@ -117,6 +122,49 @@ def test_text_of_strangers_is_text(tmp_path: Path) -> None:
     assert "owned" in seen and "[red]markup[/]" in seen and "reversed" in seen
     assert all(letter.isprintable() for letter in seen.replace("\n", ""))
     assert plain("a\tb" * 999, 5) == "a ba "
+
+
+def harmless(seen: str) -> bool:
+    return all(letter.isprintable() for letter in seen.replace("\n", ""))
+
+
+def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "[red]" / "run", nodes=1, total=5)
+    (node,) = run.names
+    run.journals[node].metrics_path.write_text("")
+    tasks = {ESCAPES: 0.5}
+    for when in ("start", "now"):
+        run.journals[node].metrics(
+            "held_out", when=when, round=0, questions=1, sampled=0.5, greedy=0.5, well_formed=0.5,
+            accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
+            accuracy_well_formed_by_task=tasks,
+            examples=[{"task": ESCAPES, "prompt": ESCAPES, "answer": "1", "completion": ESCAPES, "reward": 0.0}],
+        )  # fmt: skip
+    console = Console(file=io.StringIO(), width=400, color_system=None)
+    print_summary(RunView.open(run.root), 1.0, console)
+    assert isinstance(console.file, io.StringIO)
+    seen = console.file.getvalue()
+    assert seen.count("[red]markup[/]") == 4, "a task, a question, and two answers"
+    assert "[red]/run" in seen and harmless(seen)
+
+
+def test_folders_that_others_named_are_listed_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = ESCAPES.replace("/", "").strip() + "[red"
+    SmallRun(tmp_path / "good", total=5)
+    shutil.copytree(tmp_path / "good", tmp_path / name)
+    list_runs(tmp_path)
+    seen = capsys.readouterr().out
+    assert "owned" in seen and "[red]markup" in seen and harmless(seen)
+
+
+def test_an_experiment_of_others_is_drawn_as_text() -> None:
+    arm = ArmStands(ESCAPES, 1, [1], 1, 1, None, None, None, None, ESCAPES, None, None, None)
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(standing.drawn(Stands(ESCAPES, "running", [arm], [], 0, 0), 200))
+    assert isinstance(console.file, io.StringIO)
+    assert "owned" in console.file.getvalue() and harmless(console.file.getvalue())
 
 
 def test_numbers_of_strangers_are_short_and_harmless(tmp_path: Path) -> None:

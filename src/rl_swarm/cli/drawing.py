@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +20,7 @@ CURVE_WIDTH = 60
 MOST_EVENTS = 5
 MOST_MODELS = 3  # that are named
 LEAST_ROWS = 3  # of the table, however low the terminal
-LONGEST = 200  # characters of what somebody else wrote
+LONGEST, LONGEST_PATH = 200, 1000  # characters of what somebody else wrote, and of a path
 LONGEST_TIME = 1e7  # seconds that are worth telling
 TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held out", "tokens/s", "from others")
 WORTH = (
@@ -161,6 +162,11 @@ def packed(items: Sequence[str], width: int) -> list[str]:
 def plain(text: str, most: int = LONGEST) -> str:
     """What a stranger wrote, as one line that a terminal takes for nothing but text."""
     return "".join(letter if letter.isprintable() else " " for letter in text[:most])
+
+
+def marked(text: str, most: int = LONGEST) -> str:
+    """The same for a line with markup of ours."""
+    return escape(plain(text, most))
 
 
 def clock(seconds: float | None) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from rl_swarm import private, run_settings
 from rl_swarm.cli import catch_signals, dashboard, program
+from rl_swarm.cli.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.config import Settings
@@ -95,7 +96,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
         sys.exit(130)
     print_summary(view, time.monotonic() - started, console)
     for outcome in outcomes(root):
-        console.print(outcome, soft_wrap=True)
+        console.print(plain(outcome, LONGEST_PATH), markup=False, soft_wrap=True)
 
 
 def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
@@ -132,7 +133,7 @@ def list_runs(root: Path) -> None:
         phase: str = view.state.phase if view.state else "waiting"
         if phase == "running" and not any(node.alive for node in view.nodes.values()):
             phase = "stopped"
-        table.add_row(str(folder), phase, rounds, str(len(view.nodes)), held_out)
+        table.add_row(marked(str(folder), LONGEST_PATH), phase, rounds, str(len(view.nodes)), held_out)
     console = Console(highlight=False)
     console.print(table if table.row_count else f"No runs in {root}. Start one: {program()} up")
 

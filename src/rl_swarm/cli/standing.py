@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rl_swarm.cli.drawing import plain
 from rl_swarm.experiment.measures import Measure, percent
 from rl_swarm.experiment.standing import ArmStands, Stands, followed
 
@@ -30,7 +31,9 @@ def drawn(told: Stands, width: int) -> Group:
     if told.arms:
         parts.append(arms_table(told, width))
     going = [
-        f"{run.run} {run.phase} {run.played}/{run.rounds}" for run in told.runs if run.phase != "finished"
+        f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}"
+        for run in told.runs
+        if run.phase != "finished"
     ]
     if going:
         parts.append(Text(", ".join(going), style="dim"))
@@ -85,7 +88,7 @@ def _head(told: Stands) -> Text:
     says += [f"{finished} of {len(told.runs)} runs have finished"] if told.runs else []
     if told.tuned < told.tuning:
         says.append(f"learning rates: {told.tuned} of {told.tuning} short runs")
-    return Text(told.name, style="bold").append(f"  {', '.join(says)}", style="dim")
+    return Text(plain(told.name), style="bold").append(f"  {', '.join(says)}", style="dim")
 
 
 def _shown(title: str) -> str:
@@ -100,7 +103,9 @@ def _width(title: str, rows: Sequence[Mapping[str, Text]]) -> int:
 def _cells(arm: ArmStands) -> dict[str, Text]:
     """A row by its titles. Changes are against the arm that stands below its name."""
     return {
-        "arm": Text(arm.arm).append(f"\n  against {arm.against}" if arm.against else "", style="dim"),
+        "arm": Text(plain(arm.arm)).append(
+            f"\n  against {plain(arm.against)}" if arm.against else "", style="dim"
+        ),
         "rounds": Text(f"{arm.played}/{arm.rounds}"),
         "seeds": Text(str(len(arm.seeds))),
         "training set": _number(arm.training_set, 1),

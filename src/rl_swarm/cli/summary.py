@@ -1,12 +1,11 @@
 """What a run achieved, for the person who started it."""
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import program
-from rl_swarm.cli.drawing import clock
+from rl_swarm.cli.drawing import LONGEST_PATH, clock, marked
 from rl_swarm.config import Settings
 from rl_swarm.evaluation import mean
 from rl_swarm.report import TREND_ROUNDS, RunView
@@ -47,17 +46,17 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     best = max(views, key=lambda view: view.now["sampled"] if view.now else 0.0)
     console.print(f"\n[bold]The same questions before and after[/] ({best.name})")
     before, after = (best.start or {})["examples"][:EXAMPLES], (best.now or {})["examples"][:EXAMPLES]
-    for first, second in zip(before, after, strict=True):
-        console.print(f"  [dim]{escape(first['task'])}:[/] {escape(_short(first['prompt']))}")
+    for first, second in zip(before, after, strict=False):
+        console.print(f"  [dim]{marked(first['task'])}:[/] {marked(_short(first['prompt']))}")
         for when, example in (("before", first), ("after", second)):
             mark = "[green]right[/]" if example["reward"] == 1 else "[red]wrong[/]"
-            console.print(f"    {when:>6}  {mark}  {escape(_short(example['completion']) or '(nothing)')}")
+            console.print(f"    {when:>6}  {mark}  {marked(_short(example['completion']) or '(nothing)')}")
 
     kinds = environments.of_swarm(run.manifest).roles if run.manifest else {}
     told = [(view, kinds[view.role]) for view in run.nodes.values() if view.figures and view.role in kinds]
     for view, kind in told:
         console.print(
-            f"\n[bold]{escape(view.role.capitalize())}[/] {view.name}: {escape(kind.summary(view.figures))}."
+            f"\n[bold]{marked(view.role.capitalize())}[/] {view.name}: {marked(kind.summary(view.figures), LONGEST_PATH)}."
         )
 
     taken = sum(view.external_taken for view in views)
@@ -72,15 +71,16 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         console.print(
             f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}"
         )
-    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    root = marked(str(run.root), LONGEST_PATH)
+    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {root}")
     call = program()
     console.print(
         "\n[bold]Next[/]\n"
-        f"  {call} validate {run.root}    is this run sound?\n"
-        f"  {call} watch {run.root}    its curves and rollouts in a browser\n"
+        f"  {call} validate {root}    is this run sound?\n"
+        f"  {call} watch {root}    its curves and rollouts in a browser\n"
         f"  {call} up{_environment(run)} --external 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
-        f"  {call} chat {_checkpoint(run, best.node)}",
+        f"  {call} chat {marked(_checkpoint(run, best.node), LONGEST_PATH)}",
         soft_wrap=True,
     )
 
@@ -96,16 +96,17 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
     for view in [view for view in run.nodes.values() if view.rounds]:
         many = max(1, min(TREND_ROUNDS, len(view.rounds) // 2))
         first = mean([line.reward_local for line in view.rounds[:many]])
-        told = ", ".join(f"{escape(name)} {value:.4g}" for name, value in view.figures.items())
-        table.add_row(view.name, escape(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
+        told = ", ".join(f"{marked(name)} {value:.4g}" for name, value in view.figures.items())
+        table.add_row(view.name, marked(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
     if not table.row_count:  # their logs are elsewhere
         return
     console.print()
     console.print(table)
-    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    root = marked(str(run.root), LONGEST_PATH)
+    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {root}")
     console.print(
-        f"\n[bold]Next[/]\n  {program()} validate {run.root}    is this run sound?\n"
-        f"  {program()} watch {run.root}    its curves and rollouts in a browser",
+        f"\n[bold]Next[/]\n  {program()} validate {root}    is this run sound?\n"
+        f"  {program()} watch {root}    its curves and rollouts in a browser",
         soft_wrap=True,
     )
 

@@ -1,8 +1,11 @@
 """A world of its own for a process: no network, no other processes, and a file system of nearly nothing.
 
 What bubblewrap does, in the kernel's own calls, so that nothing needs to be installed: new namespaces, a root in
-memory with Python's library in it (read-only) and a small folder to write to, and no capability left. Root can
+memory with Python's library in it (read-only) and a place for a folder to write to, and no capability left. Root can
 always do this where it is allowed to mount; an ordinary user where the kernel has user namespaces for all.
+
+The process that moved in may not mount. Its parent stays outside, keeps that one right, and mounts and unmounts the
+scratch file system when it is asked to (`Scratch`): so every program gets one that nobody has written to.
 """
 
 import ctypes
@@ -39,10 +42,29 @@ NEW_ROOT = (
     "/dev"  # covered by the new root while that is made: it is there on every Linux, and no library is in it
 )
 DETACH = 2
+SYS_ADMIN = 1 << 21  # the capability to mount
+MOUNT, UNMOUNT, DONE = b"+", b"-", b"."
 
 
-def move_in(library: Sequence[str], scratch: str, size: int, files: int) -> None:
-    """Returns in a forked child, the first process in there; this one waits for its end and ends with it."""
+class Scratch:
+    """Asks the process outside for the scratch file system."""
+
+    def __init__(self, asking: socket.socket) -> None:
+        self.asking = asking
+
+    def mount(self) -> None:
+        """Mount a new one, made now: not even its times tell what was before."""
+        self.asking.send(MOUNT)
+        if (answer := self.asking.recv(200)) != DONE:
+            raise OSError(answer.decode(errors="replace") or "the process that mounts has ended")
+
+    def unmount(self) -> None:
+        """Have it removed with all that is in it. Nobody waits: the next request comes after it."""
+        self.asking.send(UNMOUNT)
+
+
+def move_in(library: Sequence[str], scratch: str, options: str) -> Scratch:
+    """Return in a forked child, the first process in there. This one mounts for it, and ends with it."""
     was_root = os.geteuid() == 0
     as_nobody = False
     if was_root:
@@ -61,11 +83,19 @@ def move_in(library: Sequence[str], scratch: str, size: int, files: int) -> None
         ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
+    asked, asking = socket.socketpair()
     child = os.fork()
     if child:
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        asking.close()
+        try:
+            drop_capabilities(SYS_ADMIN)
+            _mount_when_asked(asked, scratch, options)
+        finally:
+            asked.close()  # which ends the one inside, if it has not ended
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    asked.close()
     socket.sethostname("sandbox")
-    _build(library, scratch, size, files)
+    _build(library, scratch)
     if as_nobody:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -74,13 +104,28 @@ def move_in(library: Sequence[str], scratch: str, size: int, files: int) -> None
     _check(
         LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl"
     )  # when the one outside ends, so does everything in here
+    return Scratch(asking)
 
 
-def drop_capabilities() -> None:
-    _check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
+def drop_capabilities(but: int = 0) -> None:
+    _check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", but, but, 0, 0, 0, 0)), "capset")
 
 
-def _build(library: Sequence[str], scratch: str, size: int, files: int) -> None:
+def _mount_when_asked(asked: socket.socket, scratch: str, options: str) -> None:
+    """Until the process inside ends. Both see the same mounts, and by then the new root."""
+    while wish := asked.recv(1):
+        if wish == UNMOUNT:
+            _check(LIBC.umount2(os.fsencode(scratch), DETACH), "umount2")
+            continue
+        try:
+            _mount("tmpfs", scratch, "tmpfs", NO_SUID | NO_DEVICES | NO_PROGRAMS, options)
+        except OSError as error:
+            asked.send(str(error).encode()[:200])
+        else:
+            asked.send(DONE)
+
+
+def _build(library: Sequence[str], scratch: str) -> None:
     _mount(None, "/", None, RECURSIVE | PRIVATE)  # what is mounted here is not seen outside
     _mount("tmpfs", NEW_ROOT, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,mode=755")
     for path in library:
@@ -90,13 +135,12 @@ def _build(library: Sequence[str], scratch: str, size: int, files: int) -> None:
         kept = sum(flag for seen, flag in FLAGS_KEPT.items() if os.statvfs(inside).f_flag & seen)
         _mount(None, inside, None, AGAIN | BIND | READ_ONLY | NO_SUID | NO_DEVICES | kept)
     os.makedirs(NEW_ROOT + scratch)
-    limits = f"size={size},nr_inodes={files},mode=777"
-    _mount("tmpfs", NEW_ROOT + scratch, "tmpfs", NO_SUID | NO_DEVICES | NO_PROGRAMS, limits)
+    if not os.path.lexists(NEW_ROOT + "/tmp"):
+        os.symlink(scratch, NEW_ROOT + "/tmp")  # where programs expect it
     _mount(None, NEW_ROOT, None, AGAIN | BIND | READ_ONLY | NO_SUID | NO_DEVICES)
     os.chdir(NEW_ROOT)
     _check(LIBC.pivot_root(b".", b"."), "pivot_root")  # the old root now lies on top of the new one
     _check(LIBC.umount2(b".", DETACH), "umount2")
-    os.chdir(scratch)
 
 
 def _unshare(namespaces: int) -> None:

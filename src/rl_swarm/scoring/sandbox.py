@@ -31,7 +31,11 @@ from rl_swarm.scoring.literals import Value, read, same
 log = logging.getLogger(__name__)
 
 CPU_SECONDS = 1.0  # for a program with all its tests
-WALL_SECONDS = 60.0  # nothing waits in there, so only a very busy machine takes long
+WALL_TIMES, WALL_SECONDS = (
+    10,
+    10.0,
+)  # by the clock a program has so many times its processor time, and so much more
+ANSWER_SECONDS = 60.0  # that a keeper may take beyond that to say so
 START_SECONDS = 60.0
 OVERTIME_SECONDS = 5.0  # that a call of `judge` may take beyond its `seconds`
 MAX_TESTS = 100
@@ -103,9 +107,14 @@ def available() -> list[Offer]:
     return [_offer(isolation) for isolation in ISOLATIONS]
 
 
+def wall_limit(cpu_seconds: float) -> float:
+    """How long a program may take by the clock. Nothing waits in there, so only a very busy machine takes long."""
+    return WALL_TIMES * cpu_seconds + WALL_SECONDS
+
+
 def _offer(isolation: str) -> Offer:
     try:
-        Keeper(isolation, CPU_SECONDS).stop()
+        Keeper(isolation, CPU_SECONDS, wall_limit(CPU_SECONDS)).stop()
     except KeeperBroke as error:
         return Offer(isolation, str(error))
     return Offer(isolation)
@@ -115,11 +124,16 @@ class Sandbox:
     """A keeper for each of a few programs at a time."""
 
     def __init__(
-        self, isolation: str | None = None, cpu_seconds: float = CPU_SECONDS, workers: int | None = None
+        self,
+        isolation: str | None = None,
+        cpu_seconds: float = CPU_SECONDS,
+        workers: int | None = None,
+        wall_seconds: float | None = None,
     ) -> None:
         if isolation is not None and isolation not in ISOLATIONS:
             raise UserError(f"There is no isolation {isolation!r}: choose from {', '.join(ISOLATIONS)}")
         self.cpu_seconds = cpu_seconds
+        self.wall_seconds = wall_limit(cpu_seconds) if wall_seconds is None else wall_seconds
         self.workers = workers or _cores()
         self.restarts = 0  # times that a keeper was lost
         self._idle: deque[Keeper] = deque()
@@ -127,7 +141,7 @@ class Sandbox:
         problems = []
         for name in [isolation] if isolation else ISOLATIONS:
             try:
-                self._idle.append(Keeper(name, cpu_seconds))
+                self._idle.append(Keeper(name, cpu_seconds, self.wall_seconds))
             except KeeperBroke as error:
                 problems.append(f"{name}: {error}")
             else:
@@ -172,13 +186,13 @@ class Sandbox:
             if time.monotonic() > latest:
                 return failed(program, NOT_JUDGED, judged=False)
             keeper = self._keeper()
-            until = min(time.monotonic() + WALL_SECONDS, latest + OVERTIME_SECONDS)
+            until = min(time.monotonic() + self.wall_seconds + ANSWER_SECONDS, latest + OVERTIME_SECONDS)
             try:
                 lines, ending = keeper.run(program, until)
             except TooLate:
                 self._lose(keeper, "it took too long")
                 if time.monotonic() < latest:
-                    return failed(program, f"too slow: it takes more than {WALL_SECONDS:g} s")
+                    return failed(program, too_slow(self.wall_seconds))
             except KeeperBroke as error:  # which need not be this program's fault
                 self._lose(keeper, str(error))
             else:
@@ -200,7 +214,7 @@ class Sandbox:
         problem = ""
         for _ in range(MOST_TRIES):
             try:
-                return Keeper(self.isolation, self.cpu_seconds)
+                return Keeper(self.isolation, self.cpu_seconds, self.wall_seconds)
             except KeeperBroke as error:
                 problem = str(error)
         raise UserError(f"The sandbox ({self.isolation}) does not start any more: {problem}")
@@ -209,13 +223,13 @@ class Sandbox:
 class Keeper:
     """The judge's side of a process that runs programs, one after the other."""
 
-    def __init__(self, isolation: str, cpu_seconds: float) -> None:
-        self.cpu_seconds = cpu_seconds
+    def __init__(self, isolation: str, cpu_seconds: float, wall_seconds: float) -> None:
+        self.cpu_seconds, self.wall_seconds = cpu_seconds, wall_seconds
         self.control, theirs = socket.socketpair()
         command, environment = start(isolation)
         with theirs:
             self.process = subprocess.Popen(
-                [*command, isolation, str(cpu_seconds)],
+                [*command, isolation, str(cpu_seconds), str(wall_seconds)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -243,12 +257,14 @@ class Keeper:
                     socket.send_fds(self.control, [b"!"], [theirs.fileno()])
                 except OSError as error:
                     raise KeeperBroke(f"it takes no program: {error}") from error
-            ending = Ending(*STATUS.unpack(self._hear(STATUS.size, until)))
+            ending = Ending.told(self._hear(STATUS.size, until))
             output = b""
             with suppress(BlockingIOError):
                 while part := ours.recv(1 << 18):
                     output += part
-        return output.decode(errors="replace").split("\n")[:-1], ending.reason(self.cpu_seconds)
+        return output.decode(errors="replace").split("\n")[:-1], ending.reason(
+            self.cpu_seconds, self.wall_seconds
+        )
 
     def stop(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -288,9 +304,17 @@ class Ending:
     """How the process of a program ended."""
 
     status: int
+    out_of_time: bool
     cpu_seconds: float
 
-    def reason(self, limit: float) -> str:
+    @classmethod
+    def told(cls, message: bytes) -> "Ending":
+        status, out_of_time, user, user_micro, system, system_micro = STATUS.unpack(message)
+        return cls(status, bool(out_of_time), user + system + (user_micro + system_micro) / 1e6)
+
+    def reason(self, limit: float, wall_limit: float) -> str:
+        if self.out_of_time:
+            return too_slow(wall_limit)
         if os.WIFSIGNALED(self.status):
             number = os.WTERMSIG(self.status)
             if number in (signal.SIGPROF, signal.SIGXCPU) or (
@@ -340,6 +364,10 @@ def _wrong(call: str, expected: Value, line: str) -> str:
         return "" if same(read(line[1:]), expected) else f"{shown(call)} gave {shown(line[1:])}"
     except ValueError as error:
         return f"{shown(call)} gave no value: {shown(str(error))}"
+
+
+def too_slow(wall_limit: float) -> str:
+    return f"too slow: it takes more than {wall_limit:g} s by the clock"
 
 
 def failed(program: Program, error: str, judged: bool = True) -> Verdict:

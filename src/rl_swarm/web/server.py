@@ -93,9 +93,24 @@ def serve_experiment(
 def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> None:
     import uvicorn
 
+    from rl_swarm.web.connections import (
+        BACKLOG,
+        IDLE_SECONDS,
+        BoundedStreams,
+        most_connections,
+        protocol_among,
+    )
+
+    most = most_connections()
     config = uvicorn.Config(
-        app,
+        BoundedStreams(app, most // 2),
+        http=protocol_among(most),
+        proxy_headers=False,  # an address that a client names itself is not counted
+        ws="none",
+        backlog=BACKLOG,
+        timeout_keep_alive=IDLE_SECONDS,
         log_config=None,
+        log_level="error",  # else every malformed request would be a line of the log
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=2,

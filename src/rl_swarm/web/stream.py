@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from rl_swarm.web.following import PAUSE_SECONDS, Looking
 
-MOST_LISTENERS = 1000
+PATH = "/api/stream"
 ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing
 # Who is told asks for a page, so not all are told at once: so many, and after so many seconds the next.
 AT_A_TIME, APART = 4, 0.02
@@ -28,21 +28,15 @@ class Stream:
         router = APIRouter()
 
         @router.get(
-            "/api/stream",
+            PATH,
             response_class=StreamingResponse,
             responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
         )
         def changes() -> StreamingResponse:
             """An event `changed` whenever there is something new to read, with the number of the version."""
-            if self.full:
-                raise HTTPException(429, "Too many listen already.")
             return StreamingResponse(self.listen(), media_type="text/event-stream")
 
         return router
-
-    @property
-    def full(self) -> bool:
-        return len(self.listeners) >= MOST_LISTENERS
 
     async def listen(self) -> AsyncIterator[str]:
         changed = asyncio.Event()

@@ -9,6 +9,8 @@ from typing import Literal
 from rl_swarm.web.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
 
 Cell = object
+FORMULAS = tuple("=+-@＝＋－＠")  # some programs take the wide ones for the others
+SPACES = ("\t", "\r", "\n")
 NodeTable = Literal[
     "learned_from",
     "taught",
@@ -76,5 +78,7 @@ def rollouts_csv(rows: Iterable[RolloutRow]) -> str:
 
 
 def _safe(cell: Cell) -> Cell:
-    """A text that a spreadsheet would take for a formula begins with an apostrophe: models and strangers wrote it."""
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
+    """Put an apostrophe before what a spreadsheet would take for a formula: models and strangers wrote it."""
+    if isinstance(cell, str) and (cell[:1] in SPACES or cell.lstrip()[:1] in FORMULAS):
+        return f"'{cell}"
+    return cell

@@ -1,0 +1,236 @@
+"""Who may be connected, how many, and for how long: decided before a request is read, so before any token is looked at.
+
+A client has a deadline for the head of a request, one for its body, and one for taking the response. There are as many
+connections as the process has files for. An address may have half of them; where all are taken, the address with the
+most makes room. So one that opens many shuts out nobody else. Streams of events last, and have a share of their own.
+"""
+
+import asyncio
+import ipaddress
+from collections import Counter, defaultdict
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from rl_swarm.web.stream import PATH as STREAM
+
+HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, until the next head is whole
+BODY_SECONDS = 20.0  # from there until the body is
+IDLE_SECONDS = 5  # without a byte, after a response
+TAKE_SECONDS, TAKE_BYTES = (
+    30.0,
+    64 << 10,
+)  # so much of what waits for a client is taken in that time, or all of it
+MAX_HEAD, MAX_REQUEST = 64 << 10, 1 << 20  # bytes
+MAX_PIPELINED = 16  # requests of a connection that wait for an earlier one
+
+MAX_CONNECTIONS = 2000
+WANTED_FILES = 4096
+BACKLOG = 64  # connections that are taken at once, before any of them is counted
+OWN_FILES = 32  # at least, for reading what is shown
+
+RESPONSE = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+LATE, TOO_LARGE, FULL = (
+    RESPONSE.format(status).encode()
+    for status in ("408 Request Timeout", "431 Request Header Fields Too Large", "503 Service Unavailable")
+)
+
+
+def file_limit() -> int:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return WANTED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinite = resource.RLIM_INFINITY
+    wanted = WANTED_FILES if hard == infinite else min(WANTED_FILES, hard)
+    if soft != infinite and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return WANTED_FILES if soft == infinite else soft
+
+
+def most_connections() -> int:
+    """As many as there are files for, beside those that the process needs itself."""
+    files = file_limit()
+    return max(8, min(MAX_CONNECTIONS, files - max(BACKLOG + OWN_FILES, files // 4)))
+
+
+def source_of(address: str) -> str:
+    """Where a client is: its address, or the network that an IPv6 address is chosen from."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # no address at all, as of a socket in the file system
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+
+
+class Shares:
+    """Places that are given out by source: half of them to one at most."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.most_each = most, max(1, most // 2)
+        self.taken: Counter[str] = Counter()
+
+    def free_for(self, source: str) -> bool:
+        return self.taken.total() < self.most and self.taken[source] < self.most_each
+
+    def take(self, source: str) -> None:
+        self.taken[source] += 1
+
+    def give_back(self, source: str) -> None:
+        self.taken[source] -= 1
+        if not self.taken[source]:
+            del self.taken[source]
+
+
+class Connections:
+    """All that are open, the oldest of a source first."""
+
+    def __init__(self, most: int) -> None:
+        self.shares = Shares(most)
+        self._open: dict[str, dict[BoundedProtocol, None]] = defaultdict(dict)
+
+    def admit(self, connection: "BoundedProtocol", source: str) -> bool:
+        taken = self.shares.taken
+        if not self.shares.free_for(source):
+            most = max(taken, key=lambda each: taken[each])
+            if taken[source] >= self.shares.most_each or taken[source] + 1 >= taken[most]:
+                return False
+            oldest = next((each for each in self._open[most] if each.waits_for), next(iter(self._open[most])))
+            self.release(oldest, most)
+            oldest.transport.abort()
+        self.shares.take(source)
+        self._open[source][connection] = None
+        return True
+
+    def release(self, connection: "BoundedProtocol", source: str) -> None:
+        if connection not in self._open.get(source, ()):
+            return
+        self.shares.give_back(source)
+        del self._open[source][connection]
+        if not self._open[source]:
+            del self._open[source]
+
+
+class BoundedStreams:
+    """Streams of events, which last as long as a client likes: half of all places, and half of those for one source."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.shares = app, Shares(most)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].endswith(STREAM):
+            await self.app(scope, receive, send)
+            return
+        source = source_of(scope["client"][0] if scope["client"] else "")
+        if not self.shares.free_for(source):
+            await JSONResponse({"detail": "Too many listen already."}, 429)(scope, receive, send)
+            return
+        self.shares.take(source)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.shares.give_back(source)
+
+
+class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's protocol, whichever it has, with a deadline for everything that a client has to do."""
+
+    among: Connections
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.source, self.admitted = "", False
+        self.waits_for = ""  # of the client: "head", "body" or nothing
+        self._request: object = None
+        self._received = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._taking: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        peer = transport.get_extra_info("peername")
+        self.source = source_of(str(peer[0]) if peer else "")
+        self.admitted = self.among.admit(self, self.source)
+        if not self.admitted:
+            transport.write(FULL)
+            transport.close()
+            return
+        transport.set_write_buffer_limits(high=0)  # so that it is told of every byte that has to wait
+        super().connection_made(transport)
+        self._look()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for timer in (self._deadline, self._taking):
+            if timer:
+                timer.cancel()
+        self.among.release(self, self.source)
+        if self.admitted:
+            super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look(len(data))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._take()
+
+    def resume_writing(self) -> None:
+        if self._taking:
+            self._taking.cancel()
+        super().resume_writing()
+
+    def _look(self, received: int = 0) -> None:
+        """Start the clock when the client has something else to do than before, and count what it sends for it."""
+        if self.transport.is_closing():
+            return
+        done = self.cycle is None or self.cycle.response_complete
+        waits_for = "body" if self.cycle and self.cycle.more_body else "head" if done else ""
+        if (waits_for, self.cycle) != (self.waits_for, self._request) or self._deadline is None:
+            self.waits_for, self._request, self._received = waits_for, self.cycle, 0
+            if self._deadline:
+                self._deadline.cancel()
+            seconds = HEAD_SECONDS if waits_for == "head" else BODY_SECONDS
+            self._deadline = self.loop.call_later(seconds, self._late)
+        self._received += received
+        most = MAX_HEAD if waits_for == "head" else MAX_REQUEST
+        if self._received > most or len(getattr(self, "pipeline", ())) > MAX_PIPELINED:
+            self._end(TOO_LARGE)
+
+    def _late(self) -> None:
+        if self.waits_for:
+            self._end(LATE)
+
+    def _end(self, response: bytes) -> None:
+        """Say why where nothing else was said, and close, whether the client listens or not."""
+        if not self.transport.is_closing() and (self.cycle is None or not self.cycle.response_started):
+            self.transport.write(response)
+            self.transport.close()
+        if self.transport.get_write_buffer_size() or not self.transport.is_closing():
+            self.transport.abort()
+
+    def _take(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._taking = self.loop.call_later(TAKE_SECONDS, self._taken, waiting)
+
+    def _taken(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() > before - TAKE_BYTES:
+            self.transport.abort()
+        else:
+            self._take()
+
+
+def protocol_among(most: int) -> type[BoundedProtocol]:
+    """The protocol of a server that has so many connections."""
+    return type("Protocol", (BoundedProtocol,), {"among": Connections(most)})
