@@ -18,7 +18,7 @@ import msgspec
 
 from rl_swarm import environments, owners
 from rl_swarm.config import ROLES, ConfigError, Settings, tellable
-from rl_swarm.errors import UserError
+from rl_swarm.errors import ModelError, UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.address import Address, is_url, known_addresses, locate
@@ -375,7 +375,7 @@ def _restored(
 ) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
     from rl_swarm.learning import checkpoints
-    from rl_swarm.learning.policy import ModelError, Policy
+    from rl_swarm.learning.policy import Policy
     from rl_swarm.learning.team import Leader
 
     load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)

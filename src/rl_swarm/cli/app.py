@@ -1,6 +1,7 @@
 """Every command of `rl-swarm`, thin: read the settings, call the package, print."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Sets = Annotated[
@@ -76,12 +79,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand not in CATCH_SIGNALS:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_settings(resolved: Resolved) -> None:
@@ -98,6 +103,12 @@ def up(
         Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
+    from_base: Annotated[
+        bool,
+        typer.Option(
+            "--from-base", help="With --resume: nodes without a checkpoint begin again with the model."
+        ),
+    ] = False,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes to start.")] = None,
     rounds: Rounds = None,
     seed: Seed = None,
@@ -121,6 +132,10 @@ def up(
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
     from rl_swarm.cli import running
 
+    if run is not None and resume is not None:
+        raise UserError(
+            f"--run {run} and --resume {resume} contradict each other: a run goes on in its own folder. Drop --run."
+        )
     asked = settled("up", {}, config_file, sets, environment=environment).settings.environment
     preset: dict[str, object] = {**config.UP_PRESET, **environments.named(asked).up}
     if resume is not None:
@@ -141,7 +156,7 @@ def up(
     resolved = settled("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    return running.up(resolved.settings, run, resume)
+    return running.up(resolved.settings, run, resume, from_base)
 
 
 @app.command()
