@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ LONGEST_LINE = 64 << 10  # bytes of a line about a round
 Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
 Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 Stage = Annotated[int, Meta(ge=0, lt=64)]
+Phase = Literal["waiting", "running", "stopped", "finished"]
 MOST_FIGURES = 32
 
 
@@ -243,6 +244,14 @@ class RunView:
         finished = self.state is not None and self.state.phase == "finished"
         return not finished and abs(time.time() - view.peer.timestamp) < self.manifest.peer_timeout
 
+    @property
+    def phase(self) -> Phase:
+        """Says where the run stands. `stopped` has begun and not finished, and none of its nodes is there."""
+        if self.state is None:
+            return "waiting"
+        left = bool(self.nodes) and not any(view.alive for view in self.nodes.values())
+        return "stopped" if left and self.state.phase == "running" else self.state.phase
+
     def mean_held_out(self, when: str) -> float | None:
         lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
         scores = [line["sampled"] for line in lines if line]
@@ -261,7 +270,7 @@ class RunView:
             "address": self.address.text,
             "name": manifest.name if manifest else None,
             "swarm": manifest.swarm() if manifest else None,
-            "phase": state.phase if state else "waiting",
+            "phase": self.phase,
             "round": state.round if state else 0,
             "stage": state.stage if state else 0,
             "rounds": manifest.rounds if manifest else None,

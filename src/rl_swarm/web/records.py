@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["waiting", "running", "stopped", "finished"]
+from rl_swarm.report import Phase
 
 
 @dataclass(frozen=True)
