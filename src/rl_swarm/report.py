@@ -1,6 +1,5 @@
 """What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
 
-import contextlib
 import os
 import platform
 import time
@@ -20,7 +19,7 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import RECORD_BYTES, documents, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
-from rl_swarm.telemetry.journal import new_lines
+from rl_swarm.telemetry.journal import ends_amid, new_lines
 from rl_swarm.wire import Count, Id, Rejected, decode, typed, unseal
 
 TREND_ROUNDS = 20
@@ -106,6 +105,8 @@ class NodeView:
     held_out: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
     introduced: bytes = b""  # as `peer` was read
+    unreadable: int = 0  # lines of its log of metrics
+    cut_off: bool = False  # its log ends amid a line, and the node is gone
     _read: int = 0
 
     @property
@@ -144,8 +145,14 @@ class NodeView:
     def external_taken(self) -> int:
         return sum(line.external_taken for line in self.rounds)
 
+    @property
+    def unreadable_lines(self) -> int:
+        return self.unreadable + self.cut_off
+
     def refresh(self, root: Path) -> None:
-        lines, self._read = new_lines(root / f"logs/{self.node}/metrics.jsonl", self._read)
+        path = root / f"logs/{self.node}/metrics.jsonl"
+        lines, self._read = new_lines(path, self._read)
+        self.cut_off = not self.alive and ends_amid(path, self._read)
         for line in lines:
             try:
                 if len(line) <= LONGEST_LINE:
@@ -156,10 +163,12 @@ class NodeView:
                     continue
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 pass  # not a round
-            with contextlib.suppress(Rejected):
+            try:
                 record = decode(line)
                 typed(record, HeldOutLine)
                 self.held_out.append(record)
+            except Rejected:
+                self.unreadable += 1
 
 
 class RunView:
@@ -231,9 +240,9 @@ class RunView:
                 view.peer, view.introduced = peer, data
 
     def refresh_node(self, node: NodeView) -> None:
+        node.alive = self.is_alive(node)
         node.refresh(self.root)
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
-        node.alive = self.is_alive(node)
 
     def is_alive(self, view: NodeView) -> bool:
         """On this machine by its process, elsewhere by its last sign of life."""
@@ -294,6 +303,7 @@ class RunView:
                     "external_taken": view.external_taken,
                     "participation": view.member.participation if view.member else 0,
                     "wins": view.member.wins if view.member else 0,
+                    "unreadable_lines": view.unreadable_lines,
                     **({"role": view.role} if view.role else {}),
                     **({"figures": view.figures} if view.figures else {}),
                 }

@@ -237,6 +237,11 @@ def _take_part(
     role_kind, role_name = role_of(settings, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(written, settings, prompt, sharing)
+    known = coordinator.current().members.get(identity.peer_id)
+    if place is None and known is not None and known.participation:
+        log.warning(
+            "no checkpoint of this node can be used: it starts again from the base model, %s", policy.name
+        )
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
     environment.settle(settings)

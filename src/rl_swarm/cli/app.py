@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,9 +10,9 @@ import msgspec
 import typer
 
 from rl_swarm import __version__, config, environments
+from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
-from rl_swarm.cli import settled
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
 
@@ -136,8 +137,10 @@ def up(
         raise UserError(
             f"--run {run} and --resume {resume} contradict each other: a run goes on in its own folder. Drop --run."
         )
-    asked = settled("up", {}, config_file, sets, environment=environment).settings.environment
-    preset: dict[str, object] = {**config.UP_PRESET, **environments.named(asked).up}
+    named = assigned(sets) | ({"environment": environment} if environment else {})
+    preset = dict(config.UP_PRESET)
+    with suppress(environments.NoEnvironment):  # which is told with the other settings
+        preset |= environments.named(str(config.peek("environment", config_file, named))).up
     if resume is not None:
         preset |= running.settings_of(resume, any(given.startswith("strategy=") for given in sets or []))
     flags = dict(
@@ -145,8 +148,7 @@ def up(
         learning_rate=learning_rate, environment=environment, tasks=tasks, device=device, admission=admission,
         network=network, identity_path=identity_path, web=web, web_port=port,
     )  # fmt: skip
-    plain = config.load({}, config_file, {}, command="up").settings
-    if plain.gdrive_path and run is None and resume is None:
+    if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = settled("up", {}, config_file, sets, **flags)
         address = resolved.settings.experiment_dir()
         if dry_run:

@@ -175,6 +175,8 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
 
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
+    if role == "coordinator":
+        preflight.check_tasks(settings)
     start_logging(settings, Path("logs"), role, terminal=True)
     stop = catch_signals()
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)

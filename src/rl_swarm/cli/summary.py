@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rl_swarm import environments
-from rl_swarm.cli import program
+from rl_swarm.cli import program, quoted
 from rl_swarm.cli.drawing import clock
 from rl_swarm.config import Settings
 from rl_swarm.evaluation import mean
@@ -74,15 +74,15 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         console.print(
             f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}"
         )
-    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {escape(str(run.root))}")
     call = program()
     console.print(
         "\n[bold]Next[/]\n"
-        f"  {call} validate {run.root}    is this run sound?\n"
-        f"  {call} watch {run.root}    its curves and rollouts in a browser\n"
+        f"  {call} validate {_typed(run)}    is this run sound?\n"
+        f"  {call} watch {_typed(run)}    its curves and rollouts in a browser\n"
         f"  {call} up{_environment(run)} --external 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
-        f"  {call} chat {_checkpoint(run, best.node)}",
+        f"  {call} chat {escape(quoted(_checkpoint(run, best.node)))}",
         soft_wrap=True,
     )
 
@@ -104,12 +104,17 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
         return
     console.print()
     console.print(table)
-    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {run.root}")
+    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {escape(str(run.root))}")
     console.print(
-        f"\n[bold]Next[/]\n  {program()} validate {run.root}    is this run sound?\n"
-        f"  {program()} watch {run.root}    its curves and rollouts in a browser",
+        f"\n[bold]Next[/]\n  {program()} validate {_typed(run)}    is this run sound?\n"
+        f"  {program()} watch {_typed(run)}    its curves and rollouts in a browser",
         soft_wrap=True,
     )
+
+
+def _typed(run: RunView) -> str:
+    """The run's folder as it is typed in a shell."""
+    return escape(quoted(run.root))
 
 
 def _environment(run: RunView) -> str:

@@ -92,6 +92,14 @@ def new_lines(path: Path, after: int = 0) -> tuple[list[bytes], int]:
     return whole.splitlines(), after + len(whole) + len(newline)
 
 
+def ends_amid(path: Path, after: int) -> bool:
+    """Tells whether something follows the last whole line, which ends at byte `after`."""
+    try:
+        return path.stat().st_size > after
+    except OSError:
+        return False
+
+
 def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(-1, 2)

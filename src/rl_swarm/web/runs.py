@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_swarm.network.folder import SAFE_NAME
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, filled, mean_of
@@ -31,7 +30,7 @@ class Runs:
         """The runs of the folder, the newest first; of a swarm elsewhere only itself."""
         if self.root is None:
             return [self.here.view.address.name] if self.here else []
-        found = [path for path in self.root.glob("*/manifest.json") if SAFE_NAME.fullmatch(path.parent.name)]
+        found = [path for path in self.root.glob("*/manifest.json") if _is_name(path.parent.name)]
         found.sort(key=_changed, reverse=True)
         return [path.parent.name for path in found[:MOST_LISTED]]
 
@@ -39,7 +38,7 @@ class Runs:
         """A run of the list, looked at now."""
         if self.here and name == self.here.view.address.name:
             return self.here
-        if self.root is None or not SAFE_NAME.fullmatch(name):
+        if self.root is None or not _is_name(name):
             return None
         folder = self.root / name
         if not (folder / "manifest.json").is_file():
@@ -87,6 +86,11 @@ def _as_curves(lines: Lines) -> Curves:
     curves = Curves()
     curves.add(lines.rounds, {lines.metric: lines.mean})
     return curves
+
+
+def _is_name(name: str) -> bool:
+    """Tells whether a text can be the name of a run's folder, and leads nowhere else."""
+    return name.isprintable() and not name.startswith(".") and not {"/", "\\"}.intersection(name)
 
 
 def _changed(path: Path) -> float:

@@ -62,6 +62,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             held_out_now=view.mean_held_out("now"),
             from_others=taken / (own + taken) if own + taken else None,
             logs=any(node.rounds or node.held_out for node in nodes),
+            unreadable_lines=sum(node.unreadable_lines for node in nodes),
             can_stop=can_stop,
             experiment=experiment,
             version=follower.version,
