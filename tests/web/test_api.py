@@ -439,3 +439,5 @@ def test_runs_are_found_by_any_name_that_a_folder_can_have(tmp_path: Path) -> No
         assert sorted(row["run"] for row in get(client, "/api/runs")["runs"]) == sorted(names)
         curves = client.get("/api/runs/curves", params={"run": [*names, "../runs/plain", ".."]}).json()
         assert [line["node"] for line in curves["lines"]] == names
+        assert get(client, "/run/my%20run/api/overview")["name"] == "my-run"
+        assert client.get("/run/%2e%2e/api/overview").status_code == 404
