@@ -135,6 +135,29 @@ def test_a_node_and_a_coordinator_that_lose_their_terminal_save_and_leave(tmp_pa
     assert '"left"' in (address / "logs" / "one" / "training_events.jsonl").read_text()
 
 
+def test_an_experiment_that_loses_its_terminal_saves_and_leaves(tmp_path: Path) -> None:
+    arms = ["--configs", "2/0", "--nodes", "2", "--rounds", "300", "--set", "generations=4"]
+    process = subprocess.Popen(
+        [*RL_SWARM, "experiment", "sapo", "--out", "e", *arms, "--set", "held_out_questions=8"],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        until(
+            lambda: any(
+                len(lines) > 2 for lines in metrics(next(tmp_path.glob("e/runs/*"), tmp_path)).values()
+            )
+        )
+        children = family(process)
+        os.killpg(process.pid, signal.SIGHUP)
+        output, _ = process.communicate(timeout=150)
+        assert gone(children)
+    finally:
+        end(process)
+    assert process.returncode == 130 and "same command goes on" in output, output
+    assert any(tmp_path.glob("e/runs/*/checkpoints/*")), "it has saved"
+
+
 def test_what_nohup_started_survives_its_terminal(tmp_path: Path) -> None:
     command = [*RL_SWARM, "up", "--run", "r", "--nodes", "1", "--rounds", "8", *SMALL]
     process = subprocess.Popen(
