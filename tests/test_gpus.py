@@ -1,5 +1,6 @@
 """Every node of `up` gets GPUs of its own, in turn, and sees no other."""
 
+import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_child_has_its_environment_before_it_does_anything(tmp_path: Path, mon
     monkeypatch.setattr(swarm, "join", lambda *args: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     monkeypatch.setattr(swarm.signal, "signal", lambda *args: None)
     settings = Settings(cpu_only=True)
-    ours, theirs = swarm.multiprocessing.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     before = threading.active_count()
     swarm._child_main("worker", {"node": settings}, tmp_path, gpu_environ(1, ["6", "7"], 1), theirs)
     assert seen == ["7"] and threading.active_count() == before + 1

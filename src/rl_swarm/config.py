@@ -421,6 +421,7 @@ UP_PRESET: dict[str, object] = {
     "poll_interval": 0.02,
     "external_negatives": 1.0,  # all nodes are one's own
 }
+PRESET = "preset of"  # how the source of such values begins
 TEST_MODE: dict[str, object] = {"rounds": 3, "local": 4, "generations": 4}
 
 
@@ -557,6 +558,7 @@ class Resolved:
 def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
     """The settings that the layers give, later ones winning, and where each value came from."""
     values: dict[str, object] = {}
+    defaults = next((layer.values for layer in layers if layer.source.startswith(PRESET)), {})
     sources = {setting.name: "default" for setting in all_settings()}
 
     def apply(layer: Layer) -> None:
@@ -568,7 +570,7 @@ def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
                 raise ConfigError(
                     f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}"
                 )
-            values[name] = _convert(name, value, layer.origin(name))
+            values[name] = _convert(name, value, layer.origin(name), defaults)
             sources[name] = layer.origin(name)
 
     flags = flags or Layer("flag", {})
@@ -594,15 +596,26 @@ def load(
 ) -> Resolved:
     """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
     their setting is."""
-    layers = [Layer(f"preset of `{command}`", preset or {})]
-    if config_file:
-        layers.append(yaml_layer(config_file))
-    layers.append(environment_layer(os.environ if environ is None else environ, Path(".env")))
     called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
-    return resolve(layers, Layer("flag", dict(flags or {}), {**called, **(origins or {})}))
+    given = Layer("flag", dict(flags or {}), {**called, **(origins or {})})
+    return resolve([Layer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
 
 
-def _convert(name: str, value: object, origin: str) -> object:
+def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
+    """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
+    flag = Layer("flag", flags, {name: f"flag or --set {name}"})
+    for layer in (flag, *reversed(_sources(config_file))):
+        if name in layer.values:
+            return _convert(name, layer.values[name], layer.origin(name), {})
+    return next(setting.default for setting in all_settings() if setting.name == name)
+
+
+def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None) -> list[Layer]:
+    layers = [yaml_layer(config_file)] if config_file else []
+    return [*layers, environment_layer(os.environ if environ is None else environ, Path(".env"))]
+
+
+def _convert(name: str, value: object, origin: str, defaults: Mapping[str, object]) -> object:
     setting = next(s for s in all_settings() if s.name == name)
     if setting.default is None and value in ("None", "none", "null"):
         return None
@@ -612,9 +625,10 @@ def _convert(name: str, value: object, origin: str) -> object:
         return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
         shown = "(not shown)" if name in SECRETS else repr(value)
+        default = defaults.get(name, setting.default)
+        usual = "" if default is None else f" The default is {default!r}."
         raise ConfigError(
-            f"{name}={shown} ({origin}) cannot be used: {error}. "
-            f"What can: {values_of(setting.kind)}. The default is {setting.default!r}."
+            f"{name}={shown} ({origin}) cannot be used: {error}. What can: {values_of(setting.kind)}.{usual}"
         ) from error
 
 

@@ -7,3 +7,7 @@ class UserError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What Jupyter shows of it."""
         return [f"rl-swarm: {self}"]
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded; the message says what would work."""

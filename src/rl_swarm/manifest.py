@@ -6,6 +6,8 @@ from the manifest, so every peer can make every question and its answer key agai
 
 import hashlib
 import random
+import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -66,7 +68,7 @@ def new_manifest(settings: Settings, name: str, owner: str, created: float, stag
     environment = environments.named(settings.environment)
     return Manifest(
         peer_id=owner,
-        name=name,
+        name=name_from(name),
         created=created,
         seed=settings.seed,
         environment=settings.environment,
@@ -81,6 +83,12 @@ def new_manifest(settings: Settings, name: str, owner: str, created: float, stag
         admission=settings.admission,
         shared=environment.shared or msgspec.UNSET,
     )
+
+
+def name_from(text: str) -> str:
+    """Makes a swarm's name from that of its folder, which may hold any letters: `Mein Läufchen` becomes `Mein-Laufchen`."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("._-")[:64] or "run"
 
 
 def derive(*parts: str | int | bytes) -> int:

@@ -1,4 +1,4 @@
-"""One node per identity: two that sign with one key would write over each other's files.
+"""One node per identity, and one `up` per folder: two that sign with one key would write over each other's files.
 
 On one machine a lock that the kernel frees when its process dies, however it dies, so a node that is started
 again at once is not refused. Between machines there is only the folder, clocks differ and drives sync late: a
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import tempfile
 import threading
 import time
@@ -46,22 +47,45 @@ def twin_error(identity: Identity, who: str) -> TwinError:
 @contextmanager
 def only_one_here(identity: Identity, swarm: str) -> Iterator[None]:
     """Holds this machine's lock on an identity in a swarm; raises `TwinError` if another process has it."""
+    with _held([swarm, identity.peer_id], "this node's identity") as holder:
+        if holder:
+            raise twin_error(identity, holder)
+        yield
+
+
+@contextmanager
+def only_run_here(root: Path) -> Iterator[None]:
+    """Holds this machine's lock on the folder of a run; raises `UserError` if another `up` runs there."""
+    with _held(["run", str(root.resolve())], f"the run in {root}") as holder:
+        if holder:
+            raise UserError(
+                f"{root} is running already: {holder}. Stop it first (Ctrl-C there), or start another run with "
+                f"another --run. `rl-swarm watch {shlex.quote(str(root))}` shows it."
+            )
+        yield
+
+
+@contextmanager
+def _held(key: list[str], what: str) -> Iterator[str]:
+    """Holds a lock of this machine and yields nothing, or who holds it."""
     folder = Path(tempfile.gettempdir()) / f"rl-swarm-{os.getuid()}"
-    path = folder / f"{digest(canonical([swarm, identity.peer_id]))[:32]}.lock"
+    path = folder / f"{digest(canonical(key))[:32]}.lock"
     with contextlib.ExitStack() as held:
+        holder = ""
         try:
             lock = _awaited(path)
         except OSError as error:  # a node without it is better than none
-            log.warning("no lock keeps other processes of this machine from this node's identity: %s", error)
+            log.warning("no lock keeps other processes of this machine from %s: %s", what, error)
         else:
             if lock is None:
-                raise twin_error(identity, _holder(path))
-            held.callback(os.close, lock)
-            held.callback(path.unlink, missing_ok=True)
-            told = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
-            os.truncate(lock, 0)
-            os.write(lock, json.dumps(told).encode())
-        yield
+                holder = _holder(path)
+            else:
+                held.callback(os.close, lock)
+                held.callback(path.unlink, missing_ok=True)
+                told = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
+                os.truncate(lock, 0)
+                os.write(lock, json.dumps(told).encode())
+        yield holder
 
 
 def _awaited(path: Path) -> int | None:

@@ -1,14 +1,13 @@
 """What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
 
-import contextlib
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +20,7 @@ from rl_swarm.network.address import Address, locate
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, documents, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
-from rl_swarm.telemetry.journal import METRICS, new_lines
+from rl_swarm.telemetry.journal import METRICS, ends_amid, new_lines
 from rl_swarm.wire import Count, Id, Rejected, decode, typed, unseal
 
 TREND_ROUNDS = 20
@@ -29,6 +28,7 @@ LONGEST_LINE = 64 << 10  # bytes of a line about a round
 Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
 Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 Stage = Annotated[int, Meta(ge=0, lt=64)]
+Phase = Literal["waiting", "running", "stopped", "finished"]
 MOST_FIGURES = 32
 
 
@@ -106,6 +106,8 @@ class NodeView:
     held_out: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
     introduced: bytes = b""  # as `peer` was read
+    unreadable: int = 0  # lines of its log of metrics
+    cut_off: bool = False  # its log ends amid a line, and the node is gone
     _read: int = 0
 
     @property
@@ -144,8 +146,14 @@ class NodeView:
     def external_taken(self) -> int:
         return sum(line.external_taken for line in self.rounds)
 
+    @property
+    def unreadable_lines(self) -> int:
+        return self.unreadable + self.cut_off
+
     def refresh(self, files: LocalFiles) -> None:
-        lines, self._read = new_lines(files, f"logs/{self.node}/{METRICS}", self._read)
+        path = f"logs/{self.node}/{METRICS}"
+        lines, self._read = new_lines(files, path, self._read)
+        self.cut_off = not self.alive and ends_amid(files, path, self._read)
         for line in lines:
             try:
                 if len(line) <= LONGEST_LINE:
@@ -156,10 +164,12 @@ class NodeView:
                     continue
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 pass  # not a round
-            with contextlib.suppress(Rejected):
+            try:
                 record = decode(line)
                 typed(record, HeldOutLine)
                 self.held_out.append(record)
+            except Rejected:
+                self.unreadable += 1
 
 
 class RunView:
@@ -232,9 +242,9 @@ class RunView:
                 view.peer, view.introduced = peer, data
 
     def refresh_node(self, node: NodeView) -> None:
+        node.alive = self.is_alive(node)
         node.refresh(self.here)
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
-        node.alive = self.is_alive(node)
 
     def is_alive(self, view: NodeView) -> bool:
         """On this machine by its process, elsewhere by its last sign of life."""
@@ -254,6 +264,14 @@ class RunView:
         rounds = sorted(int(match[1]) for match in found if match)
         return [number for number in rounds if self.here.has_folder(f"checkpoints/round_{number}/{node}")]
 
+    @property
+    def phase(self) -> Phase:
+        """Says where the run stands. `stopped` has begun and not finished, and none of its nodes is there."""
+        if self.state is None:
+            return "waiting"
+        left = bool(self.nodes) and not any(view.alive for view in self.nodes.values())
+        return "stopped" if left and self.state.phase == "running" else self.state.phase
+
     def mean_held_out(self, when: str) -> float | None:
         lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
         scores = [line["sampled"] for line in lines if line]
@@ -272,7 +290,7 @@ class RunView:
             "address": self.address.text,
             "name": manifest.name if manifest else None,
             "swarm": manifest.swarm() if manifest else None,
-            "phase": state.phase if state else "waiting",
+            "phase": self.phase,
             "round": state.round if state else 0,
             "stage": state.stage if state else 0,
             "rounds": manifest.rounds if manifest else None,
@@ -296,6 +314,7 @@ class RunView:
                     "external_taken": view.external_taken,
                     "participation": view.member.participation if view.member else 0,
                     "wins": view.member.wins if view.member else 0,
+                    "unreadable_lines": view.unreadable_lines,
                     **({"role": view.role} if view.role else {}),
                     **({"figures": view.figures} if view.figures else {}),
                 }
@@ -308,7 +327,7 @@ def run_names(files: LocalFiles) -> list[str]:
     """Lists the runs in a folder, by name."""
     found = []
     for name in files.names(""):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             files.stat(f"{name}/{MANIFEST}")
             found.append(name)
     return found

@@ -1,13 +1,11 @@
 """Many nodes on one machine: start them, restart the ones that die, stop them all.
 
-On a CPU the children are forked from a server process that has imported torch once; with a GPU each
-starts afresh, and the nodes that share a GPU share a process too. Every child holds one end of a pipe whose other end only this process has. When this
-process ends, however it ends, the pipe closes and the child ends too: nothing survives.
+On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
+starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.
 """
 
 import faulthandler
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -19,13 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from rl_swarm import environments
+from rl_swarm.children import ChildProcess, context_for, obey_parent
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
@@ -63,8 +61,7 @@ class Child:
     role: Role
     members: dict[str, Settings]  # by their names
     environ: dict[str, str] = field(default_factory=dict)
-    process: multiprocessing.process.BaseProcess | None = None
-    pipe: Connection | None = None
+    process: ChildProcess | None = None
     started: float = 0.0
     quick_ends: int = 0  # in a row
     done: bool = False
@@ -92,60 +89,68 @@ class LocalSwarm:
             else:
                 self.children.append(child)
         self.restarts = 0
-        self.context: SpawnContext | ForkServerContext
-        if uses_gpu(coordinator):
-            self.context = multiprocessing.get_context("spawn")
-        else:
-            self.context = multiprocessing.get_context("forkserver")
-            self.context.set_forkserver_preload(["rl_swarm.learning.preload"])
+        self.context = context_for(uses_gpu(coordinator))
 
-    def start(self) -> None:
+    def start(self, stop: threading.Event) -> None:
+        """Starts all children, or as many as there are until told to stop."""
         for child in self.children:
-            self._start(child)
+            if not stop.is_set():
+                self._start(child)
 
     def tend(self) -> bool:
         """Looks after the children; False once all of them are done."""
+        self._adopt([child for child in self.children if child.process and child.process.is_orphan()])
         for child in self.children:
-            if child.done or child.process is None or child.process.exitcode is None:
-                continue
-            code = child.process.exitcode
-            child.process.join()
+            code = child.process.exit_code() if child.process and not child.done else None
             if code == 0:
                 child.done = True
             elif code == FATAL:
-                raise SwarmError(_message(child) or f"{child.name} cannot work; logs/swarm.log says why.")
-            else:
+                assert child.process is not None
+                raise SwarmError(
+                    child.process.message() or f"{child.name} cannot work; logs/swarm.log says why."
+                )
+            elif code is not None:
                 self._restart(child, code)
         return not all(child.done for child in self.children)
 
     def stop(self) -> None:
         """Tells the children to stop, gives them time to save, and ends those that do not."""
-        running = [c.process for c in self.children if c.process is not None and c.process.is_alive()]
-        for process in running:
-            process.terminate()
+        self._end(self.children)
+
+    def _adopt(self, orphans: Sequence[Child]) -> None:
+        """Replaces children whose fork server has died: how they end could not be seen any more. They save first."""
+        if not orphans:
+            return
+        log.warning("the server that nodes are forked from has died; %d are started again", len(orphans))
+        self._end(orphans)
+        for child in orphans:
+            self.restarts += 1
+            self._start(child)
+
+    def _end(self, children: Sequence[Child]) -> None:
+        running = [child.process for child in children if child.process is not None]
         deadline = time.monotonic() + GRACE_SECONDS
-        for process in running:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        try:
+            for process in running:
+                process.signal(signal.SIGTERM)
+            for process in running:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # also when a second Ctrl-C does not wait for that
+            for process in running:
+                process.signal(signal.SIGKILL)
+            for process in running:
+                process.join(GRACE_SECONDS)
 
     def _start(self, child: Child) -> None:
-        child.pipe, theirs = self.context.Pipe()
-        child.process = self.context.Process(
-            target=_child_main,
-            args=(child.role, child.members, self.address, child.environ, theirs),
-            name=child.name,
-        )
-        child.process.start()
+        arguments = (child.role, child.members, self.address, child.environ)
+        child.process = ChildProcess(self.context, child.name, _child_main, *arguments)
         child.started = time.monotonic()
-        theirs.close()
 
     def _restart(self, child: Child, code: int) -> None:
         quick = time.monotonic() - child.started < QUICK_SECONDS
         child.quick_ends = child.quick_ends + 1 if quick else 0
         if child.quick_ends >= (MOST_KILLS if code < 0 else MOST_FAILURES):
-            raise SwarmError(
+            raise UserError(
                 f"{child.name} ended {child.quick_ends} times soon after its start (last exit code {code}). "
                 f"{self.address / 'logs' / 'swarm.log'} says why."
             )
@@ -199,10 +204,7 @@ def _child_main(
     role: Role, members: dict[str, Settings], address: Path, environ: dict[str, str], pipe: Connection
 ) -> None:
     os.environ.update(environ)
-    stop = threading.Event()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    threading.Thread(target=end_with_parent, args=(pipe,), daemon=True).start()
+    stop = obey_parent(pipe)
     name, settings = next(iter(members.items()))
     private = start_logging(settings, address, name, terminal=False)
     faulthandler.enable(private.open("a"))  # where a library brings the process down
@@ -220,20 +222,6 @@ def _child_main(
     except Exception:
         log.exception("%s failed", name)
         os._exit(1)
-
-
-def end_with_parent(pipe: Connection) -> None:
-    """Waits for the other end of a pipe to close, and ends this process."""
-    try:
-        pipe.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-def _message(child: Child) -> str:
-    if child.pipe is not None and child.pipe.poll():
-        return child.pipe.recv_bytes(1 << 16).decode(errors="replace")
-    return ""
 
 
 def worker_settings(settings: Settings) -> dict[str, Settings]:

@@ -22,10 +22,11 @@ from rl_swarm.network.address import Address, locate
 from rl_swarm.network.conductor import read_history
 from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
+from rl_swarm.report import NodeView
 from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
 from rl_swarm.selection import Transcripts, check, for_ending
-from rl_swarm.telemetry.journal import read_lines
+from rl_swarm.telemetry.journal import new_lines, read_lines
 from rl_swarm.transcript import Transcript
 from rl_swarm.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
 
@@ -227,6 +228,7 @@ def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: 
     for peer_id, member in run.state.members.items():
         if peer_id in elsewhere:
             continue
+        _check_lines(run, member.node, verdict)
         logged: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for line in _lines(run, member.node, "metrics.jsonl", RoundLine):
             pair = (line.reward_local, line.reward_training)
@@ -242,6 +244,22 @@ def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: 
                     f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
                 )
             verdict.count("log lines", len(said))
+
+
+def _check_lines(run: Run, node: str, verdict: Verdict) -> None:
+    """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
+    view = NodeView(node)
+    files, path = LocalFiles(run.address.here), f"logs/{node}/training_events.jsonl"
+    view.refresh(files)
+    torn = len(new_lines(files, path)[0]) - len(read_lines(files, path)[0])
+    starts = sum(
+        event.event in ("joined", "resumed") for event in _lines(run, node, "training_events.jsonl", Event)
+    )
+    for name, lines in (("metrics.jsonl", view.unreadable_lines), ("training_events.jsonl", torn)):
+        if lines:
+            why = "as a crash leaves them" if lines <= starts else "more than crashes explain"
+            many = f"{lines} line{'' if lines == 1 else 's'}"
+            verdict.notes.append(f"logs/{node}/{name}: {many} cannot be read ({why})")
 
 
 def _killed_before_logging(run: Run, node: str, number: int) -> bool:

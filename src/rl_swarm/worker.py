@@ -18,7 +18,7 @@ import msgspec
 
 from rl_swarm import environments, owners
 from rl_swarm.config import ROLES, ConfigError, Settings, tellable
-from rl_swarm.errors import UserError
+from rl_swarm.errors import ModelError, UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.address import Address, is_url, known_addresses, locate
@@ -243,6 +243,11 @@ def _take_part(
     role_kind, role_name = role_of(settings, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
+    known = coordinator.current().members.get(identity.peer_id)
+    if place is None and known is not None and known.participation:
+        log.warning(
+            "no checkpoint of this node can be used: it starts again from the base model, %s", policy.name
+        )
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
     environment.settle(settings)
@@ -385,7 +390,7 @@ def _restored(
 ) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
-    from rl_swarm.learning.policy import ModelError, Policy
+    from rl_swarm.learning.policy import Policy
     from rl_swarm.learning.team import Leader
 
     load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)

@@ -452,3 +452,27 @@ def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.Mon
 def test_watching_what_is_no_swarm_says_so(tmp_path: Path) -> None:
     code, output = run(tmp_path, "watch", "nothing")
     assert code == 1 and "nothing is no swarm" in output
+
+
+def test_lines_of_logs_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    swarm = SmallRun(tmp_path / "run", nodes=2, total=3)
+    swarm.play()
+    with TestClient(create_app(Follower(RunView(swarm.root))), LOCAL) as client:
+        assert get(client, "/api/overview")["unreadable_lines"] == 0
+    for journal in swarm.journals.values():
+        with journal.metrics_path.open("ab") as file:
+            file.write(b'{"kind": "round", "rou\n')
+    with TestClient(create_app(Follower(RunView(swarm.root))), LOCAL) as client:
+        assert get(client, "/api/overview")["unreadable_lines"] == 2
+
+
+def test_runs_are_found_by_any_name_that_a_folder_can_have(tmp_path: Path) -> None:
+    names = ["my run", "_läufer", "plain"]
+    for name in names:
+        SmallRun(tmp_path / "runs" / name, nodes=1, total=2).play()
+    with TestClient(create_app(Follower(RunView(tmp_path / "runs" / "plain"))), LOCAL) as client:
+        assert sorted(row["run"] for row in get(client, "/api/runs")["runs"]) == sorted(names)
+        curves = client.get("/api/runs/curves", params={"run": [*names, "../runs/plain", ".."]}).json()
+        assert [line["node"] for line in curves["lines"]] == names
+        assert get(client, "/run/my%20run/api/overview")["name"] == "my-run"
+        assert client.get("/run/%2e%2e/api/overview").status_code == 404

@@ -338,3 +338,17 @@ def test_runs_are_laid_over_each_other_and_opened(browser: Browser, watched: str
     expect(page).to_have_title("Overview · calm-run")
     expect(page.locator("table tbody tr")).to_have_count(3)
     visit.close()
+
+
+def test_the_page_tells_of_lines_that_cannot_be_read(
+    browser: Browser, watched: str, played: SmallRun
+) -> None:
+    visit = Visit(browser, watched)
+    page = visit.open("#/")
+    told = page.get_by_text("1 line of the nodes' logs cannot be read")
+    expect(told).to_be_hidden()
+    with next(iter(played.journals.values())).metrics_path.open("ab") as file:
+        file.write(b'{"kind": "round", "rou\n')
+    played.play()  # the page looks again when something happens
+    expect(told).to_be_visible()
+    visit.close()

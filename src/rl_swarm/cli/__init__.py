@@ -1,16 +1,22 @@
-"""The commands. Importing this loads no torch; each command imports what it needs."""
+"""The commands. Importing this loads little, so that Ctrl-C is handled from the first moments on; each command imports
+what it needs."""
 
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl_swarm import config
-from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from rl_swarm.config import Resolved
+
+INTERRUPTED = 130  # exit code of a command that was told to stop
 # Options that are not called as their setting is.
 OPTIONS = {
     "environment": "flag --env",
@@ -25,7 +31,14 @@ def program() -> str:
     return os.environ.get("RL_SWARM_PROGRAM", "rl-swarm")
 
 
-def assigned(sets: Sequence[str] | None) -> dict[str, str]:
+def quoted(path: object) -> str:
+    """Writes a path as a shell takes it."""
+    import shlex
+
+    return shlex.quote(str(path))
+
+
+def assigned(sets: "Sequence[str] | None") -> dict[str, str]:
     """What `--set name=value` says, as often as it was given."""
     found = {}
     for assignment in sets or []:
@@ -38,32 +51,61 @@ def assigned(sets: Sequence[str] | None) -> dict[str, str]:
 
 def settled(
     command: str,
-    preset: Mapping[str, object],
-    config_file: Path | None,
-    sets: Sequence[str] | None,
+    preset: "Mapping[str, object]",
+    config_file: "Path | None",
+    sets: "Sequence[str] | None",
     **flags: object,
-) -> Resolved:
+) -> "Resolved":
     """The settings of a command: those flags that were given, and `--set`, above everything else."""
+    from rl_swarm import config
+
     given, other = {name: value for name, value in flags.items() if value is not None}, assigned(sets)
     origins = {**OPTIONS, **{name: f"--set {name}" for name in other}}
     return config.load(preset, config_file, {**given, **other}, command=command, origins=origins)
 
 
 def catch_signals() -> threading.Event:
-    """Set by the first Ctrl-C or SIGTERM; the second one ends the process."""
+    """Returns an event that the first Ctrl-C, SIGTERM or end of the terminal sets; a second of the first two ends the
+    process."""
     stop = threading.Event()
 
     def handle(signum: int, frame: object) -> None:
-        if stop.is_set():
+        if signum == signal.SIGHUP:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell and the kernel may both send it
+            _let_go_of_terminal()
+        elif stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+        signal.signal(signal.SIGHUP, handle)
     return stop
 
 
+def _let_go_of_terminal() -> None:
+    """Sends output nowhere once nobody can read it: an error while writing would keep the command from saving."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        try:
+            written = stream.fileno() if stream else -1
+            poll = select.poll()
+            poll.register(written, 0)
+            if written >= 0 and poll.poll(0):  # an error or a hang-up, which are always reported
+                os.dup2(os.open(os.devnull, os.O_WRONLY), written)
+        except (OSError, ValueError):
+            continue
+
+
+def _leave(signum: int, frame: object) -> None:
+    """Ends a command that has not begun anything, wherever its imports are: an exception could get lost in them."""
+    os.write(2, b"\nrl-swarm: stopped before anything was started\n")
+    os._exit(INTERRUPTED)
+
+
 def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
     from rl_swarm.cli.app import app
 
     try:
@@ -77,4 +119,4 @@ def main() -> None:
         print(f"rl-swarm: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

@@ -1,6 +1,8 @@
 """Every command of `rl-swarm`, thin: read the settings, call the package, print."""
 
 import json
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,9 +10,9 @@ import msgspec
 import typer
 
 from rl_swarm import __version__, config, environments
+from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
-from rl_swarm.cli import settled
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
 
@@ -22,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Sets = Annotated[
@@ -76,12 +80,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand not in CATCH_SIGNALS:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_settings(resolved: Resolved) -> None:
@@ -98,6 +104,12 @@ def up(
         Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
+    from_base: Annotated[
+        bool,
+        typer.Option(
+            "--from-base", help="With --resume: nodes without a checkpoint begin again with the model."
+        ),
+    ] = False,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes to start.")] = None,
     rounds: Rounds = None,
     seed: Seed = None,
@@ -122,8 +134,14 @@ def up(
     from rl_swarm import run_settings
     from rl_swarm.cli import running
 
-    asked = settled("up", {}, config_file, sets, environment=environment).settings.environment
-    preset: dict[str, object] = {**config.UP_PRESET, **environments.named(asked).up}
+    if run is not None and resume is not None:
+        raise UserError(
+            f"--run {run} and --resume {resume} contradict each other: a run goes on in its own folder. Drop --run."
+        )
+    named = assigned(sets) | ({"environment": environment} if environment else {})
+    preset = dict(config.UP_PRESET)
+    with suppress(environments.NoEnvironment):  # which is told with the other settings
+        preset |= environments.named(str(config.peek("environment", config_file, named))).up
     if resume is not None:
         user = config.load(
             {}, config_file, {"identity_path": identity_path} if identity_path else {}, command="up"
@@ -134,8 +152,7 @@ def up(
         learning_rate=learning_rate, environment=environment, tasks=tasks, device=device, admission=admission,
         network=network, identity_path=identity_path, web=web, web_port=port,
     )  # fmt: skip
-    plain = config.load({}, config_file, {}, command="up").settings
-    if plain.gdrive_path and run is None and resume is None:
+    if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = settled("up", {}, config_file, sets, **flags)
         address = resolved.settings.experiment_dir()
         if dry_run:
@@ -145,7 +162,7 @@ def up(
     resolved = settled("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    return running.up(resolved.settings, run, resume)
+    return running.up(resolved.settings, run, resume, from_base)
 
 
 @app.command()

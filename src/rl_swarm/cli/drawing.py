@@ -73,7 +73,7 @@ class Drawing:
         head += self._facts(told, width)
         happened = telling.events(self.follower, limit=MOST_EVENTS).events
         foot: list[RenderableType] = [Text(), *(_event(event) for event in happened)] if happened else []
-        foot += [Text(plain(note), style="yellow") for note in notes]
+        foot += [Text(plain(note), style="yellow") for note in [*_torn(told), *notes]]
         room = told.nodes if height is None else max(LEAST_ROWS, height - len(head) - len(foot) - 3)
         page = telling.nodes(self.follower, limit=room)
         if page.total > room:
@@ -134,6 +134,11 @@ class Drawing:
             figures = ("–" if reward is None else _figure(reward) for reward in told.reward_by_stage)
             lines.insert(1, _line(f"by stage {', '.join(figures)}"))
         return lines
+
+
+def _torn(told: Overview) -> list[str]:
+    lines = told.unreadable_lines
+    return [f"{lines} line{'' if lines == 1 else 's'} of the nodes' logs cannot be read"] if lines else []
 
 
 def curve(values: Sequence[float | None]) -> str:

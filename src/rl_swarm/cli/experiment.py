@@ -92,7 +92,7 @@ def sapo(
     """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command goes on."""
     from rich.console import Console
 
-    from rl_swarm.cli import catch_signals
+    from rl_swarm.cli import catch_signals, preflight
     from rl_swarm.cli.standing import arms_table
     from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.run import Experiment, Runner
@@ -112,6 +112,7 @@ def sapo(
     settings = resolved.settings
     if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too
         os.environ.setdefault("HF_TOKEN", settings.hf_token)
+    preflight.check(settings)
     grid = _rates(rates)
     explicit = {
         name: getattr(settings, name)

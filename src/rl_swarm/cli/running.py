@@ -3,16 +3,18 @@
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import typer
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from rl_swarm import private, run_settings
-from rl_swarm.cli import catch_signals, dashboard, program
+from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, program, quoted
 from rl_swarm.cli.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
@@ -25,28 +27,36 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import is_url
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import change_roll
+from rl_swarm.presence import only_run_here
 from rl_swarm.private import swarm_folder
 from rl_swarm.report import RunView, run_names
-from rl_swarm.swarm import LocalSwarm, worker_settings
+from rl_swarm.swarm import LocalSwarm, SwarmError, worker_settings
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.words import ADJECTIVES, ANIMALS
 from rl_swarm.worker import found
 
 
-def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
+def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
     """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
     console = Console(highlight=False)
     sinks.wanted(settings, os.environ)  # or an error, before anything is started
+    if resume is None:
+        preflight.check(settings)
     root = resume or run or _new_run_directory()
-    if resume is None and (root / "manifest.json").exists():
-        raise UserError(f"--run {root}: there is a run already. Go on with `{program()} up --resume {root}`.")
-    if resume is not None:
-        view = RunView.open(resume)
-        if view.state is not None and view.state.phase == "finished":
+    with only_run_here(root):
+        if resume is None and (root / "manifest.json").exists():
             raise UserError(
-                f"{resume} has finished all its {view.state.round + 1} rounds. Start a new run: rl-swarm up"
+                f"--run {root}: there is a run already. Go on with `{program()} up --resume {quoted(root)}`."
             )
+        if resume is not None:
+            _check_resumable(resume, settings, from_base)
+        _run(settings, root, resume is not None, console)
+
+
+def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> None:
+    interrupted = catch_signals()
+    new = not root.exists()
     private.check(settings, root)  # before anything is made
     owner = Identity.load_or_create(Path(settings.identity_path))
     try:
@@ -63,40 +73,115 @@ def up(settings: Settings, run: Path | None, resume: Path | None) -> None:
     if settings.admission == "invited":
         _allow(files, manifest, owner, workers)
     swarm = LocalSwarm(root, coordinator, workers)
-    console.print(
-        f"{'Going on with' if resume else 'Starting'} {settings.nodes} nodes in {root}   (Ctrl-C stops them)"
-    )
+    nodes = f"{settings.nodes} node{'' if settings.nodes == 1 else 's'}"
+    begin = "Going on with" if resumed else "Starting"
+    say(console, f"{begin} {nodes} in {root}   (Ctrl-C stops {'it' if settings.nodes == 1 else 'them'})")
     if smollm2.needs_converting(settings.model):
-        console.print(f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
+        say(console, f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
     if settings.hub_repo and settings.hf_token:
         each = "-<node>" if settings.nodes > 1 else ""
-        console.print(f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
+        say(console, f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
     started = time.monotonic()
-    interrupted = catch_signals()
-    swarm.start()
     try:
+        _tend(swarm, root, settings, private_log, console, interrupted)
+    except SwarmError:  # what cannot work as it is set leaves no folder behind
+        if new and not has_begun(root):
+            _remove(root, manifest, settings)
+        raise
+    view = RunView(root)
+    view.refresh()
+    finished = view.state is not None and view.state.phase == "finished"
+    if interrupted.is_set() and not finished:
+        say(console, _stopped(view, root))
+        sys.exit(INTERRUPTED)
+    print_summary(view, time.monotonic() - started, console)
+    for outcome in outcomes(root):
+        say(console, plain(outcome, LONGEST_PATH))
+
+
+def _tend(
+    swarm: LocalSwarm,
+    root: Path,
+    settings: Settings,
+    private_log: Path,
+    console: Console,
+    interrupted: threading.Event,
+) -> None:
+    """Runs the swarm until it has finished or is interrupted; its nodes have saved then, whatever happens here."""
+    try:
+        if not interrupted.is_set():
+            swarm.start(interrupted)
         with (
             dashboard.beside(root, settings, private_log, console, interrupted),
             LiveView(RunView(root), console) as live,
         ):
-            while swarm.tend() and not interrupted.is_set():
+            while not interrupted.is_set() and swarm.tend():
                 live.update(swarm.restarts)
                 interrupted.wait(0.25)
             live.update(swarm.restarts)
     finally:
-        if interrupted.is_set():
-            console.print("Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
-        swarm.stop()
+        try:
+            if interrupted.is_set() and has_begun(root):
+                say(console, "Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
+        finally:
+            swarm.stop()
+
+
+def _stopped(view: RunView, root: Path) -> str:
+    """Says where a run was interrupted, and how it goes on."""
+    if view.manifest is None:
+        return "Stopped before the swarm was founded. Nothing is lost: start it again."
+    at = f"at round {view.state.round}" if has_begun(root) and view.state else "before the first round"
+    return f"Stopped {at}. Go on with: {program()} up --resume {quoted(root)}"
+
+
+def has_begun(root: Path) -> bool:
+    """Tells whether a round of the run has begun."""
+    view = RunView(root)
+    view.refresh_swarm()
+    return view.state is not None and view.state.phase != "waiting"
+
+
+def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
+    """Raises where a run cannot go on. Asks before nodes that have learned begin again with the model they started from."""
     view = RunView.open(root)
-    finished = view.state is not None and view.state.phase == "finished"
-    if interrupted.is_set() and not finished:
-        console.print(
-            f"Stopped at round {view.state.round if view.state else 0}. Go on with: {program()} up --resume {root}"
+    if view.state is None:
+        return
+    if view.state.phase == "finished":
+        raise UserError(
+            f"{root} has finished all its {view.state.round + 1} rounds. Start a new run: rl-swarm up"
         )
-        sys.exit(130)
-    print_summary(view, time.monotonic() - started, console)
-    for outcome in outcomes(root):
-        console.print(plain(outcome, LONGEST_PATH), markup=False, soft_wrap=True)
+    members = view.state.members
+    played = [node for node in view.nodes.values() if node.peer and node.peer.peer_id in members]
+    learned = [node for node in played if node.member and node.member.participation]
+    lost = [node.name for node in learned if not _has_checkpoint(view, node.node, settings)]
+    if not lost or from_base:
+        return
+    many = len(lost) > 1
+    problem = (
+        f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round {view.state.round}: "
+        f"{'they' if many else 'it'} would start again from the base model ({settings.model}), and what "
+        f"{'they' if many else 'it'} learned is lost."
+    )
+    if not sys.stdin.isatty():
+        raise UserError(f"{problem} If that is meant, add --from-base.")
+    if not typer.confirm(f"{problem} Go on?"):
+        raise UserError(f"{root} was left as it is.")
+
+
+def _has_checkpoint(view: RunView, node: str, settings: Settings) -> bool:
+    """Tells whether a node of this user can go on from where it was, here or in the folder."""
+    assert view.manifest is not None
+    own = LocalFiles(swarm_folder(settings, view.root, view.manifest.swarm()))
+    return bool(own.names(f"{node}/checkpoints")) or bool(view.checkpoints(node))
+
+
+def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
+    """Removes a run, and what is private of it."""
+    if manifest is not None:
+        own = swarm_folder(settings, root, manifest.swarm())
+        LocalFiles(own.parent).remove(own.name)
+    LocalFiles(root.parent).remove(root.name)
 
 
 def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
@@ -111,6 +196,8 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
 
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
+    if role == "coordinator":
+        preflight.check_tasks(settings)
     start_logging(settings, Path(), role, terminal=True)
     stop = catch_signals()
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
@@ -130,10 +217,7 @@ def list_runs(root: Path) -> None:
             else ""
         )
         held_out = f"{start:.3f} → {now:.3f}" if start is not None and now is not None else ""
-        phase: str = view.state.phase if view.state else "waiting"
-        if phase == "running" and not any(node.alive for node in view.nodes.values()):
-            phase = "stopped"
-        table.add_row(marked(str(folder), LONGEST_PATH), phase, rounds, str(len(view.nodes)), held_out)
+        table.add_row(marked(str(folder), LONGEST_PATH), view.phase, rounds, str(len(view.nodes)), held_out)
     console = Console(highlight=False)
     console.print(table if table.row_count else f"No runs in {root}. Start one: {program()} up")
 
@@ -148,15 +232,17 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
         view.refresh()
         if any(node.alive for node in view.nodes.values()):
             raise UserError(f"--remove {name}: it is running. Stop it first.")
-        if view.manifest is not None:
-            own = swarm_folder(settings, folder, view.manifest.swarm())
-            LocalFiles(own.parent).remove(own.name)
-        LocalFiles(root).remove(folder.name)
+        _remove(folder, view.manifest, settings)
         print(f"removed {folder}")
 
 
 def _runs(root: Path) -> list[Path]:
     return [root / name for name in run_names(LocalFiles(root))]
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is, whatever names stand in it."""
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _new_run_directory() -> Path:

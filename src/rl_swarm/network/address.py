@@ -51,7 +51,7 @@ def locate(where: Path | str) -> Address:
     """The address that a text or a path stands for; a clear error where it stands for none."""
     if isinstance(where, Path) or not (scheme := URL.match(where)):
         path = Path(where)
-        return Address(str(path), path.name, LocalFiles(path), path)
+        return Address(str(path), path.name or path.resolve().name, LocalFiles(path), path)
     kind = scheme[1].lower()
     url = kind + where[scheme.end(1) :].rstrip("/")
     try:

@@ -55,6 +55,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be
 TRIES = 5  # at a file this process cannot go on without
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 GIVE_UP_AFTER = 30.0  # seconds, at a peer's file that is there but does not become whole
+MANIFEST_SECONDS = 180.0  # the same, at a manifest
+REMIND_SECONDS = 60.0  # between lines that say what is waited for
 CACHED = 64  # publications kept by an exchange
 REMEMBERED_ROUNDS = 100  # for which it knows what it has rejected: as far back as `max_age` lets anybody ask
 
@@ -156,20 +158,34 @@ def change_roll(
     return before, after
 
 
-def await_manifest(files: Files, stop: threading.Event, poll: float) -> Manifest | None:
-    """The manifest, once the coordinator has written it; None when told to stop."""
+def await_manifest(
+    files: Files, stop: threading.Event, poll: float, patience: float = MANIFEST_SECONDS
+) -> Manifest | None:
+    """The manifest, once the coordinator has written it; None when told to stop. Waits as long as there is none, but not
+    for ever for one that does not become whole."""
+    broken = said = math.inf  # since when it is there and not whole, and when that was last told
     for tries in itertools.count():
+        now = time.monotonic()
         try:
             return read_manifest(files)
         except Refused:
             raise
+        except FileNotFoundError:
+            broken = math.inf
+            problem = "waiting for the coordinator: there is no manifest.json yet"
         except (OSError, Incomplete) as error:
-            if tries == 1 and not isinstance(error, FileNotFoundError):
-                log.warning("manifest.json cannot be read yet: %s", error)
-            elif tries == 1:
-                log.info("waiting for the coordinator: there is no manifest.json yet")
+            broken = min(broken, now) if isinstance(error, Incomplete) else math.inf
+            problem = f"waiting for manifest.json, which cannot be used yet ({error})"
+            if now - broken >= patience:
+                raise NetworkError(
+                    f"{files.root}/{MANIFEST} has not become whole in {patience:.0f} s ({error}). If the drive still syncs "
+                    "it, try again later; if not, its owner has to found the swarm in another folder."
+                ) from error
         except Rejected as error:
             raise NetworkError(f"manifest.json of this swarm cannot be used ({error}).") from error
+        if tries == 1 or now - said >= REMIND_SECONDS:
+            log.log(logging.INFO if broken == math.inf else logging.WARNING, "%s", problem)
+            said = now
         if stop.wait(poll):
             break
     return None

@@ -31,14 +31,18 @@ LAST_LINES = 3  # while it runs
 PLAIN = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "", "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
 
 
-def up(run: str | Path = "runs/notebook", **settings: object) -> None:
-    """Trains a swarm on this machine, or goes on with it. Settings by their names in docs/settings.md: `nodes=2`."""
+def up(run: str | Path = "runs/notebook", from_base: bool = False, **settings: object) -> None:
+    """Trains a swarm on this machine, or goes on with it. Settings by their names in docs/settings.md: `nodes=2`.
+
+    `from_base`: nodes that have no checkpoint begin again with the model.
+    """
     root = Path(run)
     known = (root / "manifest.json").exists()
     if known and Drawing(RunView(root)).look().phase == "finished":
         watch(root)
         return
-    _run(["up", "--resume" if known else "--run", str(root)], root, settings)
+    base = ["--from-base"] if from_base else []
+    _run(["up", "--resume" if known else "--run", str(root), *base], root, settings)
 
 
 def join(address: str | Path, **settings: object) -> None:

@@ -10,6 +10,7 @@ They run with PYTHONHASHSEED=0, because some tasks make other questions under an
 one line of JSON behind the letter of the child it is for; the child replies with a line per item and an end.
 """
 
+import difflib
 import gc
 import json
 import math
@@ -30,7 +31,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from rl_swarm.environments.held_out import is_held_out
-from rl_swarm.environments.tasks import Task
+from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.scoring.harmless import SCORERS, disarm
 from rl_swarm.scoring.lockdown import lock_down, packages
 
@@ -74,7 +75,9 @@ def make(task: Task) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if task.name not in DATASETS or task.name == "composite":
-        raise ValueError(f"reasoning-gym has no task {task.name!r} that a swarm can use")
+        close = difflib.get_close_matches(task.name, [*PRESETS, *DATASETS], n=3)
+        meant = f". Did you mean {', '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"reasoning-gym has no task {task.name!r} that a swarm can use{meant}")
     defaults = {field.name: field.default for field in fields(DATASETS[task.name][1])}
     for key in sorted(task.config):
         if key not in defaults or key in ("seed", "size"):

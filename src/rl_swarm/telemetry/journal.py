@@ -118,3 +118,11 @@ def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes]
         return [], after
     whole, newline, _ = data.rpartition(b"\n")
     return whole.splitlines(), after + len(whole) + len(newline)
+
+
+def ends_amid(files: LocalFiles, path: str, after: int) -> bool:
+    """Tells whether something follows the last whole line, which ends at byte `after`."""
+    try:
+        return files.stat(path).st_size > after
+    except OSError:
+        return False

@@ -204,7 +204,7 @@ def create_app(
     @app.get("/api/runs/curves", response_model=r.Lines, responses=OR_CSV)
     def run_curves(
         swarm: Swarm,
-        run: Annotated[list[Annotated[str, Query(max_length=64)]], Query(max_length=12)] = [],  # noqa: B006
+        run: Annotated[list[Annotated[str, Query(max_length=255)]], Query(max_length=12)] = [],  # noqa: B006
         metric: Metric = "reward_local",
         points: Points = 500,
         format: Format = "json",

@@ -13,7 +13,7 @@ from rl_swarm.web.following import Follower
 from rl_swarm.web.runs import Runs
 
 MOST_OPEN = 4  # each may have a scoring process
-PATH = re.compile(r"/run/([A-Za-z0-9][A-Za-z0-9._-]{0,63})(/.*)")
+PATH = re.compile(r"/run/([^/]{1,255})(/.*)")
 
 
 class Others:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["waiting", "running", "stopped", "finished"]
+from rl_swarm.report import Phase
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Overview:
     held_out_now: float | None
     from_others: float | None  # share of the groups learned from
     logs: bool  # whether the nodes' logs are at hand
+    unreadable_lines: int  # of these logs
     can_stop: bool  # whoever has the token may stop the run from here
     experiment: str  # of which it is a run, where that is being watched
     version: int  # grows when anything changes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import MANIFEST, SAFE_NAME
+from rl_swarm.network.folder import MANIFEST
 from rl_swarm.report import RunView, run_names
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, filled, mean_of
@@ -33,7 +33,7 @@ class Runs:
         if self.root is None:
             return [self.here.view.address.name] if self.here else []
         files = LocalFiles(self.root)
-        found = [name for name in run_names(files) if SAFE_NAME.fullmatch(name)]
+        found = [name for name in run_names(files) if _is_name(name)]
         found.sort(key=lambda name: _changed(files, name), reverse=True)
         return found[:MOST_LISTED]
 
@@ -41,7 +41,7 @@ class Runs:
         """A run of the list, looked at now."""
         if self.here and name == self.here.view.address.name:
             return self.here
-        if self.root is None or not SAFE_NAME.fullmatch(name):
+        if self.root is None or not _is_name(name):
             return None
         folder = self.root / name
         if not _changed(LocalFiles(self.root), name):
@@ -89,6 +89,11 @@ def _as_curves(lines: Lines) -> Curves:
     curves = Curves()
     curves.add(lines.rounds, {lines.metric: lines.mean})
     return curves
+
+
+def _is_name(name: str) -> bool:
+    """Tells whether a text can be the name of a run's folder, and leads nowhere else."""
+    return name.isprintable() and not name.startswith(".") and not {"/", "\\"}.intersection(name)
 
 
 def _changed(files: LocalFiles, name: str) -> float:

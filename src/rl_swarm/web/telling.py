@@ -22,7 +22,6 @@ from rl_swarm.web.records import (
     NodePage,
     NodeRow,
     Overview,
-    Phase,
     TaskScore,
 )
 from rl_swarm.web.tracks import by_stage
@@ -42,7 +41,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             name=manifest.name if manifest else "",
             address=view.address.text,
             swarm=manifest.swarm() if manifest else "",
-            phase=phase(follower),
+            phase=view.phase,
             round=state.round if state else 0,
             stage=state.stage if state else 0,
             rounds=manifest.rounds if manifest else 0,
@@ -62,6 +61,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             held_out_now=view.mean_held_out("now"),
             from_others=taken / (own + taken) if own + taken else None,
             logs=any(node.rounds or node.held_out for node in nodes),
+            unreadable_lines=sum(node.unreadable_lines for node in nodes),
             can_stop=can_stop,
             experiment=experiment,
             version=follower.version,
@@ -79,15 +79,6 @@ def _by_stage(follower: Follower, stages: int) -> list[float | None]:
     return means
 
 
-def phase(follower: Follower) -> Phase:
-    state, nodes = follower.view.state, list(follower.view.nodes.values())
-    if state is None or state.phase == "waiting":
-        return "waiting"
-    if state.phase == "running" and nodes and not any(node.alive for node in nodes):
-        return "stopped"
-    return state.phase
-
-
 def health(follower: Follower) -> Health:
     """`stale` is a swarm that should go on and of which nothing was heard for as long as it waits for a peer."""
     with follower.lock:
@@ -98,7 +89,7 @@ def health(follower: Follower) -> Health:
         signs += [state.timestamp] if state else []
         since = max(0.0, now - max(signs)) if signs else None
         alive = sum(node.alive for node in nodes)
-        stands = phase(follower)
+        stands = follower.view.phase
         late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
         status: Literal["alive", "stale", "waiting", "finished"]
         if stands == "stopped" or (stands == "running" and late):
@@ -287,7 +278,7 @@ def _by_task(line: dict[str, object] | None) -> dict[str, float]:
 
 def _seconds_to_next(follower: Follower) -> float | None:
     state, manifest = follower.view.state, follower.view.manifest
-    if state is None or manifest is None or phase(follower) != "running":
+    if state is None or manifest is None or follower.view.phase != "running":
         return None
     pace = None if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
     usual = manifest.round_interval if manifest.round_end == "interval" else pace and pace / manifest.stages

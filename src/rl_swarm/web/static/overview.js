@@ -60,16 +60,19 @@ export function overview() {
     reward.show(rewards);
     heldOut.show(scores);
     note.hidden = about.logs || !about.nodes;
+    torn.hidden = !about.unreadable_lines;
+    torn.textContent = `${count(about.unreadable_lines)} ${about.unreadable_lines === 1 ? "line" : "lines"} of the nodes' logs cannot be read: the curves may have gaps.`;
   }
 
   const board = card("Leaderboard", csv("api/nodes", { limit: 1000 }), leaders, more);
   board.querySelector(".head").insertBefore(search, board.querySelector(".save"));
   const note = h("p", { class: "note", hidden: true }, "The nodes keep their logs to themselves: what is shown is what they report.");
+  const torn = h("p", { class: "note", role: "status", hidden: true });
   return {
     title: "Overview",
     refresh,
     element: h("div", { class: "stack" },
-      h("section", { class: "card", "aria-label": "Where it stands" }, progress, facts, note),
+      h("section", { class: "card", "aria-label": "Where it stands" }, progress, facts, note, torn),
       h("div", { class: "main-charts" },
         h("section", { class: "card", "aria-label": "Reward" }, reward.element),
         h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element)),

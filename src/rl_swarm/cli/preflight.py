@@ -1,0 +1,38 @@
+"""Checks what a run is to be started with, before there is a folder or a process of it. Loads no torch."""
+
+import os
+import shutil
+import sys
+
+from rl_swarm import environments
+from rl_swarm.config import ConfigError, Settings
+from rl_swarm.environments.tasks import PRESETS
+from rl_swarm.learning import lookup
+
+GPU_SIGNS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and Windows' own Linux
+
+
+def check(settings: Settings) -> None:
+    """Raises where a node could not work with these settings, as far as that is seen without loading a model."""
+    check_device(settings)
+    lookup.check(settings.model, settings.hf_token)
+    check_tasks(settings)
+
+
+def check_tasks(settings: Settings) -> None:
+    """Makes the tasks that the user named. Those of a preset are known to work."""
+    if settings.tasks == "auto" or (isinstance(settings.tasks, str) and settings.tasks in PRESETS):
+        return
+    environments.named(settings.environment)(settings.task_list(), settings.partial_rewards).close()
+
+
+def check_device(settings: Settings) -> None:
+    if settings.device == "cuda" and not _has_gpu():
+        raise ConfigError("device='cuda', but this machine has no CUDA GPU. Use --device auto or cpu.")
+    if settings.device == "mps" and sys.platform != "darwin":
+        raise ConfigError("device='mps', but this machine has no Apple GPU. Use --device auto or cpu.")
+
+
+def _has_gpu() -> bool:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not hidden and (shutil.which("nvidia-smi") is not None or any(map(os.path.exists, GPU_SIGNS)))

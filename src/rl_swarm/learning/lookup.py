@@ -1,0 +1,51 @@
+"""Finds out whether there is a model of a name, before anything waits for it. Loads no torch."""
+
+import difflib
+import os
+
+from rl_swarm.config import BUNDLED
+from rl_swarm.errors import ModelError
+from rl_swarm.learning import smollm2
+
+HUB_SECONDS = 10.0  # for the hub to answer
+HERE = (*BUNDLED, smollm2.NAME, "auto")
+
+
+def check(name: str, token: str | None = None) -> None:
+    """Raises `ModelError` unless the name is a model of this package, a directory, or one that the hub has."""
+    if name in HERE or os.path.isdir(os.path.expanduser(name)):
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
+    if "/" not in name and (close := difflib.get_close_matches(name.lower(), HERE, n=1)):
+        raise ModelError(
+            f"MODEL_NAME={name}: there is no such model. Did you mean `{close[0]}`? A model of the hub is written as "
+            "owner/name, a directory with a slash."
+        )
+    _ask_hub(name, token)
+
+
+def _ask_hub(name: str, token: str | None) -> None:
+    """Asks once. The library that loads models would try again and again, file by file."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    remedy = f"Bundled models are {', '.join(f'`{bundled}`' for bundled in BUNDLED)}: MODEL_NAME=tiny."
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi(token=token).model_info(name, timeout=HUB_SECONDS)
+    except GatedRepoError:
+        return  # the loader says what to do
+    except HFValidationError as error:
+        raise ModelError(f"MODEL_NAME={name} is no name of a model. {remedy}") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"MODEL_NAME={name}: the hub has no such model, or shows it only to those who may see it (HF_TOKEN). {remedy}"
+        ) from error
+    except Exception as error:  # whatever the library raises, there is no answer
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise ModelError(
+            f"MODEL_NAME={name} is not on this machine, and the hub cannot be asked for it: {reason}. If the hub cannot be "
+            f"reached from here, give a directory. {remedy}"
+        ) from error

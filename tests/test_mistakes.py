@@ -1,0 +1,117 @@
+"""What people get wrong, and what befalls their files: said at once, in one message, and nothing is left behind."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from processes import end, run, start, status
+from test_stopping import SMALL
+
+from rl_swarm.identity import Identity
+from rl_swarm.manifest import name_from
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.folder import MANIFEST, await_manifest
+
+NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "--model", "tinny"], "Did you mean `tiny`?"),
+        (["up", "--model", "smollm2"], "Did you mean `smollm2-135m`?"),
+        (["up", "--model", "nobody/nothing"], "the hub cannot be asked"),
+        (["up", "--model", "./nowhere"], "there is no such directory"),
+        (["up", "--tasks", "gdc"], "Did you mean 'gcd'?"),
+        (["up", "--device", "cuda"], "no CUDA GPU"),
+        (["experiment", "sapo", "--out", "runs/e", "--model", "tinny"], "Did you mean `tiny`?"),
+        (["coordinate", "runs/c", "--tasks", "gdc"], "Did you mean 'gcd'?"),
+        (["evaluate", "tinny"], "Did you mean `tiny`?"),
+        (["up", "--rounds", "0"], "The default is 60."),
+        (["up", "--set", "local=-1"], "The default is 4."),
+        (["up", "--env", "coding", "--set", "rounds=0"], "The default is 40."),
+        (["experiment", "sapo", "--out", "runs/e", "--nodes", "0"], "The default is 8."),
+        (["coordinate", "runs/c", "--rounds", "0"], "The default is 2000."),
+        (["up", "--learning-rate", "7"], "at most 1."),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(
+    tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    code, output = run(tmp_path, *arguments, CUDA_VISIBLE_DEVICES="", **NO_HUB)
+    assert code == 1 and expected in output
+    assert "Traceback" not in output and "None" not in output
+    assert len(output.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_the_nodes_cannot_load_leaves_no_run_behind(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    code, output = run(tmp_path, "up", "--model", "./model", "--nodes", "1", *SMALL)
+    assert code == 1 and "MODEL_NAME=./model cannot be loaded" in output
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_run_may_have_any_name_that_a_folder_can_have(tmp_path: Path) -> None:
+    name = "_mein Läufchen [1]"
+    code, output = run(tmp_path, "up", "--run", f"runs/{name}", "--nodes", "1", "--rounds", "2", *SMALL)
+    assert code == 0, output
+    assert f"Starting 1 node in runs/{name}" in output
+    assert f"validate 'runs/{name}'" in output
+    assert status(tmp_path, tmp_path / "runs" / name)["name"] == "mein-Laufchen-1"
+    code, output = run(tmp_path, "validate", f"runs/{name}", "--rounds", "2", "--nodes", "1")
+    assert code == 0, output
+    assert name in run(tmp_path, "runs", COLUMNS="120")[1]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("my run", "my-run"),
+        ("_x", "x"),
+        ("été.2", "ete.2"),
+        ("日本", "run"),
+        ("", "run"),
+        ("as-it_is.1", "as-it_is.1"),
+        ("a" * 200, "a" * 64),
+    ],
+)
+def test_a_swarm_is_called_after_its_folder(folder: str, name: str) -> None:
+    assert name_from(folder) == name
+
+
+def test_a_node_in_a_directory_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    code, output = run(Path("/proc"), "join", str(tmp_path / "drive" / "swarm"))  # not even root writes there
+    assert code == 1 and "Start in a directory that can be written" in output and "Traceback" not in output
+    (tmp_path / "logs").write_text("no folder")
+    code, output = run(tmp_path, "coordinate", str(tmp_path / "drive" / "swarm"))
+    assert code == 1 and "Start in a directory that can be written" in output and "Traceback" not in output
+
+
+def broken_manifest(folder: Path) -> LocalFiles:
+    files = LocalFiles(folder)
+    files.write(
+        MANIFEST, f'{{"peer_id": "{Identity.new().peer_id}", "digest": "00", "signature": ""}}'.encode()
+    )
+    return files
+
+
+def test_a_node_says_that_it_waits_for_a_manifest_to_become_whole(tmp_path: Path) -> None:
+    address = tmp_path / "drive" / "swarm"
+    broken_manifest(address)
+    node = start(tmp_path, "join", str(address), "--set", "poll_interval=0.1")
+    try:
+        assert node.stdout is not None
+        line = next(line for line in node.stdout if "manifest.json" in line)
+        assert "waiting for manifest.json" in line and "digest" in line
+    finally:
+        end(node)
+
+
+def test_a_manifest_that_does_not_become_whole_is_given_up(tmp_path: Path) -> None:
+    files = broken_manifest(tmp_path)
+    with pytest.raises(NetworkError, match=r"manifest\.json has not become whole .*digest"):
+        await_manifest(files, threading.Event(), 0.02, patience=0.2)
