@@ -167,7 +167,10 @@ def test_the_experiment_runs_below_its_cell_and_shows_what_came_of_it(compared: 
     found = json.loads((cwd / "e" / "report.json").read_text())["configurations"]
     assert all({"training_set", "fresh_local", "held_out"} <= arm.keys() for arm in found.values())
     (table,) = output(run, "results")
-    assert f"{found['4/4 sapo']['fresh_local']['total']['mean']:.1f} (" in table.data["text/markdown"]
+    mean, low, high = (
+        f"{found['4/4 sapo']['fresh_local']['total'][name]:.1f}" for name in ("mean", "low", "high")
+    )
+    assert f"| {mean} ({low} to {high}) |" in table.data["text/markdown"]
     _has_picture(output(run, "curves"), "fresh local reward, training set reward")
 
 
