@@ -11,7 +11,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from small_models import DISTINCT, FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
+from small_models import (
+    DISTINCT,
+    FAST,
+    PAD,
+    VOCABULARY,
+    gradients_at_step,
+    is_greedy,
+    plain_logprobs,
+    small_model,
+)
 
 triton = pytest.importorskip(
     "triton", "3.7", "needs Triton 3.7 or newer, which is made for Linux on x86-64; pip install triton"
@@ -100,15 +109,7 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
     model = small_model(kind, seed=3)
     groups = drawn(model, PROMPTS[1:], 1, Decoding(4, EOS, PAD, greedy=True))
     for prompt, (found,) in zip(PROMPTS[1:], groups, strict=True):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=4,
-            eos_token_id=sorted(EOS),
-            pad_token_id=PAD,
-        )
-        assert list(found.tokens) == expected[0, len(prompt) :].tolist()
+        is_greedy(model, prompt, found.tokens, 4, EOS)
 
 
 @pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gemma3"))
