@@ -20,6 +20,7 @@ from small_models import (
     is_greedy,
     plain_logprobs,
     small_model,
+    steady,
 )
 
 triton = pytest.importorskip(
@@ -348,11 +349,11 @@ def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch)
         TrainingGroup([9, 8], [[7, 6], [5, 4, 3]], [0.5, -0.7], None),
     ]
     calm, model = small_model(), small_model()
-    plain = Trainer(calm, PAD, settings)
+    plain = steady(Trainer(calm, PAD, settings))
     expected = gradients_at_step(plain)
     reports = [plain.update(groups) for _ in range(2)]
     monkeypatch.setattr(decoder, "has_kernels", lambda model: True)
-    trainer = Trainer(model, PAD, settings)
+    trainer = steady(Trainer(model, PAD, settings))
     assert plain.recorder is None and trainer.recorder is not None
     seen = gradients_at_step(trainer)
     for report in reports:
