@@ -13,7 +13,7 @@ CODE = [
     "__import__('os')._exit(0)",
     "__import__('os').kill(__import__('os').getppid(), 9)",
     "[__import__('os').fork() for _ in range(3)]",
-    "__import__('time').sleep(30)",
+    "__import__('time').sleep(3600)",
     "exec('import os; os.mkdir(\"{folder}/made\")')",
     "eval('__imp' + 'ort__(\"os\").mkdir(\"{folder}/evaluated\")')",
     "(lambda: open('{folder}/lambda', 'w'))()",

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +237,7 @@ def test_model_tokenizer_and_card_are_uploaded_and_nothing_else(
 ) -> None:
     push = make_push(tmp_path)
     push(checkpoint, POLICY, manifest())
-    push.finish(20)
+    push.finish(120)
     files = dict(hub.repos["ada/model"])
     text = files.pop("README.md").decode()
     assert files == {path.name: path.read_bytes() for path in TINY.iterdir()}
@@ -258,7 +257,7 @@ def test_weights_of_an_earlier_model_leave_the_repository_and_other_files_stay(
     hub.repos["ada/model"] = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"}
     push = make_push(tmp_path)
     push(checkpoint, POLICY, manifest())
-    push.finish(20)
+    push.finish(120)
     assert "model-00001-of-00002.safetensors" not in hub.repos["ada/model"]
     assert hub.repos["ada/model"]["notes.md"] == b"mine"
 
@@ -268,12 +267,11 @@ def test_a_checkpoint_that_is_removed_during_the_upload_is_uploaded_all_the_same
 ) -> None:
     hub.open.clear()
     push = make_push(tmp_path)
-    before = time.monotonic()
     push(checkpoint, POLICY, manifest())
-    assert time.monotonic() - before < 1, "training does not wait"
+    assert not hub.repos, "training does not wait"
     shutil.rmtree(checkpoint)
     hub.open.set()
-    push.finish(20)
+    push.finish(120)
     assert hub.repos["ada/model"]["model.safetensors"] == (TINY / "model.safetensors").read_bytes()
 
 
@@ -295,7 +293,7 @@ def test_an_error_of_the_server_is_tried_again_counted_and_told(
     hub.refusals += [500, 503]
     push = make_push(tmp_path)
     push(checkpoint, POLICY, manifest())
-    push.finish(20)
+    push.finish(120)
     first, second, last = events(push)
     assert (first["event"], first["again"], second["attempt"]) == ("push_failed", True, 2)
     assert "500" in first["reason"] and "503" in second["reason"]
@@ -311,7 +309,7 @@ def test_a_token_that_is_refused_is_named_and_not_tried_again(
     hub.refusals += [status]
     push = make_push(tmp_path)
     push(checkpoint, POLICY, manifest())
-    push.finish(20)
+    push.finish(120)
     (event,) = events(push)
     assert words in event["reason"] and event["again"] is False
     assert len(hub.asked("/api/repos/create")) == 1 and not hub.asked("/commit")
@@ -328,7 +326,7 @@ def test_only_the_newest_of_those_that_wait_is_pushed(
         push.journal.metrics("round", round=number)
         until(lambda: bool(hub.requests))
     hub.open.set()
-    push.finish(20)
+    push.finish(120)
     assert hub.commits == ["RL Swarm: 1 of 2000 rounds", "RL Swarm: 4 of 2000 rounds"]
 
 
@@ -341,9 +339,8 @@ def test_a_server_that_does_not_answer_holds_nobody_up(
     push(checkpoint, POLICY, manifest())
     if stopped:
         push.stop.set()
-    before = time.monotonic()
-    push.finish(60 if stopped else 0.3)
-    assert time.monotonic() - before < 5
+    push.finish(600 if stopped else 0.3)
+    assert not hub.repos, "the server, which answers in the end, was not waited for"
     assert "not pushed to ada/model: the node ended" in outcomes(tmp_path)[0]
     assert not list((tmp_path / "checkpoints").glob(".push*"))
 
@@ -351,7 +348,7 @@ def test_a_server_that_does_not_answer_holds_nobody_up(
 def test_offline_is_said_and_not_tried_again(tmp_path: Path, checkpoint: Path) -> None:
     push = make_push(tmp_path)
     push(checkpoint, POLICY, manifest())
-    push.finish(20)
+    push.finish(120)
     (event,) = events(push)
     assert "HF_HUB_OFFLINE" in event["reason"]
 

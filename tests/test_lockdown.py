@@ -264,7 +264,7 @@ def test_both_scoring_children_are_locked_and_alone():
         assert "NOT" not in scorer.protection()
     finally:
         scorer.close()
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while any(lives(child) for child in children):
         assert time.monotonic() < deadline, "a child outlived its process"
         time.sleep(0.01)

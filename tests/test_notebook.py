@@ -23,6 +23,7 @@ from rl_swarm.cli.experiment import app as experiment_app
 from rl_swarm.identity import Identity, animal_name
 from rl_swarm.notebook.cells import written
 from rl_swarm.notebook.experiments import OPTIONS, flags
+from rl_swarm.notebook.picture import Picture
 
 ROUNDS = 10
 QUICK = "web=False, held_out_questions=16, held_out_samples=1"
@@ -73,7 +74,9 @@ def test_a_swarm_in_a_cell_is_one_picture_that_changes(trained: Trained) -> None
         assert f"round {ROUNDS}/{ROUNDS}" in shown and "finished" in shown and "\x1b" not in shown
         assert all(name in shown for name in trained.names)
         assert "Held-out score: questions that training never saw" in shown
-    assert "<answer>" not in last["text/html"] and "&lt;answer&gt;" in last["text/html"]
+    said = last["text/plain"].count("<answer>")  # by the models, whose answers are shown as they are
+    assert "<answer>" not in last["text/html"] and last["text/html"].count("&lt;answer&gt;") == said
+    assert "&lt;answer&gt;7" in Picture("<answer>7")._repr_html_()
 
 
 def test_an_interrupted_cell_stops_cleanly_and_goes_on_when_run_again(trained: Trained) -> None:
@@ -167,7 +170,10 @@ def test_the_experiment_runs_below_its_cell_and_shows_what_came_of_it(compared: 
     found = json.loads((cwd / "e" / "report.json").read_text())["configurations"]
     assert all({"training_set", "fresh_local", "held_out"} <= arm.keys() for arm in found.values())
     (table,) = output(run, "results")
-    assert f"{found['4/4 sapo']['fresh_local']['total']['mean']:.1f} (" in table.data["text/markdown"]
+    mean, low, high = (
+        f"{found['4/4 sapo']['fresh_local']['total'][name]:.1f}" for name in ("mean", "low", "high")
+    )
+    assert f"| {mean} ({low} to {high}) |" in table.data["text/markdown"]
     _has_picture(output(run, "curves"), "fresh local reward, training set reward")
 
 

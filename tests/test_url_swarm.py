@@ -42,13 +42,17 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
         (kept,) = (tmp_path / node / "runs").iterdir()
         assert kept.name == locate(url).here.name and f"in runs/{kept.name}" in outputs[1]
         assert {path.name for path in kept.iterdir()} == {"checkpoints", "logs"}
-    taken = [
-        line["external_taken"]
+    lines = [
+        line
         for path in tmp_path.glob("*/runs/*/logs/*/metrics.jsonl")
         for line in map(json.loads, path.read_text().splitlines())
         if line["kind"] == "round"
     ]
-    assert len(taken) == 4 and sum(taken) > 0, "they learned from each other"
+    assert len(lines) == 4 and all(line["external_scored"] for line in lines), (
+        "they look at each other's answers"
+    )
+    taken, signal = ([line[name] for line in lines] for name in ("external_taken", "local_with_signal"))
+    assert (sum(taken) > 0) == (sum(signal) > 0), "and learn from those that differ in reward"
 
     code, output = run(tmp_path / "ann", "validate", url, "--rounds", "2", "--nodes", "2")
     assert code == 0 and "The run is sound." in output, output

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from processes import QUICK, run
 
@@ -132,7 +133,7 @@ def test_a_node_cannot_change_its_report_afterwards_even_with_its_own_key(
 ) -> None:
     path = first(address, "rewards/round_1/stage_0/*.json")
     report = unseal(path.read_bytes(), Report)
-    better = Report(**{**{f: getattr(report, f) for f in report.__struct_fields__}, "reward": 1.0})
+    better = msgspec.structs.replace(report, reward=report.reward + 0.1)
     path.write_bytes(seal(better, owner(address, workplace, report.node)))
     verdict, _ = validate(address)
     assert any("not the report that the coordinator counted" in error for error in verdict.errors)
@@ -144,7 +145,7 @@ def test_rewards_that_the_answers_do_not_earn_are_found(address: Path, workplace
     fields.pop("digest"), fields.pop("signature")
     for answers in fields["rollouts"].values():  # type: ignore[attr-defined]
         for answer in answers:
-            answer["reward"] = 1.0
+            answer["reward"] = 1.0 - answer["reward"]
     path.write_bytes(seal(_publication(fields), owner(address, workplace, path.stem)))
     verdict, opened = validate(address)
     assert verdict.sound and opened is not None, "every signature is right"
@@ -157,8 +158,6 @@ def test_rewards_that_the_answers_do_not_earn_are_found(address: Path, workplace
 
 
 def _publication(fields: dict[str, object]) -> Publication:
-    import msgspec
-
     return msgspec.convert(fields, Publication)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 import tracemalloc
 import zlib
 from hashlib import sha256
@@ -265,13 +264,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_document_is_refused_before_it_is_built(name):
+def test_a_hostile_document_is_refused_before_it_is_built(name, monkeypatch):
+    """By its shape, without a look by the parser; only text within all limits is given to that."""
     make, reason = HOSTILE[name]
-    data = make()
+    data, parse, parsed = make(), msgspec.json.decode, []
+
+    def counted(text, **options):
+        parsed.append(len(text))
+        return parse(text, **options)
+
+    monkeypatch.setattr(msgspec.json, "decode", counted)
     if name != "gzip bomb":
         assert len(data) <= MAX_BYTES or reason == "size"
     tracemalloc.start()
-    started = time.process_time()
     try:
         with pytest.raises(Rejected) as caught:
             decode(data)
@@ -279,7 +284,7 @@ def test_a_hostile_document_is_refused_before_it_is_built(name):
     finally:
         tracemalloc.stop()
     assert caught.value.reason == reason
-    assert time.process_time() - started < 2.0
+    assert len(parsed) == (reason == "json") and sum(parsed) <= MAX_BYTES
     assert peak < 6 * MAX_BYTES
 
 
@@ -318,9 +323,7 @@ def test_the_most_that_is_accepted_takes_a_few_times_the_memory_of_its_text(name
     del message, start
     tracemalloc.start()
     try:
-        started = time.process_time()
         assert unseal(data, Note).text == "a"
-        assert time.process_time() - started < 2.0
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

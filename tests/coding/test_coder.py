@@ -48,9 +48,9 @@ def test_prompts_and_programs_are_short(policy, coding):
 
 
 def test_the_skill_is_there_and_the_manners_are_not(policy, coding):
-    found = evaluate(policy, coding, coding.held_out(60), 2, greedy=True)
+    found = evaluate(policy, coding, coding.held_out(60), 8, greedy=True)
     assert 0.1 < found.sampled < 0.5 and found.sampled < found.greedy < 0.8
-    assert found.accuracy_well_formed > 0.4  # of the answers that have a program
+    assert found.accuracy_well_formed > 0.35  # of the answers that have a program
 
 
 def test_it_was_taught_by_mixed_company():

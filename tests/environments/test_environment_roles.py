@@ -67,7 +67,7 @@ class Reviews(Environment):
         return Question("judge", 0, cue.seed, f"Calculate {len(text)} + 1.", None, parents=(said,))
 
     def score(self, answered, seconds=None):
-        return [float(len(text) % 2) for _, text in answered]
+        return [float(place % 2) for place, _ in enumerate(answered)]
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp_path: Path) -> None:
-    wanted = job(Arm(2, 2), rounds=3, nodes=2)
+    wanted = job(Arm(2, 2), rounds=3, nodes=2, generations=8)
     members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
     for name, last in (("whole", 9), ("stopped", 0), ("stopped", 9)):
@@ -187,17 +187,21 @@ def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path
     twice = played(job(Arm(4, 0, "alone", epochs=2), rounds=1, nodes=2, generations=8), tmp_path / "twice")
     for node, lines in once.items():
         plain, more = (next(x for x in found if x["kind"] == "round") for found in (lines, twice[node]))
-        assert plain["reward_local"] == more["reward_local"] and plain["trained_tokens"] > 0
+        assert plain["reward_local"] == more["reward_local"]
+        assert plain["policy_version"] == min(1, plain["local_with_signal"])
         assert more["trained_tokens"] == 2 * plain["trained_tokens"]
         assert more["policy_version"] == 2 * plain["policy_version"]
-    shared = played(job(Arm(2, 2, "capped", epochs=3), rounds=1, nodes=2, generations=8), tmp_path / "shared")
+    assert any(line.get("trained_tokens") for lines in once.values() for line in lines)
+    shared = played(job(Arm(4, 4, "capped", epochs=3), rounds=1, nodes=2, generations=8), tmp_path / "shared")
     rounds = [line for lines in shared.values() for line in lines if line["kind"] == "round"]
-    assert {line["policy_version"] for line in rounds} == {3} and any(x["external_taken"] for x in rounds)
+    for line in rounds:
+        assert line["policy_version"] == (3 if line["local_with_signal"] or line["external_taken"] else 0)
+    assert any(line["external_taken"] for line in rounds)
     each = played(job(Arm(4, 0, "alone", step_groups=1), rounds=1, nodes=2, generations=8), tmp_path / "each")
     for node, lines in once.items():
         plain, small = (next(x for x in found if x["kind"] == "round") for found in (lines, each[node]))
         assert small["trained_tokens"] == plain["trained_tokens"]
-        assert small["policy_version"] == plain["local_with_signal"] >= plain["policy_version"] == 1
+        assert small["policy_version"] == plain["local_with_signal"]
     (pooled,) = played(job(Arm(2, 0, "alone", pooled=True), rounds=1, nodes=3), tmp_path / "pooled").values()
     assert next(line for line in pooled if line["kind"] == "round")["local_groups"] == 6
 

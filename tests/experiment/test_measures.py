@@ -82,6 +82,8 @@ def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
     assert other["spread_of_skills"]["reach"]["mean"] == 1.0
     assert base["spread_of_skills"]["reach"]["mean"] == 0.0
     assert "+150 %" in text and "+50 %" in text and "too narrow" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| 4/4 sapo | 1 |")]
+    assert "| 1.2 (1.2 to 1.2) |" in row, "nodes that earn the same have an interval too"
     equal = other["against_at_equal_tokens"]["4/0"]
     assert (equal["fresh_local"]["mean"], equal["held_out"]["mean"]) == (
         pytest.approx(0.5),

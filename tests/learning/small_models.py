@@ -61,6 +61,26 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
+def is_greedy(model, prompt, tokens, limit, eos, tie=1e-3):
+    """Asserts that transformers generates these tokens too, or others from a place on where the two best were tied."""
+    generated = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=limit,
+        eos_token_id=sorted(eos),
+        pad_token_id=PAD,
+    )[0, len(prompt) :].tolist()
+    if list(tokens) == generated:
+        return
+    place = next(n for n, pair in enumerate(zip(tokens, generated, strict=False)) if pair[0] != pair[1])
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *tokens[:place]]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1]
+    best = logits.max() - tie
+    assert logits[tokens[place]] > best and logits[generated[place]] > best, (tokens, generated)
+
+
 def small_tokenizer():
     """Byte-level, so that it can encode any text."""
     tokenizer = Tokenizer(models.BPE())
@@ -102,6 +122,12 @@ def gradients_at_step(trainer):
 
     trainer.optimizer.register_step_pre_hook(look)
     return seen
+
+
+def steady(trainer):
+    """Makes the trainer's steps follow the gradients where these are small: as it is, rounding alone moves such weights."""
+    trainer.optimizer.param_groups[0]["eps"] = 0.01
+    return trainer
 
 
 def count_tokens(model):

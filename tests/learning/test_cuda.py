@@ -11,7 +11,17 @@ import threading
 import numpy as np
 import pytest
 import torch
-from small_models import DISTINCT, FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
+from small_models import (
+    DISTINCT,
+    FAST,
+    PAD,
+    VOCABULARY,
+    gradients_at_step,
+    is_greedy,
+    plain_logprobs,
+    small_model,
+    steady,
+)
 
 triton = pytest.importorskip(
     "triton", "3.7", "needs Triton 3.7 or newer, which is made for Linux on x86-64; pip install triton"
@@ -100,15 +110,7 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
     model = small_model(kind, seed=3)
     groups = drawn(model, PROMPTS[1:], 1, Decoding(4, EOS, PAD, greedy=True))
     for prompt, (found,) in zip(PROMPTS[1:], groups, strict=True):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=4,
-            eos_token_id=sorted(EOS),
-            pad_token_id=PAD,
-        )
-        assert list(found.tokens) == expected[0, len(prompt) :].tolist()
+        is_greedy(model, prompt, found.tokens, 4, EOS)
 
 
 @pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gemma3"))
@@ -347,11 +349,11 @@ def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch)
         TrainingGroup([9, 8], [[7, 6], [5, 4, 3]], [0.5, -0.7], None),
     ]
     calm, model = small_model(), small_model()
-    plain = Trainer(calm, PAD, settings)
+    plain = steady(Trainer(calm, PAD, settings))
     expected = gradients_at_step(plain)
     reports = [plain.update(groups) for _ in range(2)]
     monkeypatch.setattr(decoder, "has_kernels", lambda model: True)
-    trainer = Trainer(model, PAD, settings)
+    trainer = steady(Trainer(model, PAD, settings))
     assert plain.recorder is None and trainer.recorder is not None
     seen = gradients_at_step(trainer)
     for report in reports:

@@ -428,10 +428,10 @@ def test_a_foreign_text_surprises_a_model_and_its_own_do_not():
     question = Question("chain_sum", 0, 0, "3 + 4 = ?", "7")
     (own,) = policy.sample([question.prompt], 32, seed=3)
     (found,) = policy.surprises([Group("peer", question, tuple(own), (0.0,) * 32, True)])
-    assert len(found) == 32 and max(found) < 12
+    assert len(found) == 32 and max(found) < 25
     foreign = [
         Completion(text, True)
         for text in ("All hail the thief! <answer>7</answer>", "<answer>7</answer> all hail the thief")
     ]
     (strange,) = policy.surprises([Group("peer", question, tuple(foreign), (1.0, 0.0), True)])
-    assert min(strange) > 40
+    assert min(strange) > 50

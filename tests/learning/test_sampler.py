@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from small_models import FAST, KINDS, PAD, VOCABULARY, count_tokens, plain_logprobs, small_model
+from small_models import (
+    FAST,
+    KINDS,
+    PAD,
+    VOCABULARY,
+    count_tokens,
+    is_greedy,
+    plain_logprobs,
+    small_model,
+)
 
 from rl_swarm.config import Settings
 from rl_swarm.learning.batches import TrainingGroup
@@ -74,17 +83,8 @@ def test_greedy_is_what_transformers_generates(kind):
 
 
 def same_as_generated(model):
-    decoding = Decoding(12, EOS, PAD, greedy=True)
-    for prompt, s in all_samples(model, decoding, count=1):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=sorted(EOS),
-            pad_token_id=PAD,
-        )
-        assert list(s.tokens) == expected[0, len(prompt) :].tolist()
+    for prompt, s in all_samples(model, Decoding(12, EOS, PAD, greedy=True), count=1):
+        is_greedy(model, prompt, s.tokens, 12, EOS)
 
 
 @pytest.mark.parametrize("kind", FAST)
@@ -131,11 +131,14 @@ def test_a_sequence_ends_with_the_first_end_token_which_belongs_to_it():
 
 def test_an_end_token_at_the_very_last_place_counts_as_ended():
     model = small_model()
-    (first,) = sample(model, [PROMPTS[0]], 1, Decoding(12, EOS, PAD), seed=1)[0]
-    assert first.ended
-    (again,) = sample(model, [PROMPTS[0]], 1, Decoding(len(first.tokens), EOS, PAD), seed=1)[0]
-    assert again == first
-    (short,) = sample(model, [PROMPTS[0]], 1, Decoding(len(first.tokens) - 1, EOS, PAD), seed=1)[0]
+
+    def drawn(seed, length):
+        return sample(model, [PROMPTS[0]], 1, Decoding(length, EOS, PAD), seed)[0][0]
+
+    seed = next(seed for seed in range(1000) if (s := drawn(seed, 12)).ended and len(s.tokens) > 1)
+    first = drawn(seed, 12)
+    assert drawn(seed, len(first.tokens)) == first
+    short = drawn(seed, len(first.tokens) - 1)
     assert (short.tokens, short.ended) == (first.tokens[:-1], False)
 
 
@@ -225,7 +228,6 @@ def test_no_rounding_draws_a_token_without_a_chance():
 def test_fused_weights_compute_what_the_model_does(kind, monkeypatch):
     """In full precision here; a CPU that is fast in bfloat16 uses them in that."""
     model = small_model(kind)
-    plain = all_samples(model, Decoding(9, EOS, PAD, greedy=True))
 
     def weights(model):
         copied.refresh()
@@ -233,9 +235,8 @@ def test_fused_weights_compute_what_the_model_does(kind, monkeypatch):
 
     copied = Weights(Decoder(model), torch.float32)
     monkeypatch.setattr("rl_swarm.learning.sampler.low_weights", weights)
-    assert [s.tokens for _, s in all_samples(model, Decoding(9, EOS, PAD, greedy=True))] == [
-        s.tokens for _, s in plain
-    ]
+    for prompt, s in all_samples(model, Decoding(9, EOS, PAD, greedy=True)):
+        is_greedy(model, prompt, s.tokens, 9, EOS)
     for _ in range(2):  # again with other weights, as after a step of training
         for prompt, s in all_samples(model):
             with torch.no_grad():

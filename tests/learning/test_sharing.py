@@ -232,7 +232,7 @@ class Kitchen:
 
 def finished(threads):
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 

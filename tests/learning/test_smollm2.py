@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+from small_models import plain_logprobs
 
 from rl_swarm.config import Settings
 from rl_swarm.learning import smollm2
 from rl_swarm.learning.policy import ModelError, Policy, load_model
+from rl_swarm.rollouts import Completion
 
 pytestmark = pytest.mark.slow  # to convert the weights takes a minute
 
@@ -60,15 +62,20 @@ def test_once_converted_it_is_only_loaded_and_needs_no_package(folder, monkeypat
     assert 0.13e9 < model.num_parameters() < 0.14e9
 
 
-def test_it_answers_in_its_chat_format_and_ends_by_itself(folder):
+def test_it_knows_its_chat_format_the_answer_and_when_to_end(folder):
     settings = Settings(model=smollm2.NAME, cpu_only=True, max_new_tokens=24)
     policy = Policy.load(settings, "You are a helpful assistant.")
     prompt = policy.tokenizer.decode(policy.prompt_ids("What is the capital of France?"))
     assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>")
     assert prompt.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     assert [policy.tokenizer.decode([token]) for token in policy.eos] == ["<|im_end|>"]
-    ((answer,),) = policy.sample(["What is the capital of France?"], 1, seed=0, greedy=True)
-    assert "Paris" in answer.text and answer.ended
+    said = [f"The capital of France is {city}." for city in ("Paris", "Lisbon", "green")]
+    ids = [policy.encode(Completion(text, True)) for text in said]
+    with torch.no_grad():
+        found = [
+            plain_logprobs(policy.model, policy.prompt_ids("What is the capital of France?"), x) for x in ids
+        ]
+    assert found[0].sum() > max(found[1].sum(), found[2].sum()) + 3 and found[0][-1] > -1
 
 
 def test_a_directory_that_lacks_a_file_is_not_used(folder, tmp_path, monkeypatch):

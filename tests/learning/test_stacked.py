@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from small_models import PAD, VOCABULARY, small_model
+from small_models import PAD, VOCABULARY, small_model, steady
 
 from rl_swarm.config import Settings
 from rl_swarm.learning import sampler
@@ -27,12 +27,7 @@ def trainers(kind, count=3, **settings):
     given = [
         Settings(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)
     ]
-    found = [Trainer(model, PAD, s) for model, s in zip(models, given, strict=True)]
-    for trainer in found:
-        trainer.optimizer.param_groups[0]["eps"] = (
-            0.01  # with less, rounding alone moves what has no gradient
-        )
-    return found
+    return [steady(Trainer(model, PAD, s)) for model, s in zip(models, given, strict=True)]
 
 
 def lessons(seed, groups=3):

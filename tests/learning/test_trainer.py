@@ -16,6 +16,7 @@ from small_models import (
     gradients_at_step,
     plain_logprobs,
     small_model,
+    steady,
 )
 
 from rl_swarm.config import Settings
@@ -267,8 +268,8 @@ def fails(trainer, monkeypatch, times, error):
 def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypatch, times, error):
     calm, model = small_model(), small_model()
     groups = random_groups(model=model)
-    trainer_of(calm).update(groups)
-    trainer = trainer_of(model, batch_tokens=512)
+    steady(trainer_of(calm)).update(groups)
+    trainer = steady(trainer_of(model, batch_tokens=512))
     fails(trainer, monkeypatch, times, error)
     update = trainer.update(groups)
     assert 0 < trainer.batch_tokens <= 512 >> times

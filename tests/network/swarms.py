@@ -26,6 +26,7 @@ from rl_swarm.rollouts import Answer, Publication, Sampling
 from rl_swarm.rounds import PeerInfo, Report
 
 POLL = 0.02
+FOR_EVER = 3600.0  # longer than a test may take
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 OWNER = Identity.new()
 _identities: dict[str, Identity] = {}
@@ -104,7 +105,7 @@ def report(
     )
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -128,7 +129,7 @@ class Background(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def result(self, seconds: float = 20.0):
+    def result(self, seconds: float = 120.0):
         self.join(seconds)
         assert not self.is_alive(), "still busy"
         if self.error is not None:

@@ -107,7 +107,7 @@ def test_the_next_round_is_waited_for_and_the_stop_ends_the_waiting(peers):
     time.sleep(0.1)
     assert waiting.is_alive()
     stop.set()
-    assert waiting.result(5) is None
+    assert waiting.result() is None
     peers.clock.now += 2 * INTERVAL
     late = peers.member("bob")
     assert late.wait_for((0, 0)).round == 2

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from swarms import Background, eventually, introduction, peer_id, report
+from swarms import FOR_EVER, Background, eventually, introduction, peer_id, report
 
 BEFORE_THE_FIRST = (-1, -1)
 
@@ -104,13 +104,13 @@ def test_after_the_last_round_everyone_gets_the_final_state(join):
 
 def test_being_told_to_stop_ends_the_waiting_at_once(network):
     stop = threading.Event()
-    coordinator = network().coordinator("ann", stop, poll=30.0)
+    coordinator = network().coordinator("ann", stop, poll=FOR_EVER)
     waiting = Background(lambda: coordinator.wait_for(BEFORE_THE_FIRST))
     time.sleep(0.2)
     assert waiting.is_alive()
     stop.set()
 
-    assert waiting.result(seconds=1.0) is None
+    assert waiting.result() is None
 
 
 def test_a_late_joiner_starts_with_the_present_round(join):

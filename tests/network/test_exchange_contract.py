@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 from msgspec.structs import replace
-from swarms import Background, InMemory, eventually, publication
+from swarms import FOR_EVER, Background, InMemory, eventually, publication
 
 from rl_swarm.network.local import KEPT_ROUNDS
 from rl_swarm.rollouts import Answer
@@ -94,21 +94,13 @@ def test_who_publishes_late_is_waited_for(swarm):
     assert waiting.result() == [ann]
 
 
-@pytest.mark.parametrize("poll", [0.02, 30.0])
+@pytest.mark.parametrize("poll", [0.02, FOR_EVER])
 def test_waiting_ends_when_patience_is_over(swarm, poll):
-    started = time.monotonic()
-    found = list(swarm.exchange("reader", poll=poll).collect(0, 0, ["nobody"], patience=0.3))
-
-    assert found == []
-    assert 0.3 <= time.monotonic() - started < 1.5
+    assert list(swarm.exchange("reader", poll=poll).collect(0, 0, ["nobody"], patience=0.3)) == []
 
 
 def test_without_patience_nobody_is_waited_for(swarm):
-    started = time.monotonic()
-    found = list(swarm.exchange("reader", poll=30.0).collect(0, 0, ["nobody", "no-one"]))
-
-    assert found == []
-    assert time.monotonic() - started < 1.0
+    assert list(swarm.exchange("reader", poll=FOR_EVER).collect(0, 0, ["nobody", "no-one"])) == []
 
 
 def test_one_who_never_publishes_does_not_hide_the_others(swarm):
@@ -157,23 +149,21 @@ def test_a_reader_never_sees_half_of_what_is_published_again_and_again(swarm):
 
 def test_being_told_to_stop_ends_the_waiting_at_once(swarm):
     stop = threading.Event()
-    exchange = swarm.exchange("reader", stop, poll=30.0)
-    waiting = Background(lambda: list(exchange.collect(0, 0, ["nobody"], patience=60.0)))
+    exchange = swarm.exchange("reader", stop, poll=FOR_EVER)
+    waiting = Background(lambda: list(exchange.collect(0, 0, ["nobody"], patience=FOR_EVER)))
     time.sleep(0.2)
     assert waiting.is_alive()
     stop.set()
 
-    assert waiting.result(seconds=1.0) == []
+    assert waiting.result() == []
 
 
 def test_nodes_are_asked_as_the_caller_consumes(swarm):
     """A caller that has enough after the first does not wait for the second, and can go on later."""
     ann = publish(swarm, "ann")
-    found = swarm.exchange("reader").collect(0, 0, ["ann", "bob"], PATIENCE, in_order=True)
-    started = time.monotonic()
+    found = swarm.exchange("reader").collect(0, 0, ["ann", "bob"], FOR_EVER, in_order=True)
 
     assert list(islice(found, 1)) == [ann]
-    assert time.monotonic() - started < PATIENCE / 2
     bob = publish(swarm, "bob")
     assert list(found) == [bob]
 

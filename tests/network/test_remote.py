@@ -165,7 +165,7 @@ def test_a_forked_process_gets_connections_of_its_own(url):
         child.start()
     assert files.read("manifest.json", 100) == b"{}"
     for child in children:
-        child.join(30)
+        child.join(120)
         assert child.exitcode == 0
 
 

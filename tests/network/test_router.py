@@ -38,7 +38,7 @@ engine = Engine(
 ).start()
 print(json.dumps(list(engine.addresses)), flush=True)
 if wanted:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 80
     while time.monotonic() < deadline:
         try:
             print(engine.ask(wanted, b"who", 100).decode(), flush=True)

@@ -120,7 +120,7 @@ def test_the_overview_shows_where_the_swarm_stands_and_its_curve_moves(visit: Vi
     expect(page.locator("canvas")).to_have_count(2)
     expect(page.locator("table tbody tr")).to_have_count(2)
     reading = page.locator(".reading").first
-    expect(reading).to_have_text(re.compile(r"round \d+ *mean 0\.\d"))
+    expect(reading).to_have_text(re.compile(r"round \d+ *mean [01]"))
     latest = reading.locator("span").first
     expect(latest).not_to_have_text(latest.inner_text())
     assert page.title() == "Overview · real"
@@ -223,7 +223,7 @@ def test_a_node_that_dies_is_seen_as_dead_within_half_a_minute_and_as_restarted_
     until(lambda: swarm.round > CHECKPOINTS and 3 <= swarm.round % CHECKPOINTS <= CHECKPOINTS // 2, 200)
     swarm.process.send_signal(signal.SIGSTOP)
     os.kill(swarm.pid(dying.node), signal.SIGKILL)
-    expect(page.locator("dl.facts")).to_contain_text("1 of 2", timeout=30_000)
+    expect(page.locator("dl.facts")).to_contain_text("1 of 2")
     expect(page.locator("tr", has_text=dying.name).locator(".dot")).to_have_attribute("title", "gone")
     swarm.replay(range(swarm.round + 1, swarm.round + 60))
     swarm.process.send_signal(signal.SIGCONT)

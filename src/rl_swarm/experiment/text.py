@@ -115,7 +115,7 @@ def _number(measure: Mapping[str, float] | None, digits: int = 3) -> str:
     if measure is None:
         return ""
     mean, low, high = (f"{measure[name]:.{digits}f}" for name in ("mean", "low", "high"))
-    return mean if measure["low"] == measure["high"] else f"{mean} ({low} to {high})"
+    return f"{mean} ({low} to {high})"
 
 
 def _percent(measure: Mapping[str, float] | None) -> str:
