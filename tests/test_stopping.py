@@ -257,4 +257,4 @@ def test_a_run_outlives_the_server_that_its_nodes_are_forked_from(tmp_path: Path
     code, output = run(tmp_path, "validate", "r", "--rounds", "14", "--nodes", "2")
     assert code == 0, output
     assert "died" in (address / "logs" / "swarm.log").read_text()
-    assert json.loads((address / "settings.json").read_text())["nodes"] == 2
+    assert json.loads((address / "settings.json").read_text())["settings"]["nodes"] == 2
