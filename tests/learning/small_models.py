@@ -26,8 +26,8 @@ SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
-def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None):
-    """Weights large enough that every position, layer and head matters."""
+def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None, **changes):
+    """Weights large enough that every position, layer and head matters. `changes` are of its configuration."""
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocabulary,
@@ -37,6 +37,7 @@ def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None):
         "pad_token_id": PAD,
     }
     shape |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+    shape |= changes
     inner = {"intermediate_size": 48}
     grouped = {**inner, "num_key_value_heads": 2}
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rl_swarm.learning.batches import Batch, Shape, TrainingGroup, count_tokens, micro_batches, side_by_side
-from rl_swarm.learning.decoder import LLAMA_LIKE, Attend, Decoder, has_kernels, is_turned
+from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_turned
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of
 from rl_swarm.learning.sizes import alike
+from rl_swarm.learning.support import LLAMA_LIKE
 from rl_swarm.learning.trainer import FIGURES, Trainer, Update, token_losses
 
 if TYPE_CHECKING:
