@@ -124,13 +124,14 @@ def verify(folder: Path, place: Place) -> None:
 
 def _digests(folder: Path) -> dict[str, str]:
     found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != PLACE:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name != PLACE and (path.is_symlink() or not path.is_dir()):
             with open_plain(path, "rb") as file:
                 sha = hashlib.sha256()
                 while chunk := file.read(1 << 20):
                     sha.update(chunk)
-                found[path.name] = sha.hexdigest()
+                found[name] = sha.hexdigest()
     return found
 
 

@@ -241,7 +241,7 @@ class Policy:
 
     def save(self, path: Path) -> None:
         if lora.is_adapted(self.model):
-            lora.save_adapters(self.model, path)
+            lora.save_adapters(self.model, path, self.name)
             self.model.save_pretrained(path, state_dict=lora.merged_state(self.model))
         else:
             self.model.save_pretrained(path)
