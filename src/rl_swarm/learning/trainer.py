@@ -79,6 +79,10 @@ class Update:
 FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_tokens")
 
 
+class HalfStepError(RuntimeError):
+    """A step that changed some of the weights. The node has to go on from its last checkpoint."""
+
+
 class Trainer:
     def __init__(self, model: Model, pad: int, settings: Settings) -> None:
         self.model, self.pad, self.settings = model, pad, settings
@@ -152,11 +156,26 @@ class Trainer:
 
     def _launched(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
         """Gives the device all of an update to do, without waiting for it; the figures and the gradient's norm."""
+        self._make_moments()
         figures = self._gradients(groups, tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
         self._step(norm)
         self.optimizer.zero_grad(set_to_none=self.recorder is None)
         return torch.cat([figures, norm.to(figures).reshape(1)])
+
+    def _make_moments(self) -> None:
+        """Make Adam's state of all parameters that have none, or of none of them when memory runs out."""
+        missing = [p for p in self.parameters() if not self.optimizer.state.get(p)]
+        fused = self.optimizer.defaults["fused"]
+        made = [
+            {
+                "step": torch.zeros((), device=p.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+            for p in missing
+        ]
+        self.optimizer.state.update(zip(missing, made, strict=True))
 
     def _step(self, norm: Tensor) -> None:
         """Adam's step, unless the gradient is not finite, which a fused step finds out where it runs."""
@@ -164,7 +183,12 @@ class Trainer:
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         elif not norm.isfinite():
             return
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise HalfStepError("memory ran out in the middle of an optimiser step") from error
         for parameter in self.parameters():  # which a fused step does not do, and copies of weights go by it
             increment_version(parameter)
 
