@@ -12,7 +12,7 @@ import torch
 
 from rl_swarm import config
 from rl_swarm.config import ConfigError, Settings
-from rl_swarm.learning import memory
+from rl_swarm.learning import memory, precision
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.sizes import Shape
 
@@ -151,7 +151,7 @@ def prefers_bfloat16(model: Any) -> bool:
         return True
     if model.device.type != "cpu" or getattr(model.config, "hidden_size", 0) < WIDE_ENOUGH:
         return False
-    return cpu_has_bfloat16()
+    return cpu_has_bfloat16() and precision.chosen(model.config.hidden_size) == "bfloat16"
 
 
 def cpu_has_bfloat16() -> bool:
