@@ -77,6 +77,27 @@ def test_evaluate_scores_the_bundled_model_within_its_range(tmp_path: Path) -> N
     assert code == 0 and "greedy" in output
 
 
+@pytest.mark.slow
+def test_evaluate_and_status_say_the_same_of_a_checkpoint_and_how_it_was_measured(tmp_path: Path) -> None:
+    few = ["held_out_questions=20", "held_out_every=0", "checkpoint_every=2", "generations=4"]
+    sets = [part for one in few for part in ("--set", one)]
+    code, output = run(
+        tmp_path, "up", "--run", "runs/r", "--nodes", "1", "--rounds", "2", "--device", "cpu", *sets
+    )
+    assert code == 0 and "20 questions answered 2 times" in output, output
+    code, output = run(tmp_path, "status", "runs/r", "--json")
+    told = json.loads(output[output.index("{") :])
+    assert code == 0 and told["held_out_protocol"] == "20 questions answered 2 times"
+    (checkpoint,) = (tmp_path / "runs/r").glob("checkpoints/round_1/*")
+    same = [str(checkpoint), "--tasks", "tiny", "--device", "cpu", "--set", "held_out_questions=20"]
+    code, output = run(tmp_path, "evaluate", *same, "--json")
+    found = json.loads(output[output.index("{") :])
+    assert code == 0 and (found["questions"], found["samples"]) == (20, 2)
+    assert found["sampled"] == told["nodes"][0]["held_out_now"]
+    code, output = run(tmp_path, "evaluate", *same, "--samples", "1")
+    assert code == 0 and "20 questions answered 1 time at temperature 1" in " ".join(output.split())
+
+
 def test_chat_answers(tmp_path: Path) -> None:
     code, output = run(tmp_path, "chat", "tiny", "--prompt", "What is 2 + 3?")
     assert code == 0 and output.strip()

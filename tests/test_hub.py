@@ -205,7 +205,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint as a node writes it."""
     folder = tmp_path / "checkpoints" / "round_6" / "node"
     shutil.copytree(TINY, folder)
-    for private in ("optimizer.safetensors", "place.json", "swarm.pem", "adapters.safetensors"):
+    for private in ("optimizer.safetensors", "place.json", "swarm.pem", "adapter_model.safetensors"):
         (folder / private).write_text("nobody else's business")
     return folder
 

@@ -109,6 +109,7 @@ def _scores(held_out: Sequence[dict[str, Any]]) -> list[str]:
     last = next((line for line in reversed(held_out) if line["when"] != "start"), None)
     if start is None or last is None:
         return ["Not measured yet."]
+    times = f" {last['samples']} times" if last.get("samples") else ""
     when = "after the last round" if last["when"] == "end" else f"after round {last['round']}"
     tasks = sorted(start["by_task"].keys() | last["by_task"].keys())
     rows = [("**all**", start["sampled"], last["sampled"], start["greedy"], last["greedy"])]
@@ -116,7 +117,7 @@ def _scores(held_out: Sequence[dict[str, Any]]) -> list[str]:
     rows += [(code(task, in_table=True), *(column.get(task) for column in columns)) for task in tasks]
     return [
         f"Mean reward on {last['questions']} questions that training never saw, before it and {when}, as this node "
-        "measured it: sampled at temperature 1, and the likeliest answer (greedy).",
+        f"measured it: sampled{times} at temperature 1, and the likeliest answer (greedy).",
         "",
         "| task | sampled before | sampled after | greedy before | greedy after |",
         "| --- | --- | --- | --- | --- |",

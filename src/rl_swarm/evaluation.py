@@ -36,6 +36,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     well_formed_by_task: dict[str, float]
     accuracy_well_formed_by_task: dict[str, float]
     examples: list[Example]
+    samples: int | None = None  # answers to every question
 
 
 def evaluate(
@@ -58,6 +59,7 @@ def evaluate(
         likeliest = [environment.credit(reward) for reward in scores]
     return HeldOut(
         questions=len(questions),
+        samples=samples,
         sampled=mean(rewards),
         greedy=mean(likeliest) if greedy else None,
         well_formed=mean([float(good) for good in formed]),
@@ -68,6 +70,12 @@ def evaluate(
         accuracy_well_formed_by_task=means(right_tasks, right),
         examples=_one_per_task(flat, rewards),
     )
+
+
+def protocol(questions: int, samples: int | None) -> str:
+    """Say what a score is the mean of, for those who compare it with another."""
+    asked = f"{questions:,} question{'' if questions == 1 else 's'}"
+    return asked if samples is None else f"{asked} answered {samples} time{'' if samples == 1 else 's'}"
 
 
 def means(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:

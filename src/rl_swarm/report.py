@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from rl_swarm.errors import UserError
-from rl_swarm.evaluation import HeldOut, mean
+from rl_swarm.evaluation import HeldOut, mean, protocol
 from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
@@ -90,7 +90,7 @@ class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="ro
 _ROUND = msgspec.json.Decoder(RoundLine)
 
 
-class HeldOutLine(HeldOut, frozen=True):
+class HeldOutLine(HeldOut, frozen=True, kw_only=True):
     when: str
 
 
@@ -277,6 +277,11 @@ class RunView:
         scores = [line["sampled"] for line in lines if line]
         return mean(scores) if scores else None
 
+    def held_out_protocol(self) -> str:
+        """Say what a node's last held-out score is the mean of."""
+        line = next((view.now for view in self.nodes.values() if view.now), None)
+        return protocol(line["questions"], line.get("samples")) if line else ""
+
     def rewards(self, stages: int) -> list[float | None]:
         """By stage, of the last rounds in the logs; None where nobody had anything to do."""
         lines = [line for view in self.nodes.values() for line in view.rounds[-stages * TREND_ROUNDS :]]
@@ -299,6 +304,7 @@ class RunView:
             ),
             "mean_held_out_start": self.mean_held_out("start"),
             "mean_held_out_now": self.mean_held_out("now"),
+            "held_out_protocol": self.held_out_protocol(),
             "nodes": [
                 {
                     "name": view.name,

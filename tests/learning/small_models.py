@@ -1,6 +1,7 @@
 """Small random models and a tokenizer for them, and the plain way to compute what the learner computes cleverly."""
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -26,8 +27,8 @@ SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
-def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None):
-    """Weights large enough that every position, layer and head matters."""
+def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None, **changes):
+    """Weights large enough that every position, layer and head matters. `changes` are of its configuration."""
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocabulary,
@@ -37,6 +38,7 @@ def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None):
         "pad_token_id": PAD,
     }
     shape |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+    shape |= changes
     inner = {"intermediate_size": 48}
     grouped = {**inner, "num_key_value_heads": 2}
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -137,3 +139,29 @@ def count_tokens(model):
         lambda module, args: tokens.append(args[0].numel())
     )
     return tokens
+
+
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+
+
+def mixture_model(kind, vocabulary=VOCABULARY, eos=None):
+    """A small model with a mixture of experts."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 48, "max_position_embeddings": 256, "pad_token_id": PAD,
+        "bos_token_id": None, "eos_token_id": eos, "initializer_range": 0.2, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    latent = {
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    config = {
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **shape, num_experts=4, moe_intermediate_size=16, head_dim=8
+        ),
+        "mixtral": lambda: transformers.MixtralConfig(**shape, num_local_experts=4),
+        "olmoe": lambda: transformers.OlmoeConfig(**shape, num_experts=4),
+        "deepseek_v3": lambda: transformers.DeepseekV3Config(**shape, **latent, moe_intermediate_size=16),
+    }[kind]()
+    return AutoModelForCausalLM.from_config(config).eval()

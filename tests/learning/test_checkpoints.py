@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from small_models import save_small
 
 from rl_swarm.config import Settings
@@ -336,3 +337,20 @@ def test_a_folder_that_another_node_tidies_away_meanwhile_is_made_again(settings
     monkeypatch.setattr(os, "open", open_late)
     save(Policy.load(settings, ""), place(0), tmp_path, "node", 1)
     assert tidied and (tmp_path / "shared/checkpoints/round_0/node/place.json").exists()
+
+
+def test_moments_that_are_incomplete_in_a_checkpoint_begin_anew(settings, tmp_path, caplog):
+    """As memory that ran out while they were made once left them."""
+    policy = Policy.load(settings, "")
+    folder = save(policy, place(0), tmp_path, "node", keep=5)
+    first, second = policy.trainer.parameters()[:2]
+    whole = {name: torch.zeros_like(first) for name in ("exp_avg", "exp_avg_sq")}
+    state = {"0/step": torch.zeros(()), "1/step": torch.zeros(())}
+    state |= {f"0/{name}": values for name, values in whole.items()} | {"1/exp_avg": torch.zeros_like(second)}
+    save_file(state, folder / "optimizer.safetensors")
+    other = resumed(settings, folder)
+    assert "the moments of parameter 1 in" in caplog.text and "parameter 0" not in caplog.text
+    for one in (policy, other):
+        teach(one, "4", "7")
+    for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -5,10 +5,22 @@ import dataclasses
 import logging
 import sys
 
+import peft
 import pytest
 import torch
 from msgspec.structs import replace
-from small_models import FAST, KINDS, PAD, gradients_at_step, plain_logprobs, save_small, small_model
+from small_models import (
+    FAST,
+    KINDS,
+    MIXTURES,
+    PAD,
+    gradients_at_step,
+    mixture_model,
+    plain_logprobs,
+    save_small,
+    small_model,
+    small_tokenizer,
+)
 from test_checkpoints import newest, place, resumed, save, teach
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +42,7 @@ GROUPS = [
 
 def adapted(kind, seed=0):
     """A small model whose adapters are as large as its weights, so that they matter."""
-    model = small_model(kind, seed)
+    model = mixture_model(kind) if kind in MIXTURES else small_model(kind, seed)
     lora.adapt(model, RANK, seed)
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -143,11 +155,11 @@ def test_what_is_trained_is_said_at_the_start(settings, caplog):
     assert "LoRA of rank 3: 2,784 of " in caplog.text
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", [*FAST, *MIXTURES])
 def test_a_saved_model_is_an_ordinary_one_and_saving_disturbs_nothing(kind, tmp_path):
     model = adapted(kind)
     before = copy.deepcopy(model.state_dict())
-    lora.save_adapters(model, tmp_path)
+    lora.save_adapters(model, tmp_path, kind)
     model.save_pretrained(tmp_path, state_dict=lora.merged_state(model))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -155,6 +167,49 @@ def test_a_saved_model_is_an_ordinary_one_and_saving_disturbs_nothing(kind, tmp_
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     torch.testing.assert_close(
         loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", [*FAST, *MIXTURES])
+def test_peft_loads_the_adapters_of_a_checkpoint(kind, tmp_path):
+    model = adapted(kind)
+    lora.save_adapters(model, tmp_path, "some/base")
+    plain = mixture_model(kind) if kind in MIXTURES else small_model(kind)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / lora.FOLDER).eval()
+    assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_model_that_would_be_saved_without_some_of_its_weights_is_not_saved():
+    model = adapted("llama")
+    del model.model.layers[1].mlp
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight and 2 other weights"
+    ):
+        lora.merged_state(model)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_learns_and_goes_on_from_its_checkpoint(kind, settings, tmp_path):
+    tokenizer = small_tokenizer()
+    mixture_model(kind, len(tokenizer), tokenizer.eos_token_id).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    settings = replace(settings, model=str(tmp_path / "base"))
+    policy = Policy.load(settings, "")
+    teach(policy, "4", "7")
+    save(policy, place(1), tmp_path / "run", "node", keep=2)
+    there = newest(tmp_path / "run")[0]
+    other = resumed(settings, there)
+    for one in (policy, other):
+        teach(one, "5", "six", "x")
+    for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ordinary = Policy.load(Settings(model=str(there), cpu_only=True, max_new_tokens=16), "").model
+    again = resumed(settings, there).model
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    torch.testing.assert_close(
+        ordinary(input_ids=ids).logits, again(input_ids=ids).logits, rtol=1e-4, atol=1e-4
     )
 
 
@@ -192,7 +247,7 @@ def test_a_checkpoint_of_another_kind_is_refused_in_words(settings, tmp_path):
     other = save_small(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="belong to another model"):
         resumed(replace(settings, model=str(other)), there)
-    (there / lora.FILE).write_bytes(b"half")
+    (there / lora.FOLDER / lora.FILE).write_bytes(b"half")
     with pytest.raises(CheckpointError):
         resumed(settings, there)
 

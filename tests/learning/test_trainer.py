@@ -21,8 +21,10 @@ from small_models import (
 
 from rl_swarm.config import Settings
 from rl_swarm.learning.batches import TrainingGroup, micro_batches
+from rl_swarm.learning.devices import out_of_memory
 from rl_swarm.learning.sampler import Decoding, sample
-from rl_swarm.learning.trainer import Trainer, Update
+from rl_swarm.learning.team import TeamError
+from rl_swarm.learning.trainer import HalfStepError, Trainer, Update
 
 SETTINGS = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
 
@@ -405,3 +407,63 @@ def test_figures_of_several_updates_are_means_over_their_tokens():
     found.add(Update())
     found.add(Update(tokens=10, loss=5.0, clip_share=0.4, mismatch=0.7))
     assert found == Update(tokens=40, loss=2.0, grad_norm=1.5, clip_share=0.1, mismatch=0.1)
+
+
+@pytest.mark.parametrize("fails_at", [0, 5, -1])
+def test_memory_that_runs_out_while_the_optimiser_state_is_made_leaves_none_of_it(monkeypatch, fails_at):
+    calm, model = small_model(), small_model()
+    groups = random_groups(model=model)
+    trainer_of(calm).update(groups)
+    trainer = trainer_of(model, batch_tokens=512)
+    victim, real, left = trainer.parameters()[fails_at], torch.zeros_like, [2]
+
+    def zeros_like(given, **how):
+        if given is victim and left[0]:
+            left[0] -= 1
+            assert not any(trainer.optimizer.state.values())
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB)")
+        return real(given, **how)
+
+    monkeypatch.setattr(torch, "zeros_like", zeros_like)
+    trainer.update(groups)
+    assert left == [0]
+    for a, b in zip(calm.parameters(), model.parameters(), strict=True):
+        np.testing.assert_allclose(a.detach(), b.detach(), atol=1e-4)
+
+
+def test_a_step_that_fails_half_way_is_not_taken_again(monkeypatch):
+    model = small_model()
+    trainer = trainer_of(model)
+    real, steps = trainer.optimizer.step, []
+
+    def step():
+        real()
+        steps.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer.optimizer, "step", step)
+    with pytest.raises(HalfStepError, match="in the middle of an optimiser step"):
+        trainer.update(random_groups(model=model))
+    assert steps == [1]
+
+
+@pytest.mark.parametrize(
+    "error, is_memory",
+    [
+        (RuntimeError("out of memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (
+            RuntimeError("MPS backend out of memory (MPS allocated: 17.93 GB, other allocations: 1.00 MB)"),
+            True,
+        ),
+        (RuntimeError("Invalid buffer size: 12.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (TeamError("helper 1 failed: OutOfMemoryError: CUDA out of memory"), False),
+        (HalfStepError("memory ran out in the middle of an optimiser step"), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(error, is_memory):
+    assert out_of_memory(error) == is_memory

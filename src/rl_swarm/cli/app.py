@@ -409,8 +409,14 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")],
     environment: Env = None,
     tasks: Tasks = None,
-    questions: Annotated[int, typer.Option("--questions", help="Held-out questions.")] = 200,
-    samples: Annotated[int, typer.Option("--samples", help="Sampled answers per question.")] = 4,
+    questions: Annotated[
+        int | None,
+        typer.Option("--questions", min=1, help="Held-out questions; held_out_questions by default."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", min=1, help="Sampled answers per question; held_out_samples by default."),
+    ] = None,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     sets: Sets = None,

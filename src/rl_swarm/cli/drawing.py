@@ -119,7 +119,8 @@ class Drawing:
         here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
         facts = [here, f"model {models}" if models else ""]
         if told.held_out_now is not None:
-            facts.append(f"held out {_change(told.held_out_start, told.held_out_now, 3)}")
+            change = _change(told.held_out_start, told.held_out_now, 3)
+            facts.append(f"held out {change} ({self.follower.view.held_out_protocol()})")
         if told.from_others is not None:
             facts.append(f"{told.from_others:.0%} learned from others")
         facts.append(f"{told.rollouts:,} rollouts" if told.rollouts else "")

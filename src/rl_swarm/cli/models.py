@@ -12,14 +12,19 @@ from rl_swarm import environments
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import evaluate as score
+from rl_swarm.evaluation import protocol
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.policy import Policy
 
 
-def evaluate(model: str, settings: Settings, questions: int, samples: int, as_json: bool) -> None:
+def evaluate(
+    model: str, settings: Settings, questions: int | None, samples: int | None, as_json: bool
+) -> None:
+    """Score a model as a node does, with as many questions and answers unless told otherwise."""
     settings = for_model(model, settings)
+    questions, samples = questions or settings.held_out_questions, samples or settings.held_out_samples
     kind = environments.named(settings.environment)
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(settings.task_list(), settings.partial_rewards)
@@ -39,7 +44,7 @@ def evaluate(model: str, settings: Settings, questions: int, samples: int, as_js
     table = Table(
         box=None,
         padding=(0, 2),
-        title=f"{model}: {result.questions} held-out questions",
+        title=f"{model}: held-out score, {protocol(result.questions, samples)} at temperature {settings.temperature:g}",
         title_justify="left",
     )
     table.add_column("task")

@@ -42,6 +42,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         table.add_row("mean", *_columns(*average), style="bold")
     console.print()
     console.print(table)
+    console.print(f"[dim]{run.held_out_protocol()}; greedy once[/]")
 
     best = max(views, key=lambda view: view.now["sampled"] if view.now else 0.0)
     console.print(f"\n[bold]The same questions before and after[/] ({best.name})")

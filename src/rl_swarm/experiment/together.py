@@ -8,9 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-import torch
-
 from rl_swarm.learning import sampler
+from rl_swarm.learning.devices import out_of_memory
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Request
 from rl_swarm.learning.stacked import Stack, kind_of
@@ -39,7 +38,9 @@ class Together:
             started = time.perf_counter()
             try:
                 found = sample(party)
-            except torch.OutOfMemoryError:  # by itself every node makes do with what there is
+            except (RuntimeError, MemoryError) as error:  # by itself every node makes do with what there is
+                if not out_of_memory(error):
+                    raise
                 for one in party:
                     one.run()
                 continue

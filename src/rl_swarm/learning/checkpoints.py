@@ -41,6 +41,7 @@ PLACE = "place.json"
 PLACE_BYTES = 1 << 16
 SHARED = "checkpoints"  # in the swarm's folder
 MAX_LOOKED_AT = 2000  # folders of rounds in which a checkpoint is looked for, the newest first
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what Adam keeps of a parameter
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
@@ -246,8 +247,10 @@ def restore_optimizer(policy: "Policy", folder: Path) -> None:
     optimizer = policy.trainer.optimizer
     for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
         values = {name.split("/")[1]: t for name, t in tensors.items() if name.startswith(f"{number}/")}
-        if values:
+        if values.keys() >= MOMENTS:
             optimizer.state[parameter] = values
+        elif values:  # memory ran out while they were made, so no step was taken with them
+            log.warning("the moments of parameter %d in %s are incomplete: they begin anew", number, folder)
 
 
 def _flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LLAMA_LIKE = {"llama", "qwen2", "qwen3"}
-ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_new", "gelu_pytorch_tanh")}
-FAMILIES = LLAMA_LIKE | {"gpt2", "gemma3_text"}
+from rl_swarm.learning import support
+from rl_swarm.learning.support import LLAMA_LIKE
 
 # (layer, queries [N, H, D], keys, values) -> attended [N, H * D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -52,11 +51,8 @@ class Decoder:
             self.key_heads = config.num_key_value_heads
             self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
             self.last_norm = self.body.norm
-        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-        activation = getattr(config, "activation_function", activation)
-        self.plain_gate = activation in ACTIVATIONS["silu" if self.family in LLAMA_LIKE else "gelu"]
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self.layers)
-        self.kinds: list[str] = list(kinds)
+        self.plain_gate = support.plain_activation(config)
+        self.kinds = support.layer_kinds(config)
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
         self.scale: float = (
             config.query_pre_attn_scalar**-0.5 if self.family == "gemma3_text" else self.head_size**-0.5
@@ -64,13 +60,8 @@ class Decoder:
 
     @staticmethod
     def supports(model: Any) -> bool:
-        """Whether this model is of a known family and does nothing here unknown."""
-        config = model.config
-        unknown = ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
-        plain = not any(getattr(config, name, None) for name in unknown)
-        if config.model_type == "gemma3_text" and not hasattr(model.model.rotary_emb, "layer_types"):
-            return False  # transformers before version 5
-        return config.model_type in FAMILIES and plain and not getattr(config, "add_cross_attention", False)
+        """Return whether the fast path computes what this model computes."""
+        return support.refusal(model) is None
 
     def run(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The hidden state after the last norm, of every token.

@@ -12,7 +12,7 @@ import torch
 
 from rl_swarm import config
 from rl_swarm.config import ConfigError, Settings
-from rl_swarm.learning import memory
+from rl_swarm.learning import memory, precision
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.sizes import Shape
 
@@ -151,7 +151,7 @@ def prefers_bfloat16(model: Any) -> bool:
         return True
     if model.device.type != "cpu" or getattr(model.config, "hidden_size", 0) < WIDE_ENOUGH:
         return False
-    return cpu_has_bfloat16()
+    return cpu_has_bfloat16() and precision.chosen(model.config.hidden_size) == "bfloat16"
 
 
 def cpu_has_bfloat16() -> bool:
@@ -164,21 +164,33 @@ def low_precision(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=prefers_bfloat16(model))
 
 
-# What the CPU's allocator says when it has no memory, and oneDNN, which does not say why.
-NO_MEMORY = ("can't allocate memory", "could not create a primitive")
+# What torch, CUDA and MPS say when there is no memory, the CPU's allocator, and oneDNN, which does not say why.
+NO_MEMORY = (
+    "out of memory",
+    "alloc_failed",
+    "invalid buffer size",
+    "can't allocate memory",
+    "could not create a primitive",
+)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it says that memory ran out: torch has a class for a GPU's, and only words for the machine's."""
+    """Whether it says that memory ran out: torch has a class for CUDA's, and only words for all others.
+
+    An error of ours that quotes such words, as of a helper that has ended, is another one.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return any(words in str(error) for words in NO_MEMORY)
+    of_torch = type(error) is RuntimeError or type(error).__module__.split(".")[0] == "torch"
+    return of_torch and any(words in str(error).lower() for words in NO_MEMORY)
 
 
 def release_memory() -> None:
     """Gives back to the device what is cached for reuse."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
 
 
 def free_disk(path: Path) -> int:

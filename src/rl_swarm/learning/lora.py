@@ -1,11 +1,13 @@
 """LoRA: small trained matrices beside frozen weights, for models whose optimiser would not fit.
 
-A linear map W becomes W + scale * B A, with A and B of a small rank. peft puts them onto the model's own
-modules, in place, so everything that calls those modules (transformers, `decoder`) computes with them.
-A checkpoint holds the ordinary model with the adapters added in, and beside it the adapters alone,
-from which a node goes on without rounding anything.
+A linear map W becomes W + scale * B A, with A and B of a small rank; so do the experts of a mixture, which are one
+parameter of three dimensions. peft puts them onto the model's own modules, in place, so everything that calls those
+modules (transformers, `decoder`) computes with them. A checkpoint holds the ordinary model with the adapters added in.
+The adapters alone lie in a folder below, as peft writes them, and a node goes on from those without rounding anything.
+They cannot lie beside the model: transformers would add them to it a second time.
 """
 
+import copy
 import hashlib
 import logging
 import sys
@@ -23,7 +25,9 @@ from rl_swarm.learning.checkpoints import CheckpointError
 
 log = logging.getLogger(__name__)
 
-FILE = "adapters.safetensors"
+FOLDER, FILE = "adapter", "adapter_model.safetensors"  # below a checkpoint; peft's name
+PREFIX = "base_model.model."  # of the names in the file
+SHAPES = "rl_swarm_shapes"  # an attribute of an adapted model: the weights that it had before
 SCALE = 2.0  # whatever the rank, so that one learning rate serves all of them
 BASE = "base"  # in the file: a digest of a frozen weight
 
@@ -41,6 +45,7 @@ def adapt(model: Any, rank: int, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPT-2's transposed weights, which peft takes care of
         torch.manual_seed(seed)
+        setattr(model, SHAPES, {name: tuple(value.shape) for name, value in model.state_dict().items()})
         inject_adapter_in_model(config, model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -57,32 +62,59 @@ def merged_weight(linear: Any) -> Tensor:
     if not hasattr(linear, "lora_A"):
         plain: Tensor = linear.weight
         return plain
-    merged: Tensor = linear.base_layer.weight + linear.get_delta_weight("default")
+    merged: Tensor = _base(linear) + linear.get_delta_weight("default")
     return merged
+
+
+def _base(adapted: Any) -> Tensor:
+    """Return the frozen weight below an adapter. A module with several adapted parameters has one around the other."""
+    name = _parameter(adapted)
+    while hasattr(adapted, "lora_A"):
+        adapted = adapted.base_layer
+    weight: Tensor = getattr(adapted, name)
+    return weight
+
+
+def _parameter(adapted: Any) -> str:
+    name: str = getattr(adapted, "parameter_name", "weight")
+    return name
+
+
+def _plain(name: str) -> str:
+    """Return the name that a weight has without adapters."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 @torch.no_grad()
 def merged_state(model: Any) -> dict[str, Tensor]:
     """The weights of the same model without adapters. Those that no adapter changes are not copied."""
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    state = {}
-    for name, value in model.state_dict().items():
-        owner, _, kind = name.rpartition(".base_layer.")
-        if owner not in adapted:
-            if ".lora_" not in name:
-                state[name] = value
-        else:
-            state[f"{owner}.{kind}"] = merged_weight(adapted[owner]).cpu() if kind == "weight" else value
+    state = {_plain(name): value for name, value in model.state_dict().items() if ".lora_" not in name}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            state[f"{_plain(name)}.{_parameter(module)}"] = merged_weight(module).cpu()
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    if wrong := sorted(name for name, _ in found.items() ^ getattr(model, SHAPES).items()):
+        raise CheckpointError(
+            f"The adapters cannot be added to the model: {wrong[0]} and {len(wrong) - 1} other weights would not be as "
+            "in the model without them. Set lora_rank=0 to train all weights."
+        )
     return state
 
 
-def save_adapters(model: Any, folder: Path) -> None:
-    save_file(_adapters(model), folder / FILE, {BASE: _digest(model)})
+def save_adapters(model: Any, folder: Path, name: str) -> None:
+    """Write the adapters as peft does; `name` is of the model that they are for."""
+    target = folder / FOLDER
+    target.mkdir(exist_ok=True)
+    config = copy.copy(model.peft_config["default"])
+    config.base_model_name_or_path, config.inference_mode = name, True
+    config.save_pretrained(target)
+    save_file(_adapters(model), target / FILE, {"format": "pt", BASE: _digest(model)})
 
 
 def load_adapters(model: Any, folder: Path) -> None:
     """Gives a model the adapters of a checkpoint; both must have them, of one rank, or neither."""
-    there, here = (folder / FILE).exists(), is_adapted(model)
+    file = folder / FOLDER / FILE
+    there, here = file.exists(), is_adapted(model)
     if there and not here:
         raise ConfigError(f"lora_rank=0, but {folder} was made with LoRA. Set lora_rank as it was then.")
     if here and not there:
@@ -90,9 +122,9 @@ def load_adapters(model: Any, folder: Path) -> None:
     if not here:
         return
     try:
-        with safe_open(folder / FILE, "pt") as file:
-            base = (file.metadata() or {}).get(BASE)
-        saved = load_file(folder / FILE)
+        with safe_open(file, "pt") as opened:
+            base = (opened.metadata() or {}).get(BASE)
+        saved = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be used: {error}") from error
     ours = _adapters(model)
@@ -106,12 +138,16 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:
-    """The adapters' own weights, not copies of them."""
-    return {name: value.detach() for name, value in model.named_parameters() if ".lora_" in name}
+    """The adapters' own weights, not copies of them, by the names that peft gives them in a file."""
+    return {
+        PREFIX + name.replace(".default.", "."): value.detach()
+        for name, value in model.named_parameters()
+        if ".lora_" in name
+    }
 
 
 def _digest(model: Any) -> str:
     """Tells models of one shape apart, by the first weight that has an adapter."""
     first = next(module for module in model.modules() if hasattr(module, "lora_A"))
-    weight = first.base_layer.weight.detach().cpu().contiguous()
+    weight = _base(first).detach().cpu().contiguous()
     return hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

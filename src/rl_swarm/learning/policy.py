@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 
 from rl_swarm.config import Settings
 from rl_swarm.errors import ModelError
-from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2
+from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2, support
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
+from rl_swarm.learning.verification import verify
 from rl_swarm.rollouts import Completion, Group
 from rl_swarm.trust import surprise
 
@@ -50,15 +51,26 @@ class Policy:
         self.system_prompt, self.settings = system_prompt, settings
         self.version = 0  # updates done
         device = model.device
+        self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        verify(model, name, self.pad)
+        if reason := sampler.slow_path(model):
+            log.warning("%s: %s", name, reason)
+        if limit := support.length_limit(model.config):
+            log.warning(
+                "%s: rope_type=%s: past %d tokens of prompt and answer, log-probabilities depend on what else is in "
+                "the batch. Keep max_new_tokens below that",
+                name,
+                *limit,
+            )
         free = memory.available(device, 1 if sharing else memory.sharing(settings, device))
         nodes = sharing.nodes if sharing else 1
-        self.plan = memory.plan(Shape.of(model.config), free, settings, device.type, nodes)
+        shape = replace(Shape.of(model.config), packed=support.refusal(model) is None)
+        self.plan = memory.plan(shape, free, settings, device.type, nodes)
         self.batch = self.plan.sequences  # sampled at once
         eos = model.generation_config.eos_token_id
         self.eos = frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
         self.eos -= {None}
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.reader = Reader.of(tokenizer, system_prompt)
         self.tokenizer_hash = self.reader.hash
         planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
@@ -66,8 +78,6 @@ class Policy:
             self.trainer = sharing.admit(model, self.pad, planned, self.plan)
         else:
             self.trainer = self.trainer_class(model, self.pad, planned)
-        if reason := sampler.slow_path(model):
-            log.warning("%s: %s", name, reason)
 
     @classmethod
     def load(
@@ -227,7 +237,7 @@ class Policy:
 
     def save(self, path: Path) -> None:
         if lora.is_adapted(self.model):
-            lora.save_adapters(self.model, path)
+            lora.save_adapters(self.model, path, self.name)
             self.model.save_pretrained(path, state_dict=lora.merged_state(self.model))
         else:
             self.model.save_pretrained(path)

@@ -19,6 +19,7 @@ from rl_swarm.learning.decoder import Decoder, GrowingCache, Layout
 from rl_swarm.learning.devices import prefers_bfloat16
 from rl_swarm.learning.sequences import Model, run_prompts
 from rl_swarm.learning.steps import Steps
+from rl_swarm.learning.support import refusal, shares_prompts
 from rl_swarm.learning.weights import Weights
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def sample(
     total = len(prompts) * count
     generator = torch.Generator(device=device).manual_seed(seed)
     uniform_BT = torch.rand(total, limit, generator=generator, device=device)
+    if not shares_prompts(model):
+        return generate(model, prompts, count, decoding, uniform_BT)
     going = continuation(model, prompts, count, decoding)
     tokens_BT = torch.full((total, limit), decoding.pad, device=device)
     logprobs_BT = torch.zeros(total, limit, device=device)
@@ -167,8 +170,10 @@ def engine_of(model: Model) -> "Engine | None":
 def slow_path(model: Model) -> str | None:
     """Why this model is not sampled from as fast as others are, in words; nothing where it is."""
     kind = f"models of type {model.config.model_type!r}"
-    if not Decoder.supports(model):
-        return f"there is no fast path for {kind}: this one is sampled from and trained through transformers"
+    if reason := refusal(model):
+        return (
+            f"there is no fast path for {reason}: this one is sampled from and trained through transformers"
+        )
     if model.device.type != "cuda":
         return None
     if find_spec("triton") is None:
@@ -228,6 +233,45 @@ class Plain:
 
     def keep(self, rows: Tensor) -> None:
         self.prefix = self.prefix.select(rows)
+
+
+def generate(
+    model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, uniform_BT: Tensor
+) -> list[list[Sample]]:
+    """Sample with transformers' own loop, which knows the state of every model; prompts of one length at a time."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    device, limit = model.device, decoding.max_new_tokens
+    tokens_BT = torch.full(uniform_BT.shape, decoding.pad, device=device)
+    logprobs_BT = torch.zeros_like(uniform_BT)
+    ends = sorted(decoding.eos)
+    config = GenerationConfig(max_new_tokens=limit, eos_token_id=ends or None, pad_token_id=decoding.pad)
+    own, model.generation_config = model.generation_config, config  # what its author prefers is not asked for
+    try:
+        for length in sorted(set(map(len, prompts))):
+            some = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+            rows = torch.tensor([number * count + k for number in some for k in range(count)], device=device)
+            ids = torch.tensor([prompts[number] for number in some], device=device)
+            ids = ids.repeat_interleave(count, 0)
+
+            def drawn(ids_BT: Tensor, logits_BV: Tensor, rows: Tensor = rows, length: int = length) -> Tensor:
+                step = ids_BT.shape[1] - length
+                token_B, logprob_B = draw(logits_BV, decoding, uniform_BT[rows, step])
+                tokens_BT[rows, step], logprobs_BT[rows, step] = token_B, logprob_B
+                chosen = torch.full_like(logits_BV, -torch.inf)
+                return chosen.scatter(1, token_B[:, None], 0.0)
+
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([drawn]),
+            )
+    finally:
+        model.generation_config = own
+    ended_BT = torch.isin(tokens_BT, torch.tensor(ends, device=device))
+    length_B = torch.where(ended_BT.any(1), ended_BT.int().argmax(1) + 1, limit)
+    return samples(tokens_BT, logprobs_BT, length_B, decoding.eos, count)
 
 
 def draw(logits_BV: Tensor, decoding: Decoding, uniform_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""Running any model of transformers over prompts and their completions, each prompt once.
+"""Running any model of transformers over prompts and their completions, each prompt once where its cache allows it.
 
 The known families have a faster way (`decoder`). The completions of a group share their prompt. It is
 computed once, its keys and values are handed to every completion, and gradients flow back through them: the
 same numbers as full sequences, without the repetition. Prompts are padded on the left and completions on the right, so nothing stands between
-a prompt and its completion. Shapes: P prompts, B completions, L prompt length, T completion length, V words.
+a prompt and its completion. The state of linear attention and of state-space layers cannot be handed over like that, so
+models that have them run over whole sequences. Shapes: P prompts, B completions, L prompt length, T completion length, V words.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rl_swarm.learning.support import FAMILIES
 
 Model = Any  # a transformers causal language model: the library is not typed
 
@@ -50,9 +53,44 @@ def run_prompts(model: Model, prompts: Sequence[Sequence[int]], pad: int) -> Pre
     mask_PL = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=device)
     positions_PL = (mask_PL.cumsum(1) - 1).clamp(min=0)
     output = model(
-        input_ids=ids_PL, attention_mask=mask_PL, position_ids=positions_PL, use_cache=True, logits_to_keep=1
+        input_ids=ids_PL,
+        attention_mask=mask_PL,
+        position_ids=positions_PL,
+        past_key_values=_new_cache(model),
+        use_cache=True,
+        logits_to_keep=1,
     )
     return Prefix(output.past_key_values, mask_PL, positions_PL[:, -1] + 1, output.logits[:, -1])
+
+
+def _new_cache(model: Model) -> Any:
+    """Make the cache of a known family, which keeps all keys; None leaves the choice to the model.
+
+    A model would take the windows of its layers from fields that its class may not know, and forget keys it attends to.
+    """
+    if model.config.model_type not in FAMILIES:
+        return None
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def whole_logits(
+    model: Model, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int
+) -> Tensor:
+    """Return the logits of every completion token, [B, T, V], from whole sequences padded on the right."""
+    rows = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, completions, strict=True)]
+    ids_BN = pad_right(rows, pad, torch.long, model.device)
+    mask_BN = pad_right([[1] * len(row) for row in rows], 0, torch.long, model.device)
+    logits_BNV = model(input_ids=ids_BN, attention_mask=mask_BN, use_cache=False).logits
+    first_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=model.device)
+    places_BT = first_B1 + torch.arange(max(map(len, completions)), device=model.device)
+    return torch.cat(
+        [
+            row_NV[places_T.clamp(max=len(row_NV) - 1)][None]
+            for row_NV, places_T in zip(logits_BNV, places_BT, strict=True)
+        ]
+    )
 
 
 def completion_logits(model: Model, prefix: Prefix, ids_BT: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_swarm.learning.decoder import FAMILIES
+from rl_swarm.learning import support
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Shape:
     vocabulary: int
     gated: bool = True  # whether the inner layer has a gate beside it
     tied: bool = True  # whether words are read and written with the same weights
-    packed: bool = True  # whether `decoder` knows the family, which never holds the logits of all tokens
+    packed: bool = True  # whether it takes the fast path, which never holds the logits of all tokens
 
     @classmethod
     def of(cls, config: Any) -> "Shape":
         """Of a model of transformers, by its configuration. What an unknown family does not say is guessed."""
         config = config.get_text_config()
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
         gpt2 = config.model_type == "gpt2"
         inner = getattr(config, "n_inner", None) if gpt2 else getattr(config, "intermediate_size", None)
         return cls(
@@ -39,7 +39,7 @@ class Shape:
             vocabulary=config.vocab_size,
             gated=config.model_type not in ("gpt2", "gpt_neox", "opt", "phi", "bloom"),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
-            packed=config.model_type in FAMILIES,
+            packed=support.obstacle(config) is None,
         )
 
     @property

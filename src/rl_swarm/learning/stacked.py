@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rl_swarm.learning.batches import Batch, Shape, TrainingGroup, count_tokens, micro_batches, side_by_side
-from rl_swarm.learning.decoder import LLAMA_LIKE, Attend, Decoder, has_kernels, is_turned
-from rl_swarm.learning.devices import release_memory
+from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_turned
+from rl_swarm.learning.devices import out_of_memory, release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of
 from rl_swarm.learning.sizes import alike
+from rl_swarm.learning.support import LLAMA_LIKE
 from rl_swarm.learning.trainer import FIGURES, Trainer, Update, token_losses
 
 if TYPE_CHECKING:
@@ -153,7 +154,9 @@ class Stack:
         while True:
             try:
                 return self._update(lessons)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
                 traceback.clear_frames(error.__traceback__)  # they hold what did fit
                 longest = max(
                     len(g.prompt) + max(map(len, g.completions)) for groups in lessons for g in groups
@@ -234,11 +237,16 @@ class Stack:
         going_Z = (active_Z & norms_Z.isfinite()).float()
         scale_Z = (self.settings.max_grad_norm / (norms_Z + 1e-6)).clamp(max=1)
         grads_ZP = torch.where(going_Z[:, None] > 0, self.grads_ZP * scale_Z[:, None], 0)
-        self.steps_Z += going_Z
-        self.means_ZP.lerp_(grads_ZP, (1 - beta1) * going_Z[:, None])
-        self.squares_ZP.lerp_(grads_ZP.square(), (1 - beta2) * going_Z[:, None])
-        done_Z = self.steps_Z.clamp(min=1)
+        steps_Z = self.steps_Z + going_Z
+        means_ZP = self.means_ZP.lerp(grads_ZP, (1 - beta1) * going_Z[:, None])
+        squares_ZP = self.squares_ZP.lerp(grads_ZP.square_(), (1 - beta2) * going_Z[:, None])
+        done_Z = steps_Z.clamp(min=1)
         sizes_Z = going_Z * self.rates_Z / (1 - beta1**done_Z)
-        roots_ZP = self.squares_ZP.sqrt().div_((1 - beta2**done_Z).sqrt()[:, None]).add_(eps)
-        self.weights_ZP -= sizes_Z[:, None] * self.means_ZP / roots_ZP
+        roots_ZP = squares_ZP.sqrt().div_((1 - beta2**done_Z).sqrt()[:, None]).add_(eps)
+        change_ZP = (sizes_Z[:, None] * means_ZP).div_(roots_ZP)
+        # Nothing is changed before the last memory was asked for: an update that fails can be done again.
+        self.steps_Z.copy_(steps_Z)
+        self.means_ZP.copy_(means_ZP)
+        self.squares_ZP.copy_(squares_ZP)
+        self.weights_ZP -= change_ZP
         return norms_Z

@@ -84,11 +84,15 @@ class TeamTrainer(Trainer):
 
     watch: Callable[[], None] = staticmethod(lambda: None)  # raises when waiting is in vain
 
+    def _make_moments(self) -> None:
+        """Leave it to `_gradients`, where all learn of it when one has no memory."""
+
     def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> torch.Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
         exhausted = torch.zeros(1, device=self.model.device)
         self.figures.zero_()
         try:
+            super()._make_moments()
             mine = share(groups, rank, size)
             if mine:
                 super()._gradients(mine, tokens)

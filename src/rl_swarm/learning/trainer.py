@@ -24,7 +24,15 @@ from rl_swarm.learning.decoder import Attend, Decoder
 from rl_swarm.learning.devices import low_precision, out_of_memory, release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of, packed_logprobs
 from rl_swarm.learning.memory import MOST_TOKENS
-from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, token_logprobs
+from rl_swarm.learning.sequences import (
+    Model,
+    completion_logits,
+    pad_right,
+    run_prompts,
+    token_logprobs,
+    whole_logits,
+)
+from rl_swarm.learning.support import shares_prompts
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
@@ -69,6 +77,10 @@ class Update:
 
 # What a micro-batch adds to the figures of its update; the last is the number of tokens sampled here.
 FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_tokens")
+
+
+class HalfStepError(RuntimeError):
+    """A step that changed some of the weights. The node has to go on from its last checkpoint."""
 
 
 class Trainer:
@@ -144,11 +156,26 @@ class Trainer:
 
     def _launched(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
         """Gives the device all of an update to do, without waiting for it; the figures and the gradient's norm."""
+        self._make_moments()
         figures = self._gradients(groups, tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
         self._step(norm)
         self.optimizer.zero_grad(set_to_none=self.recorder is None)
         return torch.cat([figures, norm.to(figures).reshape(1)])
+
+    def _make_moments(self) -> None:
+        """Make Adam's state of all parameters that have none, or of none of them when memory runs out."""
+        missing = [p for p in self.parameters() if not self.optimizer.state.get(p)]
+        fused = self.optimizer.defaults["fused"]
+        made = [
+            {
+                "step": torch.zeros((), device=p.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+            for p in missing
+        ]
+        self.optimizer.state.update(zip(missing, made, strict=True))
 
     def _step(self, norm: Tensor) -> None:
         """Adam's step, unless the gradient is not finite, which a fused step finds out where it runs."""
@@ -156,7 +183,12 @@ class Trainer:
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         elif not norm.isfinite():
             return
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise HalfStepError("memory ran out in the middle of an optimiser step") from error
         for parameter in self.parameters():  # which a fused step does not do, and copies of weights go by it
             increment_version(parameter)
 
@@ -218,17 +250,20 @@ class Trainer:
         """By how many nats each token of each completion was less likely than tokens are on average at its place."""
         found: list[list[list[float]]] = []
         for part in in_order(groups, self.batch_tokens):
-            batch, shape = Batch.of(part, 1)
-            batch = batch.to(self.model.device)
-            if Decoder.supports(self.model):
-                decoder = Decoder(self.model)
-                attention = attention_of(decoder, shape)
-                logprobs_M, entropy_M = packed_logprobs(decoder, batch, *attention, self.settings.temperature)
-            else:
-                logprobs_M, entropy_M = self._plain_logprobs(self.model, part)
+            logprobs_M, entropy_M = self.logprobs(part)
             values = iter((-logprobs_M - entropy_M).tolist())
             found += [[[next(values) for _ in ids] for ids in group.completions] for group in part]
         return found
+
+    @torch.no_grad()
+    def logprobs(self, groups: Sequence[TrainingGroup]) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of every completion token and the entropy there."""
+        if not Decoder.supports(self.model):
+            return self._plain_logprobs(self.model, groups)
+        batch, shape = Batch.of(groups, 1)
+        decoder = Decoder(self.model)
+        attention = attention_of(decoder, shape)
+        return packed_logprobs(decoder, batch.to(self.model.device), *attention, self.settings.temperature)
 
     def _plain_reference(self, groups: Sequence[TrainingGroup]) -> Tensor | None:
         if self.reference is None:
@@ -239,12 +274,17 @@ class Trainer:
     def _plain_logprobs(self, model: Model, groups: Sequence[TrainingGroup]) -> tuple[Tensor, Tensor]:
         """The same through transformers, for any model."""
         device = model.device
-        ids_BT = pad_right([ids for g in groups for ids in g.completions], self.pad, torch.long, device)
-        lengths_B = torch.tensor([len(ids) for g in groups for ids in g.completions], device=device)
+        completions = [ids for g in groups for ids in g.completions]
+        ids_BT = pad_right(completions, self.pad, torch.long, device)
+        lengths_B = torch.tensor(list(map(len, completions)), device=device)
         rows = [number for number, g in enumerate(groups) for _ in g.completions]
         with low_precision(model):
-            prefix = run_prompts(model, [g.prompt for g in groups], self.pad)
-            logits_BTV = completion_logits(model, prefix.select(torch.tensor(rows, device=device)), ids_BT)
+            if shares_prompts(self.model):
+                prefix = run_prompts(model, [g.prompt for g in groups], self.pad)
+                prefix = prefix.select(torch.tensor(rows, device=device))
+                logits_BTV = completion_logits(model, prefix, ids_BT)
+            else:
+                logits_BTV = whole_logits(model, [groups[row].prompt for row in rows], completions, self.pad)
         there_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
         logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
         return logprobs_BT[there_BT], entropy_BT[there_BT]

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_swarm.learning.decoder import LLAMA_LIKE, Attend, Decoder, rotated
+from rl_swarm.learning import support
+from rl_swarm.learning.decoder import Attend, Decoder, rotated
 from rl_swarm.learning.lora import merged_weight
-
-ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those that depend on the position alone
+from rl_swarm.learning.support import LLAMA_LIKE
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,9 @@ class Weights:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Whether what is done with the copy is what this model does."""
-        config = decoder.model.config
-        if decoder.family == "gpt2":
-            plain = not (config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn)
-            return bool(plain and config.scale_attn_weights and decoder.plain_gate)
-        rope = getattr(config, "rope_parameters", None) or {}
-        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-        kinds = {part.get("rope_type", "default") for part in parts}
-        return decoder.plain_gate and kinds <= ROTATIONS and not getattr(config, "mlp_bias", False)
+        """Return whether what is done with the copy is what this model does."""
+        model = decoder.model
+        return support.refusal(model) is None and support.copy_obstacle(model.config) is None
 
     def refresh(self) -> None:
         versions = [parameter._version for parameter in self._parameters]

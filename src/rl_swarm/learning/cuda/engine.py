@@ -22,7 +22,7 @@ from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.fused import ALIGNED
 from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
-from rl_swarm.learning.devices import release_memory
+from rl_swarm.learning.devices import out_of_memory, release_memory
 from rl_swarm.learning.meeting import Meeting
 from rl_swarm.learning.sampler import Decoding, Request, Sample, samples, truncated
 from rl_swarm.learning.weights import Layer, Linear, Norm, Stack, Weights
@@ -159,7 +159,9 @@ class Engine:
         try:
             parties = {self._seat(request.model): request for request in requests}
             yield from self._sample(parties, cast(Decoding, kind))
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
             if requests[0].ready is not None:
                 torch.cuda.current_stream().synchronize()  # another thread may use the memory next
             self.scratch.least = Room()  # no more than is asked for
