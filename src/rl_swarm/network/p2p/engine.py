@@ -7,6 +7,7 @@ is a child of this process and ends with it. Nothing here waits longer than it s
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import shutil
 import struct
@@ -14,10 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -33,6 +34,7 @@ from rl_swarm.network.p2p.table import REPLICAS, Table
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_importing = threading.Lock()
 
 STREAM = "/rl-swarm/documents/1"
 WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
@@ -208,7 +210,8 @@ class Engine:
 
     async def _start(self) -> None:
         try:
-            from hivemind.dht.node import DHTNode
+            with _locks_without_names():
+                from hivemind.dht.node import DHTNode
             from hivemind.p2p import P2P
             from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
@@ -372,6 +375,19 @@ class Engine:
         finally:
             self.streams.leave(stream)
             writer.close()
+
+
+@contextmanager
+def _locks_without_names() -> Iterator[None]:
+    """Lets hivemind make its locks between processes, which are not used here, as for forks: others have names in the
+    system, which stay behind when this process is killed."""
+    with _importing:
+        before = multiprocessing.get_start_method(allow_none=True)
+        multiprocessing.set_start_method("fork", force=True)
+        try:
+            yield
+        finally:
+            multiprocessing.set_start_method(before, force=True)
 
 
 def _forgotten(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
