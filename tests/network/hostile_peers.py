@@ -62,7 +62,7 @@ class IdleStreams:
     """Streams that send the length of a request and nothing more, opened again when they are closed."""
 
     def __init__(self, engine: Engine, victims: Sequence[Engine], count: int) -> None:
-        self.engine, self.open = engine, 0
+        self.engine, self.open, self.closed = engine, 0, 0
         self.tasks = [
             asyncio.run_coroutine_threadsafe(self._hold(victim), engine.loop)
             for victim in victims
@@ -80,7 +80,7 @@ class IdleStreams:
                 writer.write(struct.pack(">I", 100))
                 self.open += 1
                 await reader.read(1)
-                self.open -= 1
+                self.open, self.closed = self.open - 1, self.closed + 1
             except Exception:
                 pass
             finally:

@@ -124,6 +124,17 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
     assert not engine.folder.exists()
 
 
+def test_a_trace_of_the_daemon_is_not_shown(caplog):
+    """It has paths of the machine where the daemon was built."""
+    nowhere = "/ip4/127.0.0.1/tcp/99999/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
+    engine = Engine(Identity.new(), [nowhere], LOOPBACK, map_ports=False)
+    with pytest.raises(EngineError) as error:
+        engine.start()
+    shown = str(error.value)
+    assert "does not start" in shown and ".go" not in shown and len(shown) < 400
+    assert not caplog.text
+
+
 def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
     monkeypatch.setattr("rl_swarm.network.p2p.engine.RECONNECT_SECONDS", (0.1, 0.2))
     later = Identity.new()

@@ -31,6 +31,7 @@ from rl_swarm.network.p2p.notices import acceptable
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.streams import Stream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
+from rl_swarm.wire import Rejected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +47,7 @@ SILENT_SECONDS = (15.0, 240.0)  # in which a peer that did not is not asked agai
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 REQUEST_SECONDS = 4.0  # for all bytes of a request to come
 MAX_ASKS_OF_PEER = 4  # requests to one peer at a time: half of the streams that it gives us
+MAX_SAID = 100  # lines of the daemon that are kept, to say why it did not start
 LONGEST_FOLDER = 40  # characters, for temporary files
 MOST_MET = 24  # peers that are connected to as soon as they are heard of
 CONNECTIONS = (24, 40)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
@@ -206,7 +208,8 @@ class Engine:
         except (NetworkError, OSError):
             raise
         except Exception as error:  # hivemind and its daemon raise all kinds
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            # What they say may quote a peer.
+            raise OSError(str(Rejected(type(error).__name__, str(error)))) from error
 
     async def _start(self) -> None:
         try:
@@ -221,8 +224,19 @@ class Engine:
         # Its daemon's lines quote what peers say, and tell of nothing that a user could do.
         logging.getLogger("hivemind").setLevel(logging.CRITICAL + 1)
 
+        started, said = list[Any](), list[str]()  # what the daemon said
+
         class Daemon(P2P):  # type: ignore[misc]
             _UNIX_SOCKET_PREFIX = f"/unix{self.folder}/"  # where no other user can reach it
+
+            def __init__(self) -> None:
+                super().__init__()
+                started.append(self)
+
+            @staticmethod
+            def _log_p2pd_message(line: str) -> None:
+                if len(said) < MAX_SAID and '"logger"' not in line:
+                    said.append(line)
 
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -248,7 +262,9 @@ class Engine:
                 startup_timeout=START_SECONDS - 5,
             )
         except (P2PDaemonError, OSError, ValueError) as error:
-            raise EngineError(explained(str(error), self.listen)) from error
+            for daemon in started:  # so that nothing of it is left when the loop is closed
+                await daemon.shutdown()
+            raise EngineError(explained("\n".join(said) or str(error), self.listen)) from error
         finally:
             key.unlink(missing_ok=True)
         self.addresses = [str(address) for address in await self.p2p.get_visible_maddrs()]
@@ -413,6 +429,9 @@ def explained(error: str, listen: Sequence[str]) -> str:
         return (
             f"P2P_LISTEN={where}: this machine has no such address. /ip4/0.0.0.0/tcp/0 listens on all it has."
         )
-    if "multiaddr" in error:
-        return f"P2P_LISTEN={where} is no multiaddress; one looks like /ip4/0.0.0.0/tcp/31000. ({error})"
-    return f"The peer-to-peer daemon does not start: {error}"
+    # The first line is what happened; the rest is a trace with paths of the machine where the daemon was built.
+    first = next((line.strip() for line in error.splitlines() if line.strip()), "it says nothing")
+    shown = ascii(first)[1:-1][:300]
+    if "multiaddr" in first and any(address in first for address in listen):
+        return f"P2P_LISTEN={where} is no multiaddress; one looks like /ip4/0.0.0.0/tcp/31000. ({shown})"
+    return f"The peer-to-peer daemon does not start: {shown}"

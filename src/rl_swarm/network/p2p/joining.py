@@ -32,6 +32,7 @@ ADDRESSES = "addresses.json"  # of peers that were there last time
 BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machine
 MOST_ADDRESSES = 64
 LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
+MAX_SHOWN = 4  # addresses in a message
 MEET_SECONDS = 10.0
 SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
 MOST_TRIES = 8  # peers that are asked in one look for manifests that are too large for a notice
@@ -66,7 +67,8 @@ def _engine(
         if engine.known and not engine.meet(MEET_SECONDS):
             log.warning(
                 "nobody can be reached at %s; this node goes on alone and looks for the others again and again",
-                ", ".join(engine.known),
+                ", ".join(engine.known[:MAX_SHOWN])
+                + (" and others" if len(engine.known) > MAX_SHOWN else ""),
             )
         yield engine
     finally:
@@ -194,7 +196,8 @@ def _most_told_of(candidates: list[Candidate]) -> Candidate:
             len(others),
         )
         return first
-    listed = ", ".join(f"{one.manifest.name} of {one.manifest.peer_id}" for one in (first, *others[:3]))
+    told_of = (first, *others)[:MAX_SHOWN]
+    listed = ", ".join(f"{one.manifest.name} of {one.manifest.peer_id}" for one in told_of)
     raise NetworkError(
         f"There are several swarms among these peers: {listed}. Say whose is meant: SWARM_OWNER=…, or join at the address "
         "of one of its nodes."
