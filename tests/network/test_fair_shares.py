@@ -270,6 +270,18 @@ def test_many_names_of_one_author_push_no_name_out(tmp_path, monkeypatch):
         swarm.close()
 
 
+def test_who_speaks_under_many_names_is_heard_under_the_first(tmp_path):
+    swarm = AmongPeers(tmp_path)
+    try:
+        bob, ann = swarm.files("bob"), swarm.files("ann")
+        for number in range(5):
+            bob.write(f"peers/name-{number}.json", b"{}")
+            assert set(ann.names("peers")) <= {"name-0.json"}
+        assert set(ann.authors) == {"name-0"}
+    finally:
+        swarm.close()
+
+
 class Opened:
     """A stream that notes whether it was closed."""
 

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
 OF_A_ROUND = ("rollouts/", "rewards/")
+OF_NODES = ("peers", "rewards/")  # folders in which a document is called as its node
 MOST_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
 KNOWN_SECONDS = 0.2  # for which an answer of the DHT is good enough to find somebody's name in
 MOST_NAMES = 4096  # that a peer keeps in mind with their authors
@@ -89,6 +90,9 @@ class PeerFiles:
         self.lasting = set[str]()  # paths of which there must always be a notice
         self.handed = dict[str, bytes]()  # copies of what the owner wrote
         self.authors = dict[str, str]()  # of a node's documents, by the node's name
+        self.names_of = dict[
+            str, str
+        ]()  # and the other way round: who speaks under many names is heard under the first
         self._listed = dict[str, tuple[float, dict[str, Notice]]]()  # by folder: when, and what, by path
         self._left = dict[str, float]()  # when notices were last left, by path
         self._of_rounds = deque[str]()  # its documents of single rounds, the oldest first
@@ -329,7 +333,9 @@ class PeerFiles:
             listed = dict[str, Notice]()
             for notice in found:
                 node = notice.name.removesuffix(".json")
-                if SAFE_NAME.fullmatch(node):
+                if folder.startswith(OF_NODES) and SAFE_NAME.fullmatch(node):
+                    if self.names_of.setdefault(notice.peer_id, node) != node:
+                        continue
                     self.authors.setdefault(node, notice.peer_id)
                 if notice.path not in listed or notice.peer_id == self.authors.get(node):
                     listed[notice.path] = notice
@@ -347,6 +353,7 @@ class PeerFiles:
             heard = [node for node in self.authors if node not in members]
             for node in heard[: len(self.authors) - MOST_NAMES // 2]:
                 del self.authors[node]
+            self.names_of = {peer_id: node for node, peer_id in self.authors.items()}
 
     def _owners(self, path: str, limit: int) -> bytes:
         """Of the owner, or of anybody who has it. In a large swarm without a conductor few ask the owner, and the others
@@ -388,6 +395,7 @@ class PeerFiles:
         if state.peer_id == self.owner and state.swarm == self.swarm:
             self._state = self.clock(), state
             self.authors |= {member.node: peer_id for peer_id, member in state.members.items()}
+            self.names_of |= {peer_id: member.node for peer_id, member in state.members.items()}
 
     def _author(self, path: str) -> str | None:
         """Whose this document is: of the peer whose id is its name, else the member's whom the coordinator knows by that
