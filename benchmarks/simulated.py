@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hivemind.dht.routing import DHTID, RoutingTable
-from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 from players import Asked
 from virtual import World
@@ -117,7 +117,7 @@ class SimulatedEngine:
         self,
         network: Network,
         identity: Identity,
-        quota: DhtQuota,
+        quota: DhtQuota | None,  # None: everything is kept
         rng: random.Random,
     ) -> None:
         self.network, self.world, self.identity = network, network.world, identity
@@ -132,7 +132,7 @@ class SimulatedEngine:
         self.met_before = set[str]()
         self.line, self.asked = Line(), Asked()
         self.node = SimulatedNode(self, quota)
-        self.table = Table(self.node, self.clock, rng, self._timestamp)
+        self.table = Table(self.node, self.clock, rng, *([self._timestamp] if quota else []))
         network.peers[identity.peer_id] = network.nodes[self.node.node_id] = self
 
     def _timestamp(self, key: str, subkey: str, value: bytes) -> float | None:
@@ -216,12 +216,12 @@ class SimulatedNode:
 
     serializer = MSGPackSerializer
 
-    def __init__(self, engine: SimulatedEngine, quota: DhtQuota) -> None:
+    def __init__(self, engine: SimulatedEngine, quota: DhtQuota | None) -> None:
         self.engine, self.network = engine, engine.network
         self.peer_id, self.protocol = engine, self
         self.node_id = place_of(engine.identity.peer_id)
         self.routing = RoutingTable(self.node_id, BUCKET, MODULO)
-        self.storage = FairStorage(quota)
+        self.storage = DHTLocalStorage() if quota is None else FairStorage(quota)
         self.banned = dict[DHTID, tuple[float, int]]()  # until when, and how often so far
         self._nearest = dict[DHTID, list[DHTID]]()  # of keys that were asked for since the table has changed
 

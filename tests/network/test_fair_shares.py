@@ -4,6 +4,7 @@ import math
 import time
 
 import pytest
+from processes import until
 from swarms import OWNER, AmongPeers, engine_of, identity_of, introduction, peer_id, report
 
 from rl_swarm.identity import Identity
@@ -204,9 +205,9 @@ def test_nobody_hides_records_behind_hivemind_s_cache():
         )
 
     honest, hostile = Identity.new(), Identity.new()
-    assert offer(honest, 100.0, False) == [True]
-    assert offer(hostile, 600.0, True) == [False]
-    assert f"{honest.peer_id}/x.json" in one.find(key_of("c", "peers"))
+    until(lambda: offer(honest, 100.0, False) == [True])  # on a busy machine a peer may answer too late, once
+    until(lambda: (answer := offer(hostile, 600.0, True)) is not None and answer == [False])
+    until(lambda: f"{honest.peer_id}/x.json" in one.find(key_of("c", "peers")))
 
 
 def test_nobody_chooses_its_place_in_the_table():
@@ -264,7 +265,7 @@ def test_many_names_of_one_author_push_no_name_out(tmp_path, monkeypatch):
         for number in range(20):
             files.authors[f"n{number}"] = "somebody"
         swarm.files("bob").write("peers/bob.json", b"{}")
-        assert "bob.json" in files.names("peers")
+        until(lambda: "bob.json" in files.names("peers"))
         assert len(files.authors) <= 8 and files.authors["bob"] == peer_id("bob")
     finally:
         swarm.close()
