@@ -50,7 +50,7 @@ def known_addresses(text: str) -> list[str]:
 
 
 def is_peer_address(text: str) -> bool:
-    """Whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
+    """Tells whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
     found = PEER_ADDRESS.fullmatch(text)
     if found is None or not all(is_peer_id(part) for part in found.group("relay", "peer") if part):
         return False

@@ -111,7 +111,7 @@ class PeerFiles:
             self.engine.quota.swarms[self.swarm] = self
 
     def is_member(self, peer_id: str) -> bool:
-        """Whether a peer is a member, as far as this one knows."""
+        """Tells whether a peer is a member, as far as this one knows."""
         if peer_id == self.owner:
             return True
         if self.members is not None:
@@ -119,7 +119,7 @@ class PeerFiles:
         return self._state is not None and peer_id in self._state[1].members
 
     def report_rounds(self) -> range | None:
-        """The rounds whose reports may lie in the DHT now; None if that is not known."""
+        """Says of which rounds reports may lie in the DHT now; None if that is not known."""
         if self.members is not None:  # where nobody conducts, reports are asked for
             return range(0)
         known = self._state is not None and self.clock() - self._state[0] <= STATE_SECONDS
@@ -192,7 +192,7 @@ class PeerFiles:
         ]
 
     def _asked_directly(self, folder: str) -> set[str]:
-        """The names of reports that members gave when they were asked, for those of which there are no notices."""
+        """Lists the reports that members gave when asked. Those without a notice are asked, in the background."""
         with self._lock:
             if self._asked_for[0] != folder:
                 self._asked_for, self._direct = (folder, self.clock()), {}

@@ -415,7 +415,7 @@ def _forgotten(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
 
 
 async def _request(reader: asyncio.StreamReader) -> bytes | None:
-    """What a peer asks for; None if that is too long."""
+    """Reads what a peer asks for; None if that is too long."""
     (size,) = struct.unpack(">I", await reader.readexactly(4))
     return bytes(await reader.readexactly(size)) if size <= MOST_REQUEST else None
 

@@ -125,7 +125,7 @@ def told(here: Path, stop: threading.Event) -> list[str]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A manifest of which there are notices in the DHT."""
+    """Holds a manifest of which there are notices in the DHT."""
 
     manifest: Manifest
     signed: bytes
@@ -165,7 +165,7 @@ def await_manifest(
 
 
 def _of_given_peers(engine: Engine, owner: str | None) -> tuple[tuple[Manifest, bytes] | None, bool]:
-    """The manifest of the first peer whose address was given and who has one; and whether all of them answered."""
+    """Asks the peers whose addresses were given for the manifest; also tells whether all of them answered."""
     all_answered = True
     for peer_id in dict.fromkeys(address.rpartition("/")[2] for address in engine.given):
         try:
@@ -183,7 +183,7 @@ def _of_given_peers(engine: Engine, owner: str | None) -> tuple[tuple[Manifest, 
 
 
 def _most_told_of(candidates: list[Candidate]) -> Candidate:
-    """The manifest that at least twice as many peers tell of as of any other; an error where there is none."""
+    """Chooses the manifest that at least twice as many peers tell of as of any other; an error where there is none."""
     first, *others = sorted(candidates, key=lambda one: (-len(one.authors), one.manifest.swarm()))
     if not others:
         return first

@@ -60,12 +60,12 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.peer_id}/{self.name}"
 
     def report_round(self) -> int | None:
-        """The round that it is a report of, if it is one."""
+        """Says of which round it is a report, if it is one."""
         found = REPORTS.fullmatch(self.folder)
         return int(found[1]) if found else None
 
     def latest_expiry(self) -> float:
-        """When it has to be gone, by the time that its author signed: whoever brings a record chooses its expiry."""
+        """Says when it has to be gone, by the time that its author signed: anybody may choose a record's expiry."""
         return self.timestamp + (KEPT_SECONDS if self.report_round() is None else REPORT_SECONDS) + LATEST
 
 

@@ -26,18 +26,18 @@ Place = tuple[bytes, str]  # a key and a subkey
 
 
 class SwarmView(Protocol):
-    """What a peer knows of the swarm that it is in."""
+    """Tells what a peer knows of the swarm that it is in."""
 
     def is_member(self, peer_id: str) -> bool: ...
 
     def report_rounds(self) -> range | None:
-        """The rounds whose reports may lie in the DHT now, as far as they are known."""
+        """Says of which rounds reports may lie in the DHT now; None if that is not known."""
         ...
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A notice that is kept."""
+    """Notes a notice that is kept."""
 
     place: Place
     author: str
@@ -92,7 +92,7 @@ class DhtQuota:
         return [old.place for old in evicted if old.place != claim.place]
 
     def _displaced(self, claim: Claim, now: float) -> list[Claim] | None:
-        """The notices that go for this one; None if this one has less right to be here."""
+        """Finds the notices that go for this one; None if this one has less right to be here."""
         key, subkey = claim.place
         self._expire(self.by_key.get(key, {}).values(), now)
         self._expire(self.by_author.get(claim.author, {}).values(), now)
@@ -195,7 +195,7 @@ class DhtQuota:
 
 
 def _is_now(notice: Notice, view: SwarmView | None) -> bool:
-    """Whether a report is of a round that is played about now; everything else is of no round."""
+    """Tells whether a report is of a round that is played about now; everything else is of no round."""
     number = notice.report_round()
     rounds = view.report_rounds() if view is not None and number is not None else None
     return rounds is None or number in rounds
@@ -208,7 +208,7 @@ def _fits(claim: Claim, members: int, strangers: int, most: int) -> bool:
 
 
 def _may_displace(claim: Claim, loser: Claim, shares: Counter[str]) -> bool:
-    """Whether a notice may take the place of another: of one with a larger share, or a member's of a stranger's."""
+    """Tells whether a notice may displace another: one with a larger share, or a member's one of a stranger."""
     if claim.is_member != loser.is_member:
         return claim.is_member
     return _rank(shares[loser.author]) > _rank(shares[claim.author])

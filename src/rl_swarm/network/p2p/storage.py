@@ -83,12 +83,12 @@ def _compact(storage: TimedStorage[Any, Any]) -> None:
 
 
 def place_of(peer_id: str) -> DHTID:
-    """The place of a peer among the others. Whoever wants another one has to make keys until one fits."""
+    """Gives a peer its place among the others. Another one takes another key."""
     return DHTID.generate(source=peer_id)
 
 
 def guard(protocol: Any, quota: DhtQuota) -> None:
-    """Takes from a running protocol what it lets strangers do."""
+    """Ends what a running protocol lets strangers do."""
     protocol.storage, protocol.cache = FairStorage(quota), NoStorage()
     update, find = protocol.update_routing_table, protocol.call_find
 

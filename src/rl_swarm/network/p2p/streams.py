@@ -23,6 +23,8 @@ class Stream:
 
 
 class StreamSlots:
+    """Says which streams may wait for their request, and which are answered."""
+
     def __init__(self) -> None:
         self.waiting = dict[Stream, None]()  # the longest waiting first
         self.answered = dict[Stream, None]()
