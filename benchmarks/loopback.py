@@ -28,8 +28,8 @@ from toy import Arithmetic
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.p2p import joining
-from rl_swarm.network.p2p.documents import Shelf
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.node import Stopped
 from rl_swarm.presence import Watch
@@ -81,7 +81,7 @@ class CountedEngine(Engine):
     """Counts what is asked of it, and the calls that hivemind's DHT makes for that."""
 
     def __init__(self, identity: Identity, known: list[str]) -> None:
-        super().__init__(identity, known, LISTEN, accept=Shelf().accepts, relay=False, map_ports=False)
+        super().__init__(identity, known, LISTEN, quota=DhtQuota(), relay=False, map_ports=False)
         self.asked, self.calls = Asked(), Asked()
 
     async def _start(self) -> None:

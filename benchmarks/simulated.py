@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 from players import Asked
 from virtual import World
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MOST_MET, Answer
+from rl_swarm.network.p2p.notices import acceptable
+from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.storage import FairStorage, place_of
 from rl_swarm.network.p2p.table import REPLICAS, Table
 
 T = TypeVar("T")
@@ -115,11 +117,13 @@ class SimulatedEngine:
         self,
         network: Network,
         identity: Identity,
-        accept: Callable[[bytes, bytes, bytes, float], bool],
+        quota: DhtQuota | None,  # None: everything is kept
         rng: random.Random,
     ) -> None:
         self.network, self.world, self.identity = network, network.world, identity
         self.answer: Answer = lambda request, peer: None
+        self.quota = quota
+        self.is_member: Callable[[str], bool] = lambda peer_id: False
         self.clock = self.world.clock
         self.addresses = [f"/ip4/127.0.0.1/tcp/31000/p2p/{identity.peer_id}"]
         self.online = True
@@ -127,9 +131,13 @@ class SimulatedEngine:
         self.connected = dict[SimulatedEngine, float]()  # until when idle time is accounted for
         self.met_before = set[str]()
         self.line, self.asked = Line(), Asked()
-        self.node = SimulatedNode(self, accept)
-        self.table = Table(self.node, self.clock, rng)
+        self.node = SimulatedNode(self, quota)
+        self.table = Table(self.node, self.clock, rng, *([self._timestamp] if quota else []))
         network.peers[identity.peer_id] = network.nodes[self.node.node_id] = self
+
+    def _timestamp(self, key: str, subkey: str, value: bytes) -> float | None:
+        notice = acceptable(key, subkey, value, self.clock())
+        return notice.timestamp if notice is not None else None
 
     def start(self, known: "SimulatedEngine | None") -> None:
         if known is not None:
@@ -208,17 +216,14 @@ class SimulatedNode:
 
     serializer = MSGPackSerializer
 
-    def __init__(self, engine: SimulatedEngine, accept: Callable[[bytes, bytes, bytes, float], bool]) -> None:
-        self.engine, self.network, self.accept = engine, engine.network, accept
-        self.peer_id, self.protocol, self.record_validator = engine, self, self
-        self.node_id = DHTID.generate(source=engine.identity.peer_id)
+    def __init__(self, engine: SimulatedEngine, quota: DhtQuota | None) -> None:
+        self.engine, self.network = engine, engine.network
+        self.peer_id, self.protocol = engine, self
+        self.node_id = place_of(engine.identity.peer_id)
         self.routing = RoutingTable(self.node_id, BUCKET, MODULO)
-        self.storage = DHTLocalStorage()
+        self.storage = DHTLocalStorage() if quota is None else FairStorage(quota)
         self.banned = dict[DHTID, tuple[float, int]]()  # until when, and how often so far
         self._nearest = dict[DHTID, list[DHTID]]()  # of keys that were asked for since the table has changed
-
-    def validate(self, record: DHTRecord) -> bool:
-        return self.accept(record.key, record.subkey, record.value, record.expiration_time)
 
     async def find_nearest_nodes(
         self, queries: Sequence[DHTID], k_nearest: int = BUCKET, beam_size: int = BUCKET
@@ -245,8 +250,7 @@ class SimulatedNode:
         await asyncio.sleep(LOST_SECONDS if seconds is None else seconds)
         if seconds is None:
             return None
-        taken = peer.node.validate(DHTRecord(key.to_bytes(), packed, value, expires))
-        return [taken and peer.node.storage.store(key, value, expires, subkey=subkey)]
+        return [peer.node.storage.store(key, value, expires, subkey=subkey)]
 
     async def call_find(self, peer: SimulatedEngine, keys: Sequence[DHTID]) -> dict[DHTID, Any] | None:
         (key,) = keys

@@ -31,9 +31,11 @@ from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST
-from rl_swarm.network.p2p import documents, members
-from rl_swarm.network.p2p.documents import KEPT_SECONDS, PeerFiles, Shelf
+from rl_swarm.network.p2p import documents, members, notices
+from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.joining import manifests
+from rl_swarm.network.p2p.notices import KEPT_SECONDS
+from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.wire import seal, unseal
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
@@ -100,13 +102,13 @@ class Swarm:
         world, manifest, who = self.world, self.manifest, identity(self.scenario.seed, number)
         here = [peer.engine for peer in self.peers if peer.engine.online]
         rng = random.Random(f"{self.scenario.seed} {number}")
-        engine = SimulatedEngine(self.network, who, Shelf(world.clock).accepts, rng)
+        engine = SimulatedEngine(self.network, who, DhtQuota(world.clock), rng)
         engine.start(self.rng.choice(here) if here else None)
         while number > 0 and not manifests(engine):  # type: ignore[arg-type]
             world.sleep(1.0)
         local = LocalFiles(self.folder / str(number))
         files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, who, local, world.clock, rng)  # type: ignore[arg-type]
-        engine.answer = files.answer
+        files.serve()
         node = player(
             files,
             manifest,
@@ -179,6 +181,7 @@ def one_world(world: World, seed: int) -> Iterator[None]:
     with (
         patch.object(timed_storage, "get_dht_time", world.clock),
         patch.object(documents, "unseal", checked),
+        patch.object(notices, "unseal", checked),
         patch.object(members, "unseal", checked),
     ):
         yield

@@ -18,9 +18,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs
 QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set", "checkpoint_every=5"]
 
 
-def start(cwd: Path, *arguments: str, **environ: str) -> "subprocess.Popen[str]":
+def start(
+    cwd: Path, *arguments: str, start_new_session: bool = False, **environ: str
+) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [*RL_SWARM, *arguments],
+        start_new_session=start_new_session,
         cwd=cwd,
         env={**os.environ, **environ},
         stdin=subprocess.DEVNULL,

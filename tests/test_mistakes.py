@@ -1,10 +1,11 @@
 """What people get wrong, and what befalls their files: said at once, in one message, and nothing is left behind."""
 
+import signal
 import threading
 from pathlib import Path
 
 import pytest
-from processes import end, run, start, status
+from processes import end, run, start, status, until
 from test_stopping import SMALL
 
 from rl_swarm.identity import Identity
@@ -86,9 +87,16 @@ def test_a_node_in_a_directory_that_cannot_be_written_says_so(tmp_path: Path) ->
     (tmp_path / "drive").mkdir()
     code, output = run(Path("/proc"), "join", str(tmp_path / "drive" / "swarm"))  # not even root writes there
     assert code == 1 and "Start in a directory that can be written" in output and "Traceback" not in output
-    (tmp_path / "logs").write_text("no folder")
-    code, output = run(tmp_path, "coordinate", str(tmp_path / "drive" / "swarm"))
-    assert code == 1 and "Start in a directory that can be written" in output and "Traceback" not in output
+    (tmp_path / "logs").write_text("no folder")  # the log is kept in the private directory, and this stays
+    process = start(tmp_path, "coordinate", str(tmp_path / "drive" / "swarm"))
+    try:
+        until(lambda: (tmp_path / "drive" / "swarm" / "manifest.json").exists() or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert "coordinating" in output and "Traceback" not in output
+    assert (tmp_path / "logs").read_text() == "no folder"
 
 
 def broken_manifest(folder: Path) -> LocalFiles:

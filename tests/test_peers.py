@@ -1,6 +1,7 @@
 """A swarm among peers, as users start it: processes that know nothing of each other but an address."""
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -141,10 +142,52 @@ def test_stages_and_roles_go_among_peers_too(environment: str, tmp_path: Path) -
     assert code == 0 and "sound" in output, output
 
 
-def test_an_address_that_is_none_gets_a_clear_error(tmp_path: Path) -> None:
-    for text in ("p2p://example.org:31000", "p2p:///ip4/127.0.0.1/tcp/31000"):
-        code, output = run(tmp_path, "join", text, *HERE)
-        assert code == 1 and "is no address of a peer" in output and "/p2p/12D3KooW" in output, (
-            RL_SWARM,
-            output,
-        )
+NOISE = ("Traceback", "Task exception", "go-libp2p", "/home/", "leaked", "asyncio", "hivemind", "p2pd")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "p2p://example.org:31000",
+        "p2p:///ip4/127.0.0.1/tcp/31000",
+        "p2p:///ip4/127.0.0.1/tcp/99999/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu",
+        "p2p:///ip4/999.0.0.1/tcp/31000/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu",
+        "p2p:///ip4/127.0.0.1/tcp/31000/p2p/12D3KooWbad",
+        "p2p:///ip4/127.0.0.1/tcp/31000/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu,p2p:///nonsense",
+        "p2p:///ip4/127.0.0.1/tcp/1\x1b[31m/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu",
+    ],
+)
+def test_an_address_that_is_none_gets_a_clear_error(text: str, tmp_path: Path) -> None:
+    code, output = run(tmp_path, "join", text)
+    assert code == 1 and "is no address of a peer" in output and "/p2p/12D3KooW" in output, (RL_SWARM, output)
+    assert not [word for word in NOISE if word in output] and "\x1b" not in output, output
+
+
+def test_who_waits_at_an_address_where_nobody_is_ends_without_noise(tmp_path: Path) -> None:
+    nobody = "p2p:///ip4/127.0.0.1/tcp/1/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
+    node = start(tmp_path, "join", nobody, "--set", f"p2p_listen={LOOPBACK}", PYTHONUNBUFFERED="1")
+    try:
+        assert node.stdout is not None
+        seen = next(line for line in node.stdout if "waiting for somebody" in line)
+        node.send_signal(signal.SIGTERM)
+        output = seen + node.communicate(timeout=240)[0]
+    finally:
+        end(node)
+    assert not [word for word in NOISE if word in output], output
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_swarm_ends_it_without_noise(tmp_path: Path) -> None:
+    """As `timeout` and supervisors send it."""
+    options = ["--network", "p2p", "--nodes", "2", "--rounds", "1000", "--run", "run", *HERE, *QUICK, *SMALL]
+    swarm = start(tmp_path, "up", *options, start_new_session=True)
+    try:
+        until(lambda: state(tmp_path / "run")["round"] >= 1, 240)
+        running = daemons(swarm)
+        assert len(running) == 3
+        os.killpg(swarm.pid, signal.SIGTERM)
+        output, _ = swarm.communicate(timeout=240)
+    finally:
+        end(swarm)
+    assert not [word for word in NOISE if word in output], output
+    until(lambda: not any(daemon.is_running() for daemon in running))

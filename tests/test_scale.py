@@ -113,7 +113,7 @@ def in_a_network(live: Callable[[list[Any], Callable[[], Any]], None]) -> None:
     def another() -> Any:
         number = next(numbers)
         rng = random.Random(number)
-        return simulated.SimulatedEngine(network, simulation.identity(1, number), lambda *record: True, rng)
+        return simulated.SimulatedEngine(network, simulation.identity(1, number), None, rng)
 
     def all_of_it() -> None:
         engines = [another() for _ in range(40)]

@@ -114,9 +114,16 @@ class Identity:
         """The identity in `path`, made there at first use. An existing file is never overwritten."""
         if not path.exists():
             identity = cls.new()
-            with contextlib.suppress(FileExistsError):  # another process was first
+            try:
                 write_new(path, identity.pem())
                 return identity
+            except FileExistsError:  # another process was first
+                pass
+            except OSError as error:
+                raise IdentityError(
+                    f"The key IDENTITY_PATH={path} cannot be written ({error.strerror}). Start in a directory that can "
+                    "be written, or set IDENTITY_PATH to a file in one."
+                ) from error
         warn_if_readable(path)
         return cls.load(path)
 

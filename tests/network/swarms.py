@@ -20,8 +20,9 @@ from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
-from rl_swarm.network.p2p.documents import PeerFiles, Shelf
+from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.rollouts import Answer, Publication, Sampling
 from rl_swarm.rounds import PeerInfo, Report
 
@@ -220,7 +221,7 @@ def engine_of(node: str) -> Engine:
     if node not in _engines:
         known = next(iter(_engines.values())).addresses if _engines else ()
         who = OWNER if node == "coordinator" else identity_of(node)
-        engine = Engine(who, known, LOOPBACK, accept=Shelf().accepts, relay=False, map_ports=False)
+        engine = Engine(who, known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
         _engines[node] = engine.start()
         atexit.register(engine.close)
     return _engines[node]
@@ -241,7 +242,7 @@ class AmongPeers(InFolder):
             who = OWNER if node == "coordinator" else identity_of(node)
             local = LocalFiles(self.folder / node)
             self.views[node] = PeerFiles(engine, self.manifest.swarm(), OWNER.peer_id, who, local)
-            engine.answer = self.views[node].answer
+            self.views[node].serve()
         return self.views[node]
 
     def exchange(

@@ -11,9 +11,9 @@ from rl_swarm.cli import doctor
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.network.p2p import clocks
-from rl_swarm.network.p2p.documents import Shelf
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.network.p2p.joining import await_manifest
+from rl_swarm.network.p2p.quota import DhtQuota
 
 
 def shifted(seconds):
@@ -23,7 +23,7 @@ def shifted(seconds):
 @contextmanager
 def newcomer(*others, ahead=0.0):
     known = [address for other in others for address in other.addresses]
-    engine = Engine(Identity.new(), known, LOOPBACK, accept=Shelf().accepts, relay=False, map_ports=False)
+    engine = Engine(Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
     engine.clock = shifted(ahead)
     try:
         yield engine.start()

@@ -18,10 +18,11 @@ from swarms import make_manifest
 
 from rl_swarm import admission
 from rl_swarm.identity import Identity
-from rl_swarm.network.p2p import documents, members
+from rl_swarm.network.p2p import documents, members, notices
 from rl_swarm.network.p2p.clock import FEW, ClockCoordinator
-from rl_swarm.network.p2p.documents import DEEPEST, KEPT_SECONDS, PeerFiles, key_of, parts_of
+from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.members import COMPANY, FULLEST, MOST_OF_A_LOOK, SELDOM
+from rl_swarm.network.p2p.notices import DEEPEST, KEPT_SECONDS, key_of, parts_of
 from rl_swarm.rounds import PeerInfo
 from rl_swarm.wire import seal, unseal
 
@@ -142,7 +143,7 @@ class World:
 @pytest.fixture
 def make_world(monkeypatch):
     cached = functools.lru_cache(100_000)(unseal)  # a thousand peers read the same documents
-    for module in (documents, members):
+    for module in (documents, members, notices):
         monkeypatch.setattr(module, "unseal", cached)
     return World
 

@@ -56,7 +56,8 @@ class ByTheClock:
     def add(self, node):
         engine, who, local = engine_of(node), identity_of(node), LocalFiles(self.folder / node)
         files = PeerFiles(engine, self.manifest.swarm(), self.manifest.peer_id, who, local)
-        engine.answer, self.files[node] = files.answer, files
+        files.serve()
+        self.files[node] = files
         return files
 
     def play(self, node, reward, vote):

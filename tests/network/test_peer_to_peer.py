@@ -27,17 +27,17 @@ from swarms import (
 
 from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.documents import (
+from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
+from rl_swarm.network.p2p.joining import among_peers
+from rl_swarm.network.p2p.notices import (
     KEPT_SECONDS,
     MOST_NOTICE,
     Notice,
-    Shelf,
     key_of,
     neighbourhood,
     parts_of,
 )
-from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
-from rl_swarm.network.p2p.joining import among_peers
+from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.wire import seal, sign
 
 ALONE = {"listen": LOOPBACK, "relay": False, "map_ports": False}
@@ -122,6 +122,17 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
             engine.start()
     assert f"P2P_LISTEN={where}" in str(error.value)
     assert not engine.folder.exists()
+
+
+def test_a_trace_of_the_daemon_is_not_shown(caplog):
+    """It has paths of the machine where the daemon was built."""
+    nowhere = "/ip4/127.0.0.1/tcp/99999/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
+    engine = Engine(Identity.new(), [nowhere], LOOPBACK, map_ports=False)
+    with pytest.raises(EngineError) as error:
+        engine.start()
+    shown = str(error.value)
+    assert "does not start" in shown and ".go" not in shown and len(shown) < 400
+    assert not caplog.text
 
 
 def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
@@ -304,7 +315,14 @@ def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
     "bytes_", [b"", b"\xc1", b"\x81" * 1000, b"\xdd\xff\xff\xff\xff", b"\xa3abc", b"\x93\x01"]
 )
 def test_bytes_that_are_no_record_are_refused(bytes_):
-    assert not Shelf().accepts(b"k" * 20, bytes_, bytes_, time.time() + 10)
+    from hivemind.dht.routing import DHTID
+
+    from rl_swarm.network.p2p.storage import FairStorage
+
+    storage = FairStorage(DhtQuota())
+    for subkey in ("name", b"name", 1, bytes_):
+        assert not storage.store(DHTID.generate(source="key"), bytes_, time.time() + 10, subkey=subkey)
+    assert not storage.store(DHTID.generate(source="key"), bytes_, time.time() + 10)
 
 
 def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
@@ -325,39 +343,6 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
             reader.ask(Identity.new().peer_id, path.encode(), 1 << 20)
     finally:
         swarm.close()
-
-
-def test_nobody_fills_the_memory_of_others(monkeypatch):
-    from hivemind.dht.routing import DHTID
-    from hivemind.utils import MSGPackSerializer
-
-    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_ONE", 3)
-    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_BYTES", 4000)
-    now = [time.time()]
-    shelf = Shelf(lambda: now[0])
-
-    def offers(node, number, seconds=60.0):
-        who = identity_of(node)
-        made = notice(who, path=f"rewards/round_{number}/stage_0/{node}.json", timestamp=now[0])
-        key = DHTID.generate(source=key_of("s", f"rewards/round_{number}/stage_0")).to_bytes()
-        record = (
-            MSGPackSerializer.dumps(f"{who.peer_id}/{node}.json"),
-            MSGPackSerializer.dumps(seal(made, who)),
-        )
-        return shelf.accepts(key, *record, now[0] + seconds)
-
-    assert [offers("ann", number) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
-    taken = [offers(f"node-{k}", 0) for k in range(12)]
-    assert True in taken and taken[-1] is False and shelf.bytes <= 4000
-    now[0] += 61
-    assert offers("ann", 3) and offers("node-11", 0) and shelf.bytes < 2000
-    assert not offers("ann", 4, KEPT_SECONDS + 100)
-    now[0] += 61
-    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_KEY", 2000)
-    taken = [offers(f"node-{k}", 0) for k in range(6)]
-    assert True in taken and taken[-1] is False and shelf.bytes <= 2000
-    assert offers("node-5", 1)  # under another key there is room
-    assert [offers(f"node-{k}", 0) for k in range(6)] == taken
 
 
 def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, monkeypatch):

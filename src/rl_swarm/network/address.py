@@ -4,18 +4,25 @@ What is signed lies at the address. What a node keeps for itself, its logs and c
 machine: with a path that is the same directory, with a URL it is `runs/<name>-<digest of the URL>`.
 """
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl_swarm.errors import UserError
+from rl_swarm.identity import is_peer_id
 from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.wire import digest
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 READ_ONLY = ("http", "https", "ftp", "github", "git")
 NOT_YET = ("chain",)
+PEER_ADDRESS = re.compile(
+    r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:-]{1,253})/(tcp|udp)/(?P<port>[0-9]{1,5})"
+    r"(/(quic|quic-v1|ws|wss|tls))*(/p2p/(?P<relay>[A-Za-z0-9]+)/p2p-circuit)?/p2p/(?P<peer>[A-Za-z0-9]+)"
+)
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -34,13 +41,27 @@ def known_addresses(text: str) -> list[str]:
     """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; a clear error where there are none."""
     addresses = [part.strip().removeprefix("p2p://") for part in text.split(",") if part.strip()]
     for address in addresses:
-        parts = address.split("/")
-        if not address.startswith("/") or len(parts) < 7 or parts[-2] != "p2p":
+        if not is_peer_address(address):
             raise UserError(
-                f"{address} is no address of a peer. One looks like "
+                f"{ascii(address)[1:-1][:200]} is no address of a peer. One looks like "
                 "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print theirs."
             )
     return addresses
+
+
+def is_peer_address(text: str) -> bool:
+    """Tells whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
+    found = PEER_ADDRESS.fullmatch(text)
+    if found is None or not all(is_peer_id(part) for part in found.group("relay", "peer") if part):
+        return False
+    if int(found["port"]) >= 1 << 16:
+        return False
+    if found["kind"].startswith("dns"):
+        return HOST.fullmatch(found["host"]) is not None
+    try:
+        return ipaddress.ip_address(found["host"]).version == int(found["kind"][2])
+    except ValueError:
+        return False
 
 
 def is_url(where: Path | str) -> bool:

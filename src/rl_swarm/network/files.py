@@ -75,8 +75,8 @@ class LocalFiles:
     user named the folder; the rest is in it.
     """
 
-    def __init__(self, root: Path) -> None:
-        named, self._inside = root, ""
+    def __init__(self, root: Path, repair: bool = True) -> None:
+        named, self._inside, self._repair = root, "", repair
         if root.parent.name == SWARMS:
             named, self._inside = root.parent.parent, f"{SWARMS}/{root.name}"
         self.root = root
@@ -85,7 +85,7 @@ class LocalFiles:
 
     def below(self, folder: str) -> "LocalFiles":
         """Returns the same for a folder in this one, which is no link either."""
-        found = LocalFiles(self.root)
+        found = LocalFiles(self.root, self._repair)
         found.root, found._inside = self.root / folder, f"{self._inside}/{folder}".strip("/")
         found._existed = found.has_folder("")
         return found
@@ -254,18 +254,18 @@ class LocalFiles:
         """Opens the folder that a path is to be written in, which is made if need be; and the path's last name."""
         if not self._existed:
             self.make()
-        with self._opened() as root, _within(root, path) as found:
+        with self._opened() as root, _within(root, path, self._repair) as found:
             yield found
 
 
 @contextmanager
-def _within(directory: int, path: str) -> Iterator[tuple[int, str]]:
+def _within(directory: int, path: str, repair: bool = True) -> Iterator[tuple[int, str]]:
     """Opens the folder of a path below an open directory, which is made if need be; and the path's last name."""
     *folders, name = beneath.parts_of(path)
     here = os.dup(directory)
     try:
         for part in folders:
-            below = _directory(here, part)
+            below = _directory(here, part, repair)
             os.close(here)
             here = below
         yield here, name
@@ -273,9 +273,12 @@ def _within(directory: int, path: str) -> Iterator[tuple[int, str]]:
         os.close(here)
 
 
-def _directory(parent: int, name: str) -> int:
-    """Opens a directory to write in. A link or a file that others put in its place is replaced; one of this user's that
-    has lost its permissions gets them back."""
+def _directory(parent: int, name: str, repair: bool) -> int:
+    """Opens a directory to write in, which is made if need be.
+
+    With `repair`, a link or a file that others put in its place is replaced, and one of this user's that has lost its
+    permissions gets them back.
+    """
     for _ in range(10):  # others may remove an empty folder in between
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=parent)
@@ -284,14 +287,14 @@ def _directory(parent: int, name: str) -> int:
         except FileNotFoundError:
             continue
         except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            if not repair or error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=parent)
             log.warning("%s was no directory, but something else in its place: it is replaced", name)
             continue
         mode = os.fstat(found)
-        if mode.st_uid == os.geteuid() and mode.st_mode & 0o700 != 0o700:
+        if repair and mode.st_uid == os.geteuid() and mode.st_mode & 0o700 != 0o700:
             with suppress(OSError):  # the write that follows says what is wrong
                 os.chmod(f"/proc/self/fd/{found}", stat.S_IMODE(mode.st_mode) | 0o700)
         return found

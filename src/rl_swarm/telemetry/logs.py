@@ -64,7 +64,7 @@ def start_logging(settings: Settings, root: Path, who: str, terminal: bool) -> P
     package.setLevel(level)
     package.propagate = False
     package.handlers.clear()
-    file = SwarmLog(private, LocalFiles(root))
+    file = SwarmLog(private, LocalFiles(root, repair=False))  # it may be the directory that the user is in
     file.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(threadName)s: %(message)s"))
     package.addHandler(file)
     if terminal:

@@ -6,7 +6,6 @@ know whom they want something from ask that peer, and traffic follows what is as
 """
 
 import hashlib
-import ipaddress
 import logging
 import math
 import random
@@ -14,16 +13,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Meta
 
 from rl_swarm.identity import Identity, is_peer_id
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import HISTORY, MANIFEST, ROLL, SAFE_NAME, STATE
+from rl_swarm.network.folder import HISTORY, MANIFEST, RECORD_BYTES, ROLL, SAFE_NAME, STATE
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.notices import (
+    DEEPEST,
+    KEPT_SECONDS,
+    MAX_OF_AUTHOR_IN_KEY,
+    MOST_INSIDE,
+    MOST_NOTICE,
+    REPORT_SECONDS,
+    REPORTS,
+    Notice,
+    acceptable,
+    key_of,
+    neighbourhood,
+    parts_of,
+)
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.rounds import State
 from rl_swarm.wire import MAX_BYTES, Count, Id, Rejected, seal, unseal
@@ -35,158 +48,18 @@ log = logging.getLogger(__name__)
 
 OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
 OF_A_ROUND = ("rollouts/", "rewards/")
+OF_NODES = ("peers", "rewards/")  # folders in which a document is called as its node
 MOST_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
-MOST_INSIDE = (
-    3 << 10
-)  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
-MOST_NOTICE = 6 << 10
-KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
-EARLIEST, LATEST = 3600.0, 60.0  # seconds by which the clock of a notice's author may differ
-MOST_OF_ONE = 1500  # notices of one author that a peer keeps for others
-MOST_BYTES = 64 << 20  # of all of them
-MOST_OF_KEY = 1 << 20  # bytes under one key: it is read whole, and hivemind's messages end at 2 MiB
 KNOWN_SECONDS = 0.2  # for which an answer of the DHT is good enough to find somebody's name in
-DEEPEST = 12  # bits of the smallest part of the introductions
 MOST_NAMES = 4096  # that a peer keeps in mind with their authors
 MOST_LISTED = 8  # folders of which the last listing is kept
 HANDS = 16  # peers that leave notices of the manifest, and that ask the owner for news, on average
 AWAY_SECONDS = 300.0  # for which an owner that could not be reached is not asked again
-
-
-class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A document that its author keeps."""
-
-    peer_id: Id = ""
-    kind: Literal["notice"] = "notice"
-    swarm: Id
-    path: Annotated[str, Meta(max_length=200)]
-    sha256: Annotated[str, Meta(max_length=64)]
-    size: Count
-    timestamp: float
-    inside: Annotated[str, Meta(max_length=MOST_INSIDE)] = ""
-    # On introductions, how large a part of them its author reads (`members.py`).
-    depth: Annotated[int, Meta(ge=0, le=DEEPEST)] = 0
-    # Where its author can be reached, on introductions and manifests.
-    addresses: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=8)] = []
-
-    @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
-
-    def where(self) -> list[str]:
-        """The keys under which it may lie."""
-        if self.folder == "peers":
-            return [key_of(self.swarm, part) for part in parts_of(self.swarm, self.peer_id)]
-        return [key_of(self.swarm, self.folder)]
-
-    def subkey(self) -> str:
-        return f"{self.peer_id}/{self.name}"
-
-
-def key_of(swarm: str, folder: str) -> str:
-    """Where notices of a folder are. Those of manifests are where somebody finds them who knows no swarm yet."""
-    return f"rl-swarm/{swarm}/{folder}" if folder else "rl-swarm/manifests"
-
-
-def parts_of(swarm: str, peer_id: str) -> list[str]:
-    """The parts of the introductions to which a peer belongs, from the whole to the smallest. Nobody chooses them."""
-    place = int.from_bytes(hashlib.sha256(f"{swarm}/{peer_id}".encode()).digest()[:4], "big")
-    bits = f"{place:032b}"
-    return ["peers", *(f"peers/{bits[:depth]}" for depth in range(1, DEEPEST + 1))]
-
-
-def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice | None:
-    """The notice in a record, if it is one: signed by whom it is of, where it belongs, of now."""
-    try:
-        notice = unseal(value, Notice, MOST_NOTICE)
-    except Rejected as error:
-        log.debug("a record is refused: %s", error)
-        return None
-    if notice.subkey() != subkey or (key is not None and key not in notice.where()):
-        return None
-    return notice if now - EARLIEST <= notice.timestamp <= now + LATEST else None
-
-
-def neighbourhood(address: str) -> str:
-    """The part of the internet that a multiaddress is in; nothing for one of a private network or through a relay."""
-    kind, _, rest = address.lstrip("/").partition("/")
-    host = rest.partition("/")[0]
-    if kind not in ("ip4", "ip6") or "/p2p-circuit" in address:
-        return ""
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return ""
-    if not found.is_global:
-        return ""
-    return str(ipaddress.ip_network(f"{found}/{24 if found.version == 4 else 48}", strict=False))
-
-
-class Shelf:
-    """What strangers may keep in our part of the DHT: notices that are theirs, and no more than their share."""
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.clock = clock
-        self.kept = dict[str, dict[tuple[bytes, bytes], tuple[float, int]]]()  # by author: expiry and size
-        self.bytes = 0
-        self.under = dict[bytes, int]()  # bytes by key
-
-    def accepts(self, key: bytes, subkey: bytes, value: bytes, expires: float) -> bool:
-        """Whether a record may lie here. hivemind hashes keys and packs the rest."""
-        from hivemind.dht.routing import DHTID
-        from hivemind.utils import MSGPackSerializer
-
-        now = self.clock()
-        if len(value) > MOST_NOTICE + 8 or len(subkey) > 200 or expires > now + KEPT_SECONDS + LATEST:
-            return False
-        try:
-            name, data = MSGPackSerializer.loads(subkey), MSGPackSerializer.loads(value)
-        except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
-            return False
-        if not isinstance(name, str) or not isinstance(data, bytes):
-            return False
-        notice = acceptable(None, name, data, now)
-        if notice is None or all(DHTID.generate(source=own).to_bytes() != key for own in notice.where()):
-            return False
-        return self._has_room(notice.peer_id, (key, subkey), len(value), expires, now)
-
-    def _has_room(
-        self, author: str, place: tuple[bytes, bytes], size: int, expires: float, now: float
-    ) -> bool:
-        if not self._fits(author, place, size):
-            self._tidy(now)
-            if not self._fits(author, place, size):
-                return False
-        theirs = self.kept.setdefault(author, {})
-        more = size - theirs.get(place, (0.0, 0))[1]
-        self.bytes += more
-        self.under[place[0]] = self.under.get(place[0], 0) + more
-        theirs[place] = (expires, size)
-        return True
-
-    def _fits(self, author: str, place: tuple[bytes, bytes], size: int) -> bool:
-        theirs = self.kept.get(author, {})
-        return place in theirs or (
-            len(theirs) < MOST_OF_ONE
-            and self.bytes + size <= MOST_BYTES
-            and self.under.get(place[0], 0) + size <= MOST_OF_KEY
-        )
-
-    def _tidy(self, now: float) -> None:
-        self.kept = {
-            author: left
-            for author, theirs in self.kept.items()
-            if (left := {place: entry for place, entry in theirs.items() if entry[0] > now})
-        }
-        self.under = {}
-        for theirs in self.kept.values():
-            for (key, _), (_, size) in theirs.items():
-                self.under[key] = self.under.get(key, 0) + size
-        self.bytes = sum(self.under.values())
+DIRECT_SECONDS = 5.0  # after which members without a notice of their report are asked for it, and again
+MAX_DIRECT = 64  # members that are asked then, in turn
+AT_ONCE = 8
+ROUNDS_AHEAD = 2  # of the round that this peer knows of, for which it keeps others' reports
+STATE_SECONDS = 60.0  # for which it knows the round
 
 
 class Signed(msgspec.Struct, frozen=True):
@@ -217,11 +90,42 @@ class PeerFiles:
         self.lasting = set[str]()  # paths of which there must always be a notice
         self.handed = dict[str, bytes]()  # copies of what the owner wrote
         self.authors = dict[str, str]()  # of a node's documents, by the node's name
+        self.names_of = dict[
+            str, str
+        ]()  # and the other way round: who speaks under many names is heard under the first
         self._listed = dict[str, tuple[float, dict[str, Notice]]]()  # by folder: when, and what, by path
         self._left = dict[str, float]()  # when notices were last left, by path
         self._of_rounds = deque[str]()  # its documents of single rounds, the oldest first
+        self._report = ""  # the path of its newest report
+        self._state: tuple[float, State] | None = None  # when it was read
+        self._direct = dict[str, bytes]()  # reports that members were asked for, of one folder
+        self._asked_for = "", -math.inf  # this folder, and when
+        self._asking: threading.Thread | None = None
         self._owner_away = -math.inf  # until when the owner is not asked
         self._lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Lets the engine answer for this swarm, and share its room and its streams by who the members are."""
+        self.engine.answer, self.engine.is_member = self.answer, self.is_member
+        if self.engine.quota is not None:
+            self.engine.quota.swarms[self.swarm] = self
+
+    def is_member(self, peer_id: str) -> bool:
+        """Tells whether a peer is a member, as far as this one knows."""
+        if peer_id == self.owner:
+            return True
+        if self.members is not None:
+            return peer_id in self.members.known
+        return self._state is not None and peer_id in self._state[1].members
+
+    def report_rounds(self) -> range | None:
+        """Says of which rounds reports may lie in the DHT now; None if that is not known."""
+        if self.members is not None:  # where nobody conducts, reports are asked for
+            return range(0)
+        known = self._state is not None and self.clock() - self._state[0] <= STATE_SECONDS
+        if self._state is None or not (known or self.identity.peer_id == self.owner):
+            return None
+        return range(self._state[1].round + ROUNDS_AHEAD + 1)
 
     def read(self, path: str, limit: int) -> bytes:
         me = self.identity.peer_id
@@ -241,6 +145,8 @@ class PeerFiles:
         if folder == "peers" and self.members is not None:
             return self.members.introduction(name.removesuffix(".json"))[: limit + 1]
         with self._lock:
+            if path in self._direct:
+                return self._direct[path][: limit + 1]
             notice = self._listed.get(folder, (0.0, {}))[1].get(path)
         if notice is not None and notice.inside and notice.peer_id == author:
             return notice.inside.encode()[: limit + 1]
@@ -262,13 +168,63 @@ class PeerFiles:
             return self.local.names(folder)
         if folder == "peers" and self.members is not None:
             return [f"{peer_id}.json" for peer_id in sorted(self.members.known)]
-        return sorted({notice.name for notice in self._list(folder)})
+        is_reports = REPORTS.fullmatch(folder) is not None and self.identity.peer_id == self.owner
+        direct = self._asked_directly(folder) if is_reports else set[str]()
+        try:
+            return sorted({notice.name for notice in self._list(folder)} | direct)
+        except OSError:
+            if not direct:
+                raise
+            return sorted(direct)
 
     def notices(self, folder: str) -> list[Notice]:
-        """What lies in a folder or a part of the introductions, signed by whom it is of."""
+        """What lies in a folder or a part of the introductions, signed by whom it is of; of each author the newest."""
         now, key = self.clock(), key_of(self.swarm, folder)
         found = (acceptable(key, subkey, value, now) for subkey, value in self.engine.find(key).items())
-        return [notice for notice in found if notice is not None and notice.swarm == self.swarm]
+        by_author = dict[str, list[Notice]]()
+        for notice in found:
+            if notice is not None and notice.swarm == self.swarm:
+                by_author.setdefault(notice.peer_id, []).append(notice)
+        return [
+            notice
+            for theirs in by_author.values()
+            for notice in sorted(theirs, key=lambda one: (-one.timestamp, one.path))[:MAX_OF_AUTHOR_IN_KEY]
+        ]
+
+    def _asked_directly(self, folder: str) -> set[str]:
+        """Lists the reports that members gave when asked. Those without a notice are asked, in the background."""
+        with self._lock:
+            if self._asked_for[0] != folder:
+                self._asked_for, self._direct = (folder, self.clock()), {}
+            if self.clock() - self._asked_for[1] >= DIRECT_SECONDS and not self._is_asking():
+                listed = self._listed.get(folder, (0.0, {}))[1]
+                members = self._state[1].members if self._state is not None else {}
+                paths = {peer: f"{folder}/{member.node}.json" for peer, member in members.items()}
+                missing = {
+                    peer: path
+                    for peer, path in paths.items()
+                    if path not in self._direct and path not in listed and peer != self.identity.peer_id
+                }
+                self._asked_for = folder, self.clock()
+                chosen = self.rng.sample(sorted(missing.items()), min(len(missing), MAX_DIRECT))
+                # A member that does not answer must not hold up the rounds.
+                self._asking = threading.Thread(target=self._ask_directly, args=(folder, chosen), daemon=True)
+                self._asking.start()
+            return {path.rpartition("/")[2] for path in self._direct}
+
+    def _is_asking(self) -> bool:
+        return self._asking is not None and self._asking.is_alive()
+
+    def _ask_directly(self, folder: str, wanted: list[tuple[str, str]]) -> None:
+        def ask(peer: str, path: str) -> None:
+            with suppress(OSError):
+                data = self._asked([peer], path, RECORD_BYTES)
+                with self._lock:
+                    if self._asked_for[0] == folder:
+                        self._direct[path] = data
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda item: ask(*item), wanted))
 
     def neighbourhoods(self) -> dict[str, str]:
         """Where others are: those to whom there is a connection by what is seen of it, others by what they say."""
@@ -309,8 +265,12 @@ class PeerFiles:
         self.lasting.add(path)
 
     def renew(self) -> None:
-        """Leaves notices that are due; those of a round's documents need not outlast it. Of a manifest that others hand
-        on some notices are enough, whatever the size of the swarm."""
+        """Leaves notices that are due; of a round's documents only that of the newest report. Of a manifest that others
+        hand on some notices are enough, whatever the size of the swarm."""
+        due = self.clock() - self._left.get(self._report, -math.inf) >= REPORT_SECONDS / 3
+        if due and self._report in self.own and self.members is None:
+            with suppress(OSError):
+                self._leave(self._report, self.local.read(self._report, MAX_BYTES))
         for path in list(self.lasting):
             if self.clock() - self._left.get(path, -math.inf) < KEPT_SECONDS / 3:
                 continue
@@ -325,7 +285,10 @@ class PeerFiles:
         if path.startswith(OF_A_ROUND):
             self._of_rounds.append(path)
             while len(self._of_rounds) > MOST_OF_ROUNDS:
-                self.own.discard(self._of_rounds.popleft())
+                self.own.discard(old := self._of_rounds.popleft())
+                self._left.pop(old, None)
+            if path.startswith("rewards/"):
+                self._report = path
         else:
             self.lasting.add(path)
         # Rollouts are asked for by their author's name; reports are looked for by whoever conducts.
@@ -360,7 +323,7 @@ class PeerFiles:
         if folder == "peers" and self.members is not None:
             yield from self.members.places()
         else:
-            yield folder, KEPT_SECONDS, REPLICAS
+            yield folder, REPORT_SECONDS if REPORTS.fullmatch(folder) else KEPT_SECONDS, REPLICAS
 
     def _list(self, folder: str) -> Iterable[Notice]:
         found = self.notices(folder)
@@ -370,15 +333,27 @@ class PeerFiles:
             listed = dict[str, Notice]()
             for notice in found:
                 node = notice.name.removesuffix(".json")
-                if SAFE_NAME.fullmatch(node) and len(self.authors) < MOST_NAMES:
+                if folder.startswith(OF_NODES) and SAFE_NAME.fullmatch(node):
+                    if self.names_of.setdefault(notice.peer_id, node) != node:
+                        continue
                     self.authors.setdefault(node, notice.peer_id)
                 if notice.path not in listed or notice.peer_id == self.authors.get(node):
                     listed[notice.path] = notice
+            self._forget_names()
             self._listed.pop(folder, None)
             self._listed[folder] = self.clock(), listed
             while len(self._listed) > MOST_LISTED:
                 del self._listed[next(iter(self._listed))]
         return listed.values()
+
+    def _forget_names(self) -> None:
+        """Forgets the names that were heard of first, and are of no member, where there are too many."""
+        if len(self.authors) > MOST_NAMES:
+            members = {member.node for member in self._state[1].members.values()} if self._state else set()
+            heard = [node for node in self.authors if node not in members]
+            for node in heard[: len(self.authors) - MOST_NAMES // 2]:
+                del self.authors[node]
+            self.names_of = {peer_id: node for node, peer_id in self.authors.items()}
 
     def _owners(self, path: str, limit: int) -> bytes:
         """Of the owner, or of anybody who has it. In a large swarm without a conductor few ask the owner, and the others
@@ -417,8 +392,10 @@ class PeerFiles:
             state = unseal(data, State)
         except Rejected:
             return
-        if state.peer_id == self.owner:
+        if state.peer_id == self.owner and state.swarm == self.swarm:
+            self._state = self.clock(), state
             self.authors |= {member.node: peer_id for peer_id, member in state.members.items()}
+            self.names_of |= {peer_id: member.node for peer_id, member in state.members.items()}
 
     def _author(self, path: str) -> str | None:
         """Whose this document is: of the peer whose id is its name, else the member's whom the coordinator knows by that

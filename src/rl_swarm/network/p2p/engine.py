@@ -7,6 +7,7 @@ is a child of this process and ends with it. Nothing here waits longer than it s
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import shutil
 import struct
@@ -14,20 +15,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from rl_swarm.identity import Identity
+from rl_swarm.network.address import is_peer_address
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.p2p import leash
+from rl_swarm.network.p2p.notices import acceptable
+from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.streams import Stream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
+from rl_swarm.wire import Rejected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_importing = threading.Lock()
 
 STREAM = "/rl-swarm/documents/1"
 WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
@@ -37,7 +45,9 @@ CALL_SECONDS = 10.0  # for what the DHT or a peer is asked
 FIRST_SECONDS = 4.0  # for a peer to begin to answer
 SILENT_SECONDS = (15.0, 240.0)  # in which a peer that did not is not asked again; it grows
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
-MOST_ANSWERS = 64  # that are being given at the same time
+REQUEST_SECONDS = 4.0  # for all bytes of a request to come
+MAX_ASKS_OF_PEER = 4  # requests to one peer at a time: half of the streams that it gives us
+MAX_SAID = 100  # lines of the daemon that are kept, to say why it did not start
 LONGEST_FOLDER = 40  # characters, for temporary files
 MOST_MET = 24  # peers that are connected to as soon as they are heard of
 CONNECTIONS = (24, 40)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
@@ -65,14 +75,16 @@ class Engine:
         known: Sequence[str] = (),
         listen: Sequence[str] = ANYWHERE,
         announce: Sequence[str] = (),
-        accept: Callable[[bytes, bytes, bytes, float], bool] = lambda key, subkey, value, expires: True,
+        quota: DhtQuota | None = None,  # what others may keep here; None: everything
         answer: Answer = lambda request, peer: None,
         relay: bool = True,
         map_ports: bool = True,
         reachability: Literal["public", "private"] | None = None,  # None: it finds out
     ) -> None:
         self.identity, self.known, self.listen, self.announce = identity, list(known), listen, announce
-        self.accept, self.answer, self.relay, self.map_ports = accept, answer, relay, map_ports
+        self.given = list(known)  # addresses that the user gave, and not others
+        self.quota, self.answer, self.relay, self.map_ports = quota, answer, relay, map_ports
+        self.is_member: Callable[[str], bool] = lambda peer_id: False
         self.reachability = reachability
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="p2p", daemon=True)
@@ -88,7 +100,8 @@ class Engine:
             Future[bool]
         ]()  # which nothing else would keep: what waits for a stream is held by nobody
         self.told = dict[str, list[str]]()  # where others say to be
-        self.answering = 0
+        self.streams = StreamSlots()
+        self.asking = WeakValueDictionary[str, asyncio.Semaphore]()  # turns to ask a peer
         self.p2p: Any = None
         self.node: Any = None
         self.table = Table(None)
@@ -145,7 +158,7 @@ class Engine:
 
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
-        own = [text for text in addresses if text.endswith(f"/p2p/{peer_id}")]
+        own = [text for text in addresses if text.endswith(f"/p2p/{peer_id}") and is_peer_address(text)]
         if peer_id == self.identity.peer_id or not own:
             return
         self.told[peer_id] = own
@@ -172,6 +185,7 @@ class Engine:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(_forgotten)
         self.loop.run_forever()
         while left := asyncio.all_tasks(self.loop):
             for task in left:
@@ -194,25 +208,35 @@ class Engine:
         except (NetworkError, OSError):
             raise
         except Exception as error:  # hivemind and its daemon raise all kinds
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            # What they say may quote a peer.
+            raise OSError(str(Rejected(type(error).__name__, str(error)))) from error
 
     async def _start(self) -> None:
         try:
-            from hivemind.dht.node import DHTNode
-            from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+            with _locks_without_names():
+                from hivemind.dht.node import DHTNode
             from hivemind.p2p import P2P
             from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+            from rl_swarm.network.p2p.storage import guard, place_of
         except ImportError as error:
             raise EngineError(f"{MISSING} ({error})") from error
-        logging.getLogger("hivemind").setLevel(logging.ERROR)
-        accept = self.accept
+        # Its daemon's lines quote what peers say, and tell of nothing that a user could do.
+        logging.getLogger("hivemind").setLevel(logging.CRITICAL + 1)
 
-        class Validator(RecordValidatorBase):  # type: ignore[misc]
-            def validate(self, record: DHTRecord) -> bool:
-                return accept(record.key, record.subkey, record.value, record.expiration_time)
+        started, said = list[Any](), list[str]()  # what the daemon said
 
         class Daemon(P2P):  # type: ignore[misc]
             _UNIX_SOCKET_PREFIX = f"/unix{self.folder}/"  # where no other user can reach it
+
+            def __init__(self) -> None:
+                super().__init__()
+                started.append(self)
+
+            @staticmethod
+            def _log_p2pd_message(line: str) -> None:
+                if len(said) < MAX_SAID and '"logger"' not in line:
+                    said.append(line)
 
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -238,21 +262,31 @@ class Engine:
                 startup_timeout=START_SECONDS - 5,
             )
         except (P2PDaemonError, OSError, ValueError) as error:
-            raise EngineError(explained(str(error), self.listen)) from error
+            for daemon in started:  # so that nothing of it is left when the loop is closed
+                await daemon.shutdown()
+            raise EngineError(explained("\n".join(said) or str(error), self.listen)) from error
         finally:
             key.unlink(missing_ok=True)
         self.addresses = [str(address) for address in await self.p2p.get_visible_maddrs()]
         await self.p2p.add_binary_stream_handler(STREAM, self._answer)
         self.node = await DHTNode.create(
             p2p=self.p2p,
-            record_validator=Validator(),
+            node_id=place_of(self.identity.peer_id),
             num_replicas=REPLICAS,
             cache_locally=False,
             cache_nearest=0,
         )
-        self.table = Table(self.node)
+        if self.quota is None:
+            self.table = Table(self.node)
+        else:
+            guard(self.node.protocol, self.quota)
+            self.table = Table(self.node, timestamp=self._timestamp)
         await self._connect()
         self.keeper = asyncio.create_task(self._keep_connected())
+
+    def _timestamp(self, key: str, subkey: str, value: bytes) -> float | None:
+        notice = acceptable(key, subkey, value, self.clock())
+        return notice.timestamp if notice is not None else None
 
     async def _stop(self) -> None:
         if self.keeper is not None:
@@ -306,6 +340,11 @@ class Engine:
         ]
 
     async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
+        turn = self.asking.setdefault(peer_id, asyncio.Semaphore(MAX_ASKS_OF_PEER))
+        async with turn:
+            return await self._ask_now(peer_id, request, limit)
+
+    async def _ask_now(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
         from hivemind.p2p import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 
@@ -328,33 +367,57 @@ class Engine:
         finally:
             writer.close()
 
-    async def _answer(self, stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A stranger asks. It gets as much time and memory as anybody, and no more."""
-        if self.answering >= MOST_ANSWERS:
-            writer.close()
-            return
-        self.answering += 1
-        self.silent.pop(str(stream.peer_id), None)
-
-        async def converse() -> None:
-            (size,) = struct.unpack(">I", await reader.readexactly(4))
-            if size > MOST_REQUEST:
+    async def _answer(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers a stranger. It gets as much time and memory as anybody, and no more."""
+        peer_id = str(info.peer_id)
+        stream = Stream(peer_id, self.is_member(peer_id), writer.close)
+        try:
+            if not self.streams.open(stream):
                 return
-            request = await reader.readexactly(size)
+            request = await asyncio.wait_for(_request(reader), REQUEST_SECONDS)
+            if request is None:
+                return
+            self.silent.pop(peer_id, None)
             if request == WHAT_TIME:
                 found: bytes | None = f"{self.clock():.3f}".encode()
+            elif self.streams.answer(stream):
+                found = self.answer(request, peer_id)
             else:
-                found = self.answer(request, str(stream.peer_id))
+                return
             writer.write(struct.pack(">?I", found is not None, len(found or b"")) + (found or b""))
-            await writer.drain()
-
-        try:
-            await asyncio.wait_for(converse(), CALL_SECONDS)
+            await asyncio.wait_for(writer.drain(), CALL_SECONDS)
         except (asyncio.TimeoutError, OSError, EOFError) as error:
-            log.debug("a request of %s came to nothing: %s", stream.peer_id, error)
+            log.debug("a request of %s came to nothing: %s", peer_id, error)
         finally:
-            self.answering -= 1
+            self.streams.leave(stream)
             writer.close()
+
+
+@contextmanager
+def _locks_without_names() -> Iterator[None]:
+    """Lets hivemind make its locks between processes, which are not used here, as for forks: others have names in the
+    system, which stay behind when this process is killed."""
+    with _importing:
+        before = multiprocessing.get_start_method(allow_none=True)
+        multiprocessing.set_start_method("fork", force=True)
+        try:
+            yield
+        finally:
+            multiprocessing.set_start_method(before, force=True)
+
+
+def _forgotten(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Keeps quiet about connections of hivemind's that ended while nobody waited for them."""
+    if isinstance(context.get("exception"), (OSError, EOFError)):
+        log.debug("%s: %r", context.get("message"), context["exception"])
+    else:
+        loop.default_exception_handler(context)
+
+
+async def _request(reader: asyncio.StreamReader) -> bytes | None:
+    """Reads what a peer asks for; None if that is too long."""
+    (size,) = struct.unpack(">I", await reader.readexactly(4))
+    return bytes(await reader.readexactly(size)) if size <= MOST_REQUEST else None
 
 
 def explained(error: str, listen: Sequence[str]) -> str:
@@ -366,6 +429,9 @@ def explained(error: str, listen: Sequence[str]) -> str:
         return (
             f"P2P_LISTEN={where}: this machine has no such address. /ip4/0.0.0.0/tcp/0 listens on all it has."
         )
-    if "multiaddr" in error:
-        return f"P2P_LISTEN={where} is no multiaddress; one looks like /ip4/0.0.0.0/tcp/31000. ({error})"
-    return f"The peer-to-peer daemon does not start: {error}"
+    # The first line is what happened; the rest is a trace with paths of the machine where the daemon was built.
+    first = next((line.strip() for line in error.splitlines() if line.strip()), "it says nothing")
+    shown = ascii(first)[1:-1][:300]
+    if "multiaddr" in first and any(address in first for address in listen):
+        return f"P2P_LISTEN={where} is no multiaddress; one looks like /ip4/0.0.0.0/tcp/31000. ({shown})"
+    return f"The peer-to-peer daemon does not start: {shown}"

@@ -1,6 +1,6 @@
 """Runs a program that ends when its parent does, however that ends: `python leash.py PROGRAM ARGUMENTS`.
 
-The kernel sends the signal on Linux; elsewhere the program outlives a parent that was killed by force.
+Signals to the parent's process group (Ctrl-C, `timeout`) do not reach it: the parent still needs it to end well. The kernel sends the signal on Linux; elsewhere the program outlives a parent that was killed by force.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    os.setsid()
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

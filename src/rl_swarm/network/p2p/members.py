@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.p2p.documents import DEEPEST, KEPT_SECONDS, Notice, PeerFiles, neighbourhood, parts_of
+from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.notices import DEEPEST, KEPT_SECONDS, Notice, neighbourhood, parts_of
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.rounds import PeerInfo
 from rl_swarm.wire import Rejected, unseal

@@ -22,9 +22,14 @@ MOST_KEYS = 64  # of which that is known
 
 class Table:
     def __init__(
-        self, node: Any, clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None
+        self,
+        node: Any,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        timestamp: Callable[[str, str, bytes], float | None] = lambda key, subkey, value: 0.0,
     ) -> None:
         self.node, self.clock, self.rng = node, clock, rng or random.Random()
+        self.timestamp = timestamp  # which its author signed; None: of no use
         self._keepers = dict[
             str, tuple[float, dict[Any, Any]]
         ]()  # by key: since when, and peers by their place
@@ -34,20 +39,15 @@ class Table:
     ) -> bool:
         """Whether anybody took the record."""
         from hivemind.dht.routing import DHTID
-        from hivemind.dht.validation import DHTRecord
 
         protocol, key_id = self.node.protocol, DHTID.generate(source=key)
-        pack = protocol.serializer.dumps
-        record = DHTRecord(key_id.to_bytes(), pack(subkey), pack(value), expires)
+        packed = protocol.serializer.dumps(value)
 
         async def keep(peer: Any) -> bool | None:
             if peer != self.node.peer_id:
-                answer = await protocol.call_store(peer, [key_id], [record.value], expires, subkeys=[subkey])
-                return None if answer is None else bool(answer[0])
-            return bool(
-                protocol.record_validator.validate(record)
-                and protocol.storage.store(key_id, record.value, expires, subkey=subkey)
-            )
+                answer = await protocol.call_store(peer, [key_id], [packed], expires, subkeys=[subkey])
+                return None if not answer else bool(answer[0])
+            return bool(protocol.storage.store(key_id, packed, expires, subkey=subkey))
 
         answers = await self._answers(key, keep, await self.keepers(key), copies)
         return any(answers)
@@ -74,13 +74,27 @@ class Table:
         answers = await self._answers(key, read, keepers, READERS)
         if not any(answers):  # perhaps some that were not asked know better
             answers += await self._answers(key, read, keepers[READERS:], REPLICAS)
-        newest: dict[str, Any] = {}
+        newest = dict[str, tuple[tuple[float, float], bytes]]()
         for records in answers:
             for subkey, entry in records.items():
-                if subkey not in newest or entry.expiration_time > newest[subkey].expiration_time:
-                    newest[subkey] = entry
-        found = {subkey: protocol.serializer.loads(entry.value) for subkey, entry in newest.items()}
-        return {s: value for s, value in found.items() if isinstance(s, str) and isinstance(value, bytes)}
+                value = self._unpacked(entry.value)
+                if not isinstance(subkey, str) or value is None:
+                    continue
+                if subkey in newest and newest[subkey][1] == value:
+                    continue
+                # One that is shown again with a later expiry is not newer than what its author signed later.
+                signed = self.timestamp(key, subkey, value)
+                if signed is not None and isinstance(entry.expiration_time, float):
+                    found = (signed, entry.expiration_time), value
+                    newest[subkey] = max(found, newest.get(subkey, found))
+        return {subkey: value for subkey, (_, value) in newest.items()}
+
+    def _unpacked(self, packed: Any) -> bytes | None:
+        try:
+            value = self.node.protocol.serializer.loads(packed)
+        except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
+            return None
+        return value if isinstance(value, bytes) else None
 
     async def keepers(self, key: str) -> list[Any]:
         """The peers nearest to a key, this one among them if it is; they keep the records."""

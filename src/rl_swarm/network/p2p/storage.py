@@ -1,0 +1,108 @@
+"""hivemind's DHT without what strangers could misuse: its storage has fair shares, and its cache takes nothing.
+
+hivemind lets anybody fill its cache, from which it answers before it looks at its storage, and lets a peer choose its place
+among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. This module needs
+hivemind; the engine imports it when it starts.
+"""
+
+import heapq
+from typing import Any
+
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import TimedStorage
+
+from rl_swarm.network.p2p.notices import MOST_NOTICE, Notice, acceptable
+from rl_swarm.network.p2p.quota import DhtQuota
+
+SPARE = 64  # entries of a heap that are no longer used, beside as many as there are records
+
+
+class FairStorage(DHTLocalStorage):  # type: ignore[misc]
+    """Keeps notices that are signed, in their place, of now, and within their author's share."""
+
+    def __init__(self, quota: DhtQuota) -> None:
+        super().__init__()
+        self.quota = quota
+
+    def store(self, key: DHTID, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: Any, expiration_time: float) -> bool:
+        place = key.to_bytes()
+        notice = self._read(place, subkey, value)
+        if notice is None:
+            return False
+        before = self.quota.by_key.get(place, {}).get(subkey)
+        same = before is not None and before.timestamp == notice.timestamp
+        if same and before is not None and before.expires >= expiration_time:  # handed on by another peer
+            return True
+        displaced = self.quota.admit(place, subkey, notice, len(value), expiration_time)
+        if displaced is None:
+            return False
+        for old_key, old_subkey in [*displaced, (place, subkey)]:
+            self._drop(DHTID.from_bytes(old_key), old_subkey)
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def _read(self, key: bytes, subkey: Any, value: Any) -> Notice | None:
+        if not isinstance(subkey, str) or not isinstance(value, bytes) or len(value) > MOST_NOTICE + 8:
+            return None
+        try:
+            data = MSGPackSerializer.loads(value)
+        except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
+            return None
+        notice = acceptable(None, subkey, data, self.quota.clock()) if isinstance(data, bytes) else None
+        if notice is None or all(DHTID.generate(source=own).to_bytes() != key for own in notice.where()):
+            return None
+        return notice
+
+    def _drop(self, key: DHTID, subkey: str) -> None:
+        held = self.data.get(key)
+        if held is not None and subkey in held.value.data:
+            del held.value[subkey]
+            _compact(held.value)
+        _compact(self)
+
+
+class NoStorage(DHTLocalStorage):  # type: ignore[misc]
+    """Takes nothing."""
+
+    def store(self, key: DHTID, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        return False
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: Any, expiration_time: float) -> bool:
+        return False
+
+
+def _compact(storage: TimedStorage[Any, Any]) -> None:
+    """Drops heap entries of records that were replaced, which hivemind keeps until they would have expired."""
+    if len(storage.expiration_heap) > 2 * len(storage.data) + SPARE:
+        storage.expiration_heap = list(storage.key_to_heap.values())
+        heapq.heapify(storage.expiration_heap)
+
+
+def place_of(peer_id: str) -> DHTID:
+    """Gives a peer its place among the others. Another one takes another key."""
+    return DHTID.generate(source=peer_id)
+
+
+def guard(protocol: Any, quota: DhtQuota) -> None:
+    """Ends what a running protocol lets strangers do."""
+    protocol.storage, protocol.cache = FairStorage(quota), NoStorage()
+    update, find = protocol.update_routing_table, protocol.call_find
+
+    async def update_routing_table(node_id: DHTID | None, peer_id: Any, responded: bool = True) -> None:
+        if not responded or node_id is None or node_id == place_of(str(peer_id)):
+            await update(node_id, peer_id, responded)
+
+    async def call_find(peer: Any, keys: Any) -> Any:
+        answer = await find(peer, keys)
+        if answer is None:
+            return None
+        return {
+            key: (held, {node: other for node, other in near.items() if node == place_of(str(other))})
+            for key, (held, near) in answer.items()
+        }
+
+    protocol.update_routing_table, protocol.call_find = update_routing_table, call_find
