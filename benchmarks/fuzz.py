@@ -450,7 +450,8 @@ class Mutator:
                 data = change_bytes(data, others, rng)
             return Message(kind, data)
         for _ in range(rng.choice((1, 1, 1, 1, 2, 4))):
-            fields = change_fields(fields, rng)
+            changed = change_fields(fields, rng)
+            fields = changed if isinstance(changed, dict) else fields
         if rng.randrange(LARGE) == 0:
             fields = large(fields, rng)
         if rng.random() < 0.03:

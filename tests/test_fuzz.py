@@ -91,7 +91,7 @@ def test_a_field_that_is_needed_and_missing_is_an_error(name, path, record):
         if field == "peer_id":  # put there by whoever signs
             assert unseal(signed(fields, author), kind) == RECORDS[name]
             continue
-        with pytest.raises(Rejected, match=f"missing required field `{field}`") as caught:
+        with pytest.raises(Rejected, match=f"missing required field '{field}'") as caught:
             unseal(signed(fields, author), kind)
         assert caught.value.reason == "schema"
 

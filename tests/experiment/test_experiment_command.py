@@ -173,7 +173,7 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_there_is_nothing_to_validate_in_an_experiment(tmp_path: Path) -> None:
-    Job(Arm(4, 0, "alone"), 1, 10, 2).write(tmp_path / "runs" / "4-0-seed1")
+    Job(Arm(4, 0, "alone"), 1, 10, 2).write(LocalFiles(tmp_path / "runs" / "4-0-seed1"))
     for address in (tmp_path, tmp_path / "runs" / "4-0-seed1"):
         with pytest.raises(UserError, match="nothing to check"):
             app(["validate", str(address)], standalone_mode=False)
@@ -215,7 +215,7 @@ def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_pa
     settings = {"device": "cpu", "held_out_questions": 10, "held_out_samples": 1, "generations": 4}
     wanted = Experiment(tmp_path, arms("1/0", "sapo"), [1], 1, 3, settings=settings)
     (job,) = wanted.runs({})
-    job.write(wanted.folder(job))
+    job.write(wanted.files(job))
     play(
         job,
         wanted.files(job),

@@ -19,6 +19,7 @@ from rl_swarm.experiment.together import Together
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest
+from rl_swarm.network.shared_log import SharedLog
 
 SMALL = {
     "held_out_questions": 10,
@@ -211,8 +212,9 @@ def test_lines_after_a_round_are_taken_back(tmp_path: Path) -> None:
     path.write_bytes(
         b"".join(msgspec.json.encode({"round": k}) + b"\n" for k in (-1, 0, 1, 2)) + b'{"round": 3'
     )
-    rewind(path, 1)
+    log = SharedLog(path)
+    rewind(log, 1)
     assert path.read_bytes() == b'{"round":-1}\n{"round":0}\n{"round":1}\n'
-    rewind(path, -1)
+    rewind(log, -1)
     assert path.read_bytes() == b""
-    rewind(tmp_path / "none.jsonl", 3)
+    rewind(SharedLog(tmp_path / "none.jsonl"), 3)

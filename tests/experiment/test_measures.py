@@ -9,6 +9,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.experiment import measures, report, text
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.measures import HeldOutLine, NodeLog, compared, measured
+from rl_swarm.network.files import LocalFiles
 
 
 def held(round: int, sampled: float, **tasks: float) -> HeldOutLine:
@@ -27,7 +28,7 @@ def made(
     """A finished run: of every node fresh local and training-set reward by round, and held-out score before and after."""
     job = Job(arm, seed, rounds, count)
     path = folder / "runs" / job.name
-    job.write(path)
+    job.write(LocalFiles(path))
     for node, rewards in nodes.items():
         lines: list[dict] = []
         for number, (local, training) in enumerate(rewards):

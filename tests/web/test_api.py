@@ -29,6 +29,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.identity import animal_name
 from rl_swarm.report import RunView
 from rl_swarm.rounds import PeerInfo
+from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import server, tables
 from rl_swarm.web.api import create_app
 from rl_swarm.web.following import Follower
@@ -460,8 +461,7 @@ def test_lines_of_logs_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     with TestClient(create_app(Follower(RunView(swarm.root))), LOCAL) as client:
         assert get(client, "/api/overview")["unreadable_lines"] == 0
     for journal in swarm.journals.values():
-        with journal.metrics_path.open("ab") as file:
-            file.write(b'{"kind": "round", "rou\n')
+        journal.logs[METRICS].append(b'{"kind": "round", "rou\n')
     with TestClient(create_app(Follower(RunView(swarm.root))), LOCAL) as client:
         assert get(client, "/api/overview")["unreadable_lines"] == 2
 

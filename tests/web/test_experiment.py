@@ -19,6 +19,7 @@ from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import rewind
 from rl_swarm.experiment.standing import Standing, followed
+from rl_swarm.network.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web.experiment import create_experiment_app
 
@@ -37,7 +38,7 @@ class SmallExperiment:
         job = Job(arm, seed, ROUNDS, 2)
         folder = self.out / "runs" / job.name
         made = SmallRun(folder, nodes=2, total=ROUNDS)
-        job.write(folder)
+        job.write(LocalFiles(folder))
         return made
 
     def play(self, label: str, rounds: int, more: float = 0.0) -> None:
@@ -124,7 +125,7 @@ def test_rounds_that_a_crash_took_back_are_not_counted(experiment: SmallExperime
 
 def test_nothing_yet_is_told_too(tmp_path: Path) -> None:
     standing = Standing(tmp_path)
-    Job(SHARING, 1, ROUNDS, 2).write(tmp_path / "runs" / "2-2-sapo-seed1")
+    Job(SHARING, 1, ROUNDS, 2).write(LocalFiles(tmp_path / "runs" / "2-2-sapo-seed1"))
     assert standing.look()
     told = standing.told()
     assert (told.phase, told.runs[0].phase, told.arms[0].fresh_local) == ("waiting", "waiting", None)

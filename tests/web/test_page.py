@@ -26,6 +26,7 @@ from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.rollouts import Publication
+from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.wire import seal, unseal
 
 pytestmark = pytest.mark.skipif(
@@ -347,8 +348,7 @@ def test_the_page_tells_of_lines_that_cannot_be_read(
     page = visit.open("#/")
     told = page.get_by_text("1 line of the nodes' logs cannot be read")
     expect(told).to_be_hidden()
-    with next(iter(played.journals.values())).metrics_path.open("ab") as file:
-        file.write(b'{"kind": "round", "rou\n')
+    next(iter(played.journals.values())).logs[METRICS].append(b'{"kind": "round", "rou\n')
     played.play()  # the page looks again when something happens
     expect(told).to_be_visible()
     visit.close()

@@ -233,9 +233,9 @@ def test_an_address_is_what_a_client_cannot_choose_freely() -> None:
     assert source_of("fe80::1%eth0") == source_of("fe80::2%eth1") and source_of("") == ""
 
 
-def test_a_run_has_its_dashboard_under_these_limits(swarm: SmallRun) -> None:
+def test_a_run_has_its_dashboard_under_these_limits(swarm: SmallRun, tmp_path: Path) -> None:
     """As `up` starts it, with the files that this process has."""
-    with server.beside(swarm.root, "127.0.0.1", 28080, None, threading.Event()) as url:
+    with server.beside(swarm.root, "127.0.0.1", 28080, None, tmp_path / "log", threading.Event()) as url:
         host, port = "127.0.0.1", int(url.rpartition(":")[2])
         with socket.create_connection((host, port), PATIENCE) as silent:
             assert rest(silent).startswith(b"HTTP/1.1 408")

@@ -28,6 +28,7 @@ from rl_swarm.cli.summary import print_summary
 from rl_swarm.experiment.standing import ArmStands, Stands
 from rl_swarm.identity import Identity, animal_name
 from rl_swarm.report import RunView
+from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import telling
 from rl_swarm.web.records import Event
 from rl_swarm.wire import seal
@@ -131,7 +132,7 @@ def harmless(seen: str) -> bool:
 def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "[red]" / "run", nodes=1, total=5)
     (node,) = run.names
-    run.journals[node].metrics_path.write_text("")
+    run.journals[node].logs[METRICS].replace(b"")
     tasks = {ESCAPES: 0.5}
     for when in ("start", "now"):
         run.journals[node].metrics(
