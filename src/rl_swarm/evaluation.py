@@ -1,6 +1,6 @@
 """The held-out score: a fixed set of questions that training never sees.
 
-Sampled at temperature 1, which is how the model behaves while it learns, and greedily. The share of
+Sampled as the model behaves while it learns, and greedily. The share of
 well-formed answers and the accuracy among them tell how much is format and how much is skill.
 """
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_swarm.environments.base import Environment, Question
+from rl_swarm.plural import counted
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
@@ -37,6 +38,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     accuracy_well_formed_by_task: dict[str, float]
     examples: list[Example]
     samples: int | None = None  # answers to every question
+    temperature: float | None = None
 
 
 def evaluate(
@@ -60,6 +62,7 @@ def evaluate(
     return HeldOut(
         questions=len(questions),
         samples=samples,
+        temperature=policy.settings.temperature,
         sampled=mean(rewards),
         greedy=mean(likeliest) if greedy else None,
         well_formed=mean([float(good) for good in formed]),
@@ -72,10 +75,12 @@ def evaluate(
     )
 
 
-def protocol(questions: int, samples: int | None) -> str:
+def protocol(questions: int, samples: int | None, temperature: float | None) -> str:
     """Say what a score is the mean of, for those who compare it with another."""
-    asked = f"{questions:,} question{'' if questions == 1 else 's'}"
-    return asked if samples is None else f"{asked} answered {samples} time{'' if samples == 1 else 's'}"
+    asked = counted(questions, "question")
+    if samples is not None:
+        asked += f" answered {counted(samples, 'time')}"
+    return asked if temperature is None else f"{asked} at temperature {temperature:g}"
 
 
 def means(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:

@@ -19,7 +19,9 @@ from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, restore_optimizer
 from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.rollouts import Completion, Group
+from rl_swarm.rollouts import Completion, Group, Publication, Sampling
+from rl_swarm.rounds import State
+from rl_swarm.wire import Rejected, seal, unseal
 
 ME = Identity.new()
 
@@ -77,7 +79,7 @@ def resumed(settings, folder):
 def newest(root, node="node", swarm="swarm", identity=ME):
     kept = of(root, node, identity)
     found = next(kept.written(swarm), None)
-    return found and (kept.fetch(found), replace(found.place, files={}, node=""))
+    return found and (kept.fetch(found), replace(found.place, files={}, node="", kind=""))
 
 
 def rounds(kept, swarm="swarm"):
@@ -354,3 +356,35 @@ def test_moments_that_are_incomplete_in_a_checkpoint_begin_anew(settings, tmp_pa
         teach(one, "4", "7")
     for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_nothing_else_that_a_node_has_signed_is_a_checkpoint(settings, tmp_path):
+    """A publication has all the fields of a place, and no files: it would be a model that never learned."""
+    policy = Policy.load(settings, "")
+    save(policy, place(4), tmp_path, "node", keep=5)
+    said = Publication(
+        peer_id="", kind="rollouts", swarm="swarm", node="node", round=5, stage=0, timestamp=1.0, model="m",
+        policy_version=9, sampling=Sampling(1.0, 1.0, 0, 8), rollouts={},
+    )  # fmt: skip
+    forged = tmp_path / "shared" / "checkpoints" / "round_5" / "node"
+    forged.mkdir(parents=True)
+    (forged / "place.json").write_bytes(seal(said, ME, compress=True))
+    assert rounds(of(tmp_path)) == [(4, True), (4, False)]
+    (forged / "place.json").write_bytes(seal(place(5), ME))  # signed before it was a checkpoint
+    assert rounds(of(tmp_path)) == [(4, True), (4, False)]
+    with pytest.raises(Rejected):
+        unseal((tmp_path / "shared/checkpoints/round_4/node/place.json").read_bytes(), State)
+
+
+def test_folders_of_rounds_that_somebody_made_up_cost_little(settings, tmp_path, caplog):
+    mine = of(tmp_path, keep=2)
+    for number in (1, 2, 3):
+        mine.save(None, place(number))
+    for number in range(500):
+        (tmp_path / "shared" / "checkpoints" / f"round_{1000 + number}" / "node").mkdir(parents=True)
+    mine.save(None, place(4))
+    kept = [path.parents[1].name for path in (tmp_path / "shared" / "checkpoints").glob("*/node/place.json")]
+    assert sorted(kept) == ["round_3", "round_4"], "the own ones are kept and removed as ever"
+    (found, *_) = elsewhere(tmp_path).written("swarm")
+    assert found.place.round == 4
+    assert sum("passed over" in record.message for record in caplog.records) <= checkpoints.MAX_LOGGED

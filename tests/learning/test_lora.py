@@ -8,7 +8,9 @@ import sys
 import peft
 import pytest
 import torch
+import transformers
 from msgspec.structs import replace
+from recurrent_models import recurrent_model
 from small_models import (
     FAST,
     KINDS,
@@ -31,6 +33,7 @@ from rl_swarm.learning.checkpoints import CheckpointError
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.learning.verification import UnsupportedModelError
 
 RANK = 3
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
@@ -256,6 +259,28 @@ def test_without_peft_the_error_says_what_to_install(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"lora_rank=3 needs peft.*pip install peft"):
         Policy.load(settings, "")
+
+
+def test_a_model_that_peft_cannot_adapt_is_refused_in_words():
+    with pytest.raises(ConfigError, match=r"lora_rank=3: peft has no adapters .* 'mamba': .*Set lora_rank=0"):
+        lora.adapt(recurrent_model("mamba", 64, 1), RANK, 0)
+
+
+def test_a_model_that_cannot_run_with_its_adapters_is_refused_in_words(settings, tmp_path):
+    """Its router is a linear map that returns several tensors, which an adapter around it does not expect."""
+    tokenizer = small_tokenizer()
+    config = transformers.PhimoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, num_local_experts=4, pad_token_id=PAD, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"'phimoe' cannot be trained here with LoRA: .* Set lora_rank=0, or"
+    ):
+        Policy.load(replace(settings, model=str(tmp_path)), "")
+    Policy.load(replace(settings, model=str(tmp_path), lora_rank=0), "")
 
 
 def test_adapters_learn_faster_by_default():

@@ -435,3 +435,18 @@ def test_a_foreign_text_surprises_a_model_and_its_own_do_not():
     ]
     (strange,) = policy.surprises([Group("peer", question, tuple(foreign), (1.0, 0.0), True)])
     assert min(strange) > 50
+
+
+def test_a_prompt_that_a_table_of_positions_has_no_room_for_is_refused_in_words():
+    tokenizer = small_tokenizer()
+    settings = Settings(model="small", cpu_only=True, max_new_tokens=250)
+    for kind in ("gpt2", "llama"):
+        model = small_model(kind, 0, len(tokenizer), tokenizer.eos_token_id)  # of 256 positions
+        policy = Policy(model, tokenizer, "small", "", settings)
+        if kind == "gpt2":
+            with pytest.raises(
+                ModelError, match=r"MODEL_NAME=small: it has 256 positions.*max_new_tokens=250"
+            ):
+                policy.sample(["What is 2 plus 2?"], 2, seed=0)
+        else:  # whose positions are computed
+            assert len(policy.prompt_ids("What is 2 plus 2?")) > 6

@@ -199,7 +199,9 @@ def test_what_a_helper_cannot_do_is_said_in_its_words(settings, lead, tmp_path):
     folder = save_small(tmp_path / "model")
     leader = lead(replace(settings, model=str(folder)))
     (folder / "config.json").unlink()
-    with pytest.raises(TeamError, match=r"helper 1 failed: ModelError: .* cannot be loaded"):
+    with pytest.raises(
+        TeamError, match=r"helper 1 failed: ModelError: MODEL_NAME=.* there is no config.json"
+    ):
         leader.sample(PROMPTS, 1, 0)
 
 

@@ -280,6 +280,34 @@ def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypa
         np.testing.assert_allclose(a.detach(), b.detach(), atol=1e-4)
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_when_memory_runs_out_while_others_answers_are_weighed_it_goes_on_in_smaller_pieces(
+    monkeypatch, times
+):
+    trainer = trainer_of(small_model(), batch_tokens=512)
+    groups = random_groups(model=trainer.model)
+    expected = trainer.excess(groups)
+    real, sizes = trainer.logprobs, []
+
+    def logprobs(part):
+        sizes.append(sum(group.size for group in part))
+        if len(sizes) <= times:
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB)")
+        return real(part)
+
+    monkeypatch.setattr(trainer, "logprobs", logprobs)
+    found = trainer.excess(groups)
+    assert trainer.batch_tokens <= 512 >> times and len(sizes) > times + 1
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+    monkeypatch.setattr(
+        trainer, "logprobs", lambda part: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.excess(groups)
+
+
 def test_memory_that_is_too_small_for_anything_is_an_error(monkeypatch):
     model = small_model()
     trainer = trainer_of(model)
@@ -457,6 +485,10 @@ def test_a_step_that_fails_half_way_is_not_taken_again(monkeypatch):
             True,
         ),
         (RuntimeError("Invalid buffer size: 12.00 GiB"), True),
+        (RuntimeError("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), True),
+        (RuntimeError("unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)"), True),
+        (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),

@@ -150,19 +150,23 @@ def flat(rows: Sequence[Sequence[float]], dtype: type) -> Tensor:
 def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
     """Groups of similar length together, in as few batches as the budget allows, of about equal size.
 
-    A group may be cut up, its prompt going with every part; a single sequence may exceed the budget. A stranger
-    decides how large a group is.
+    A single sequence may exceed the budget. A stranger decides how large a group is.
     """
     total = sum(group.size for group in groups)
     # A group that is cut up has its prompt twice, and what is left of a batch may be too little for a completion.
     spare = max((len(g.prompt) + max(map(len, g.completions)) for g in groups), default=0)
     enough = min(budget, -(-total // max(1, -(-total // budget))) + spare)
+    yield from in_order(sorted(groups, key=lambda g: (len(g.prompt), max(map(len, g.completions)))), enough)
+
+
+def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
+    """Fill batches in the order given. A group may be cut up, its prompt going with every part."""
     batch: list[TrainingGroup] = []
     size = 0
-    for group in sorted(groups, key=lambda g: (len(g.prompt), max(map(len, g.completions)))):
+    for group in groups:
         start = 0
         while start < len(group.completions):
-            end = _fitting(group, start, enough - size)
+            end = _fitting(group, start, budget - size)
             if end == start and batch:
                 yield batch
                 batch, size = [], 0
@@ -170,18 +174,6 @@ def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list
             batch.append(_part(group, start, max(end, start + 1)))
             size += batch[-1].size
             start = max(end, start + 1)
-    if batch:
-        yield batch
-
-
-def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
-    """Whole groups in the order given, as many at once as the budget allows."""
-    batch: list[TrainingGroup] = []
-    for group in groups:
-        if batch and sum(g.size for g in batch) + group.size > budget:
-            yield batch
-            batch = []
-        batch.append(group)
     if batch:
         yield batch
 

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
@@ -41,6 +41,8 @@ PLACE = "place.json"
 PLACE_BYTES = 1 << 16
 SHARED = "checkpoints"  # in the swarm's folder
 MAX_LOOKED_AT = 2000  # folders of rounds in which a checkpoint is looked for, the newest first
+MAX_TIDIED = 64  # in which one is looked for that can go
+MAX_LOGGED = 5  # checkpoints that are passed over, named in the log
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what Adam keeps of a parameter
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
@@ -58,6 +60,7 @@ class Place(msgspec.Struct, frozen=True):
     round: int
     stage: int
     policy_version: int
+    kind: Literal["", "checkpoint"] = ""  # no other document that this key signs is one
     node: str = ""
     files: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each
     logs: dict[str, tuple[int, str]] = {}  # of the node's logs, as they were then
@@ -88,6 +91,7 @@ class Checkpoints:
         self.private, self.signer, self.node, self.files = private, signer, node, files
         self.keep, self.keep_private = keep, keep_private  # the newest, in the folder and here
         self._is_in_folder = False  # the last one
+        self._passed_over = 0  # that could not be used
 
     def save(self, policy: "Policy | None", place: Place) -> Path:
         """Writes a checkpoint, copies it to the folder, and removes older ones. A model that does not learn is not
@@ -98,7 +102,7 @@ class Checkpoints:
             if policy is not None:
                 policy.save(aside)
                 save_file(_flat(policy.trainer.optimizer), aside / "optimizer.safetensors")
-            place = msgspec.structs.replace(place, node=self.node, files=_digests(aside))
+            place = msgspec.structs.replace(place, kind="checkpoint", node=self.node, files=_digests(aside))
             (aside / PLACE).write_bytes(seal(place, self.signer, limit=PLACE_BYTES))
             shutil.rmtree(target, ignore_errors=True)
             os.replace(aside, target)
@@ -129,8 +133,8 @@ class Checkpoints:
         try:
             self.files.copy_in(self.private / f"round_{number}", self.shared(number))
             self._is_in_folder = True
-            copies = [round for round in self._shared_rounds() if round != number and self._is_copied(round)]
-            for round in sorted(copies, reverse=True)[self.keep - 1 :]:
+            older = [round for round in self._shared_rounds(number)[:MAX_TIDIED] if self._is_copied(round)]
+            for round in older[self.keep - 1 :]:
                 self.files.remove(self.shared(round))
                 self.files.remove_if_empty(f"{SHARED}/round_{round}")
         except OSError as error:
@@ -187,23 +191,27 @@ class Checkpoints:
                 assert self.files is not None
                 data = self.files.read(f"{where}/{PLACE}", PLACE_BYTES)
             place = unseal(data, Place, PLACE_BYTES)
-            if (place.peer_id, place.node) != (self.signer.peer_id, self.node):
+            if (place.kind, place.peer_id, place.node) != ("checkpoint", self.signer.peer_id, self.node):
                 raise Rejected("owner", "not signed by this node")
         except (OSError, Rejected) as error:
-            log.warning("the checkpoint %s is passed over: %s", where, error)
+            self._passed_over += 1
+            if self._passed_over <= MAX_LOGGED:
+                log.warning("the checkpoint %s is passed over: %s", where, error)
             return None
         return Saved(place, self.private / f"round_{number}" if private else None)
 
     def _private_rounds(self) -> set[int]:
         return _rounds(LocalFiles(self.private).names(""))
 
-    def _shared_rounds(self) -> list[int]:
+    def _shared_rounds(self, before: int | None = None) -> list[int]:
+        """Lists the rounds that have a folder, or those before another round; the newest first."""
         try:
             names = self.files.names(SHARED) if self.files else []
         except OSError as error:
             log.warning("the checkpoints in the folder cannot be listed: %s", error)
             return []
-        return sorted(_rounds(names), reverse=True)[:MAX_LOOKED_AT]
+        found = [number for number in _rounds(names) if before is None or number < before]
+        return sorted(found, reverse=True)[:MAX_LOOKED_AT]
 
     def _is_copied(self, number: int) -> bool:
         return self.files is not None and self.files.has_folder(self.shared(number))

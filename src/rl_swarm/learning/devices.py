@@ -170,6 +170,10 @@ NO_MEMORY = (
     "alloc_failed",
     "invalid buffer size",
     "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "insufficient memory",
+    "bad_alloc",
     "could not create a primitive",
 )
 

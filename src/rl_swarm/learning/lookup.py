@@ -13,7 +13,10 @@ HERE = (*BUNDLED, smollm2.NAME, "auto")
 
 def check(name: str, token: str | None = None) -> None:
     """Raises `ModelError` unless the name is a model of this package, a directory, or one that the hub has."""
-    if name in HERE or os.path.isdir(os.path.expanduser(name)):
+    if name in HERE:
+        return
+    if os.path.isdir(directory := os.path.expanduser(name)):
+        _check_directory(name, directory)
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
@@ -23,6 +26,20 @@ def check(name: str, token: str | None = None) -> None:
             "owner/name, a directory with a slash."
         )
     _ask_hub(name, token)
+
+
+def _check_directory(name: str, directory: str) -> None:
+    if os.path.exists(os.path.join(directory, "config.json")):
+        return
+    run = os.path.exists(os.path.join(directory, "manifest.json"))
+    raise ModelError(
+        f"MODEL_NAME={name}: there is no config.json, so this is no directory of a model. "
+        + (
+            "It is a run: give one of its checkpoints, checkpoints/round_<number>/<node>."
+            if run
+            else "It must hold config.json, model.safetensors and tokenizer.json."
+        )
+    )
 
 
 def _ask_hub(name: str, token: str | None) -> None:

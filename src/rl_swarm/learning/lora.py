@@ -46,7 +46,14 @@ def adapt(model: Any, rank: int, seed: int) -> None:
         warnings.simplefilter("ignore")  # about GPT-2's transposed weights, which peft takes care of
         torch.manual_seed(seed)
         setattr(model, SHAPES, {name: tuple(value.shape) for name, value in model.state_dict().items()})
-        inject_adapter_in_model(config, model)
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"lora_rank={rank}: peft has no adapters for models of type {model.config.model_type!r}: {reason} "
+                "Set lora_rank=0 to train all weights, or use a model of another type."
+            ) from error
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     log.info("LoRA of rank %d: %s of %s parameters are trained", rank, f"{trained:,}", f"{total:,}")

@@ -52,6 +52,7 @@ class Policy:
         self.version = 0  # updates done
         device = model.device
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.positions = support.positions(model.config)
         verify(model, name, self.pad)
         if reason := sampler.slow_path(model):
             log.warning("%s: %s", name, reason)
@@ -108,7 +109,13 @@ class Policy:
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """A question as tokens; it is asked for again when it is learned from."""
-        return self.reader.prompt_ids(prompt)
+        ids, longest = self.reader.prompt_ids(prompt), self.settings.completion_tokens()
+        if self.positions is not None and len(ids) + longest > self.positions:
+            raise ModelError(
+                f"MODEL_NAME={self.name}: it has {self.positions} positions, too few for a prompt of {len(ids)} tokens "
+                f"and max_new_tokens={longest}. Set a lower max_new_tokens, or use a model with more positions."
+            )
+        return ids
 
     def sample(
         self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False
@@ -279,8 +286,7 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     elif name == smollm2.NAME:
         source = str(smollm2.directory())
     is_path = os.path.isdir(source)
-    if not is_path:
-        lookup.check(name, token)
+    lookup.check(name, token)
     started = time.monotonic()
     try:
         with _loading:

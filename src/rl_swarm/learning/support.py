@@ -163,6 +163,13 @@ def length_limit(config: Any) -> tuple[str, int] | None:
     return None
 
 
+def positions(config: Any) -> int | None:
+    """Return the size of a model's table of positions, None where it computes them or has none."""
+    if any(hasattr(config, name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
 def rope_types(config: Any) -> set[str]:
     parts = rope_parameters(config)
     return {str(part.get("rope_type", part.get("type", "default"))) for part in parts}

@@ -9,9 +9,9 @@ import copy
 import logging
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rl_swarm.learning.cuda.recorder import Recorder
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -123,9 +125,15 @@ class Trainer:
 
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
         """One step on the groups; the same step in smaller pieces when memory runs out."""
+        return self._in_memory(self._update, groups)
+
+    def _in_memory(
+        self, work: Callable[[Sequence[TrainingGroup]], Result], groups: Sequence[TrainingGroup]
+    ) -> Result:
+        """Do the work again, in smaller pieces, as long as memory runs out."""
         while True:
             try:
-                return self._update(groups)
+                return work(groups)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
@@ -245,15 +253,18 @@ class Trainer:
         self.figures += figures_FM.sum(1)
         return loss_M.sum()
 
-    @torch.no_grad()
     def excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
         """By how many nats each token of each completion was less likely than tokens are on average at its place."""
-        found: list[list[list[float]]] = []
+        return self._in_memory(self._excess, groups)
+
+    @torch.no_grad()
+    def _excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
+        found: list[float] = []
         for part in in_order(groups, self.batch_tokens):
             logprobs_M, entropy_M = self.logprobs(part)
-            values = iter((-logprobs_M - entropy_M).tolist())
-            found += [[[next(values) for _ in ids] for ids in group.completions] for group in part]
-        return found
+            found += (-logprobs_M - entropy_M).tolist()
+        values = iter(found)
+        return [[[next(values) for _ in ids] for ids in group.completions] for group in groups]
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[TrainingGroup]) -> tuple[Tensor, Tensor]:

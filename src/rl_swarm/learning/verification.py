@@ -72,9 +72,11 @@ def _compare_ways(model: Model, name: str, pad: int) -> None:
         )
         wrong = difference(model, pad)
     if wrong is not None:
+        adapted = is_adapted(model)
         raise UnsupportedModelError(
-            f"MODEL_NAME={name}: models of type {model.config.model_type!r} cannot be trained here: {wrong}. "
-            "Use a model of another type."
+            f"MODEL_NAME={name}: models of type {model.config.model_type!r} cannot be trained here"
+            f"{' with LoRA' if adapted else ''}: {wrong}. "
+            f"{'Set lora_rank=0, or use' if adapted else 'Use'} a model of another type."
         )
 
 
