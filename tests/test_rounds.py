@@ -9,6 +9,7 @@ from rl_swarm.manifest import new_manifest
 from rl_swarm.rounds import (
     LONGEST_WAIT,
     MOST_MISSED,
+    REGAINED,
     Member,
     Report,
     Rules,
@@ -147,7 +148,7 @@ def test_signs_of_life_keep_a_slow_member_awaited():
 def test_a_late_joiner_is_part_of_the_round_it_finds():
     state, _ = advance(reported(running("a"), report("a")), rules(), 2.0)
     state = reported(seen(state, "c", "node-c", 3.0), report("a", round=1), now=3.0)
-    assert state.members["c"] == Member("node-c", joined_round=1, last_seen=3.0)
+    assert state.members["c"] == Member("node-c", joined_round=1, last_seen=3.0, missed=MOST_MISSED - 1)
     assert advance(state, rules(), 3.0)[1] is None
     state, why = advance(reported(state, report("c", round=1), now=4.0), rules(), 4.0)
     assert (state.round, why) == (2, "everyone")
@@ -177,29 +178,48 @@ def stage_with_a_silent_sloth(state, life, began, in_time=False):
     ],
 )
 def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
-    life, now = rules(end, rounds=50), 0.0
+    life, now = rules(end, rounds=500), 0.0
     state = running("a", "b", rules=life)
     for number in range(MOST_MISSED):
         state, took, ended = stage_with_a_silent_sloth(state, life, now)
         now += took
-        assert (state.round, ended) == (number + 1, why)
-        assert took == pytest.approx(first, abs=2)
+        last = number == MOST_MISSED - 1  # no longer than the others took
+        assert (state.round, ended) == (number + 1, "patience" if last else why)
+        assert took == pytest.approx(3 if last else first, abs=2)
     for _ in range(5):
         state, took, ended = stage_with_a_silent_sloth(state, life, now)
         now += took
         assert (took, ended) == (1.0, "everyone")
     assert state.members["b"].last_seen < now, "signs of life do not help"
 
-    # It reports in time, and is waited for again: until it fails once more.
-    for in_time, waited in ((True, False), (False, True), (False, False)):
+    # Many reports in time make up for one wait in vain, and no more than one.
+    for in_time, waited in [(True, False)] * REGAINED + [
+        (False, True),
+        (False, False),
+        (True, False),
+        (False, False),
+    ]:
         state, took, _ = stage_with_a_silent_sloth(state, life, now, in_time)
         now += took
         assert (took > 1) == waited
     # Who has earned it is given as many failures as anybody.
-    for in_time in [True] * MOST_MISSED + [False] * MOST_MISSED:
+    for in_time in [True] * MOST_MISSED * REGAINED + [False] * MOST_MISSED:
         state, took, _ = stage_with_a_silent_sloth(state, life, now, in_time)
         now += took
         assert (took > 1) == (not in_time)
+
+
+def test_a_newcomer_that_never_reports_is_waited_for_once():
+    life = rules("deadline", rounds=50)
+    state, now = running("a", rules=life), 1.0
+    state, _ = advance(reported(state, report("a"), now=now), life, now)
+    state = seen(state, "b", "node-b", now)
+    waited = []
+    for _ in range(5):
+        state, took, _ = stage_with_a_silent_sloth(state, life, now)
+        now += took
+        waited.append(took > 1)
+    assert waited == [True, False, False, False, False]
 
 
 def test_where_rounds_take_long_the_others_may_take_as_long_again_as_the_first():

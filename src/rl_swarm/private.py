@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
+from rl_swarm.network.files import SWARMS
 from rl_swarm.wire import canonical, digest
 
 KEY, NAME = 16, 40  # characters of a digest that tells directories apart, and of the name before it
@@ -27,7 +28,8 @@ def private_root(settings: Settings) -> Path:
 
 def check(settings: Settings, root: Path) -> None:
     """Raises `UserError` if the private directory cannot be used for a swarm in this folder."""
-    private, shared = os.path.realpath(private_root(settings)), os.path.realpath(root)
+    named = root.parent.parent if root.parent.name == SWARMS else root
+    private, shared = os.path.realpath(private_root(settings)), os.path.realpath(named)
     if Path(private).is_relative_to(shared):
         raise UserError(
             f"PRIVATE_PATH={private} lies in the swarm's folder {shared}, where others can write. Set it to a directory "
@@ -41,14 +43,36 @@ def swarm_folder(settings: Settings, where: Path | str, swarm: str) -> Path:
     if isinstance(where, Path):
         check(settings, where)
     shared = where if isinstance(where, str) else os.path.realpath(where)
-    name = re.sub("[^A-Za-z0-9.-]+", "-", os.path.basename(shared))[-NAME:].strip("-.") or "swarm"
-    return _made(settings, f"{name}-{digest(canonical([shared, swarm]))[:KEY]}")
+    return _made(settings, f"{_short(shared)}-{digest(canonical([shared, swarm]))[:KEY]}")
+
+
+def remember_swarm(settings: Settings, root: Path, swarm: str) -> None:
+    """Keeps which swarm this user has started in a directory."""
+    _remembered(settings, root).write_text(swarm)
+
+
+def started_swarm(settings: Settings, root: Path) -> str:
+    """Tells which swarm this user has started in a directory; empty where none was."""
+    try:
+        return _remembered(settings, root).read_text()
+    except OSError:
+        return ""
+
+
+def _remembered(settings: Settings, root: Path) -> Path:
+    shared = os.path.realpath(root)
+    return _made(settings, "runs") / f"{_short(shared)}-{digest(shared.encode())[:KEY]}"
+
+
+def _short(shared: str) -> str:
+    """Makes a short name of harmless letters from that of a directory or a URL."""
+    return re.sub("[^A-Za-z0-9.-]+", "-", os.path.basename(shared))[-NAME:].strip("-.") or "swarm"
 
 
 def log_file(settings: Settings, root: Path) -> Path:
     """Returns the private file behind the `swarm.log` of a folder, which is begun before its swarm is known."""
     shared = os.path.realpath(root)
-    return _made(settings, "logs") / f"{os.path.basename(shared)}-{digest(shared.encode())[:KEY]}.log"
+    return _made(settings, "logs") / f"{_short(shared)}-{digest(shared.encode())[:KEY]}.log"
 
 
 def _made(settings: Settings, name: str) -> Path:

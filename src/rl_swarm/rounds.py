@@ -2,7 +2,9 @@
 
 Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
 comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks. One that
-gives signs of life and yet keeps missing the ends of stages is not either; it counts again when it reports in time.
+gives signs of life and yet keeps missing the ends of stages is not either. Many reports in time make up for one wait in
+vain, and before the last one, or for a newcomer, the others wait no longer than they took themselves. So no member makes
+them wait again and again.
 """
 
 import itertools
@@ -20,7 +22,8 @@ from rl_swarm.wire import Count, Id
 
 Round = Count
 LONGEST_TICKET = 4096  # characters
-MOST_MISSED = 3  # stages for which a member was waited for in vain, until it is not
+MOST_MISSED = 3  # stages for which a member was waited for in vain, until it is not; for a newcomer, one
+REGAINED = 50  # reports in time that make up for one wait in vain
 LONGEST_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
 # Why a peer is not admitted.
 Why = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
@@ -69,7 +72,13 @@ class Member(msgspec.Struct, frozen=True):
     wins: int = 0  # votes received
     invitation: str = ""  # the name of the one by which it came
     sign: float = 0.0  # when its newest introduction was written, by its own clock
-    missed: int = 0  # ends of stages, each taken back by a report in time
+    missed: int = 0  # ends of stages at which it was waited for in vain
+    punctual: int = 0  # reports in time since then; `REGAINED` of them take one back
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Tells whether one more wait in vain is the last."""
+        return self.missed >= MOST_MISSED - 1
 
     def is_awaited(self, now: float, peer_timeout: float) -> bool:
         return self.missed < MOST_MISSED and now - self.last_seen <= peer_timeout
@@ -94,6 +103,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[str, Member] = {}
     reports: dict[str, Report] = {}  # of this stage so far
     heard: float = 0.0  # when the first of them came
+    proven: float = 0.0  # when the last one of a member came that is not on probation
     roll: Round = 0  # the number of the owner's list that this state obeys
     refused: dict[str, Refusal] = {}
 
@@ -147,7 +157,8 @@ def seen(state: State, peer_id: str, node: str, now: float, invitation: str = ""
     member = state.members.get(peer_id)
     if member is None:
         joined = state.round if state.phase == "running" else 0
-        member = Member(node, joined_round=joined, last_seen=now)
+        # Whoever comes later has to show first that it is worth waiting for.
+        member = Member(node, joined_round=joined, last_seen=now, missed=MOST_MISSED - 1 if joined else 0)
     member = replace(
         member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign)
     )
@@ -174,7 +185,8 @@ def submitted(state: State, report: Report, now: float) -> State:
         return state
     state = seen(state, report.peer_id, report.node, now)
     heard = state.heard if state.reports else now
-    return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard)
+    proven = state.proven if state.members[report.peer_id].is_on_probation else now
+    return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard, proven=proven)
 
 
 def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
@@ -187,7 +199,7 @@ def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
     if why is None:
         return state, None
     counted = replace(
-        state, members=counted_members(state, rules, now), reports={}, started=now, timestamp=now
+        state, members=counted_members(state, rules, now), reports={}, proven=0.0, started=now, timestamp=now
     )
     if state.stage + 1 < rules.stages:
         return replace(counted, stage=state.stage + 1), why
@@ -200,8 +212,12 @@ def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
     elapsed = now - state.started
     if rules.end == "interval":
         return "interval" if elapsed >= rules.interval else None
-    if state.reports and not late_members(state, rules, now):
+    late = late_members(state, rules, now)
+    if state.reports and not late:
         return "everyone"
+    took = state.proven - state.started
+    if took > 0 and elapsed > 2 * took and all(state.members[peer_id].is_on_probation for peer_id in late):
+        return "patience"
     if rules.end == "deadline" and elapsed >= rules.interval:
         return "deadline"
     # Where rounds take long, others may take as long again as the first did.
@@ -226,17 +242,19 @@ def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]
     members = dict(state.members)
     last = state.stage + 1 == rules.stages
     for peer_id in late_members(state, rules, now) if rules.end != "interval" else ():
-        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1)
+        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1, punctual=0)
     for peer_id, report in state.reports.items():
         member = members.get(peer_id)
         if member is None:
             continue
+        punctual = member.punctual + 1 if member.missed else 0
         members[peer_id] = replace(
             member,
             last_seen=now,
             participation=member.participation + last,
             reward=member.reward + report.reward,
-            missed=max(0, member.missed - 1),
+            missed=member.missed - punctual // REGAINED,
+            punctual=punctual % REGAINED,
         )
     for peer_id, report in state.reports.items() if last else ():
         if report.vote in members and report.vote != peer_id:

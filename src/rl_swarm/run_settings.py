@@ -4,6 +4,7 @@ Others may be able to write to the folder. So a run is resumed with the private 
 one in the folder if this user's key has signed it for this swarm.
 """
 
+import logging
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +14,12 @@ from rl_swarm.config import SECRETS, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.files import Files, LocalFiles
-from rl_swarm.network.folder import read_manifest
-from rl_swarm.private import swarm_folder
+from rl_swarm.network.files import Files, LocalFiles, Refused
+from rl_swarm.network.folder import MANIFEST, read_manifest
+from rl_swarm.private import remember_swarm, started_swarm, swarm_folder
 from rl_swarm.wire import Id, Rejected, decode, seal, typed, unseal
+
+log = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
 SETTINGS_BYTES = 1 << 18
@@ -38,8 +41,28 @@ def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) ->
         values.pop(name)
     values["identity_path"] = str(Path(settings.identity_path).absolute())
     data = seal(RunSettings(swarm=manifest.swarm(), settings=values), owner, limit=SETTINGS_BYTES)
-    LocalFiles(swarm_folder(settings, root, manifest.swarm())).write(SETTINGS_FILE, data)
+    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    own.write(SETTINGS_FILE, data)
+    own.write(MANIFEST, seal(manifest, owner))
+    remember_swarm(settings, root, manifest.swarm())
     LocalFiles(root).write(SETTINGS_FILE, data)
+
+
+def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None:
+    """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other swarm."""
+    swarm = started_swarm(settings, root)
+    if not swarm:
+        return None
+    try:
+        kept = read_manifest(LocalFiles(swarm_folder(settings, root, swarm)))
+        if read_manifest(files).peer_id == kept.peer_id:  # the same, or a later run of the same user
+            return None
+    except (FileNotFoundError, Refused):
+        return None
+    except (OSError, Rejected) as error:
+        log.debug("%s cannot be read: %s", MANIFEST, error)
+    log.warning("%s in %s is not the one of this run, whose private copy is used", MANIFEST, root)
+    return kept
 
 
 def resumed(run: Path, user: Settings) -> dict[str, object]:
@@ -51,6 +74,11 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
         raise UserError(
             f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours."
         ) from error
+    if started_swarm(user, run) not in ("", manifest.swarm()):
+        raise UserError(
+            f"--resume {run}: its manifest.json is not the one of the run that you started there. Somebody has exchanged "
+            "it, or another run was copied over it."
+        )
     private = LocalFiles(swarm_folder(user, run, manifest.swarm()))
     try:
         return typed(decode(private.read(SETTINGS_FILE, SETTINGS_BYTES)), RunSettings).settings

@@ -1,5 +1,5 @@
 import pytest
-from swarms import NETWORKS
+from swarms import NETWORKS, close_engines
 
 from rl_swarm.network import conductor, folder
 
@@ -32,3 +32,10 @@ def network(request, tmp_path):
     yield make
     for swarm in made:
         swarm.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peers_of_this_file_alone():
+    """Peers remember whom they have met: those of another file would be among the neighbours of these."""
+    yield
+    close_engines()

@@ -217,7 +217,7 @@ _engines: dict[str, Engine] = {}
 
 
 def engine_of(node: str) -> Engine:
-    """A real daemon on loopback, which a node keeps for all tests. The first one is where the others begin."""
+    """A real daemon on loopback, which a node keeps for all tests of a file. The first one is where the others begin."""
     if node not in _engines:
         known = next(iter(_engines.values())).addresses if _engines else ()
         who = OWNER if node == "coordinator" else identity_of(node)
@@ -225,6 +225,12 @@ def engine_of(node: str) -> Engine:
         _engines[node] = engine.start()
         atexit.register(engine.close)
     return _engines[node]
+
+
+def close_engines() -> None:
+    """Ends all daemons, so that the next tests meet none of these peers."""
+    while _engines:
+        _engines.popitem()[1].close()
 
 
 class AmongPeers(InFolder):

@@ -3,6 +3,9 @@
 import contextlib
 import errno
 import logging
+import math
+import os
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -26,6 +29,8 @@ from swarms import (
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.network import conductor as conducting
+from rl_swarm.network import conductor as conductor_module
+from rl_swarm.network import files as files_module
 from rl_swarm.network import folder
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor, read_history
@@ -49,6 +54,9 @@ CALLS = ("read", "write", "append", "names", "remove", "move")
 
 class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
+
+
+ELSEWHERE = make_manifest(name="elsewhere")
 
 
 class Watched(LocalFiles):
@@ -726,3 +734,166 @@ def test_junk_in_a_history_is_counted_without_a_look_at_what_it_says(swarm, monk
     ended, unreadable = read_history(swarm.files)
     assert [(e.round, e.stage) for e in ended] == [(0, 0)] and unreadable == 200_000
     assert len(looks) == 1
+
+
+class Counted(LocalFiles):
+    """Counts what is opened."""
+
+    opened = 0
+
+    def read(self, path, limit, start=0):
+        self.opened += 1
+        return super().read(path, limit, start)
+
+    def stat(self, path):
+        self.opened += 1
+        return super().stat(path)
+
+
+def test_a_folder_full_of_junk_costs_a_bounded_look_and_hides_no_newcomer(swarm, caplog, monkeypatch):
+    monkeypatch.setattr(conductor_module, "MAX_NEW", 50)
+    monkeypatch.setattr(folder.Listing, "TIMES", 0.0)  # every look lists
+    monkeypatch.setattr(conductor_module, "OTHERS_SECONDS", math.inf)
+    files = Counted(swarm.files.root)
+    conductor = swarm.restarted(files)
+    for number in range(1000):
+        (swarm.files.root / "peers" / f"junk-{number:04}.json").write_bytes(b"{}")
+        for name in (f"junk-{number:04}", f"zzz-{number:04}"):
+            path = swarm.files.root / report_path(1, 0, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"junk")
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(conductor_module, "GIVE_UP_AFTER", 0.0)  # none of it becomes whole
+        for look in range(60):
+            files.opened = 0
+            conductor.step(now + look * swarm.manifest.peer_timeout / 4)
+            swarm.join("ann", timestamp=now + look)
+            swarm.join("bob", timestamp=now + look)
+            assert files.opened < 400, "two folders, new and known ones, members, state and list"
+    named = [record for record in caplog.records if "is not used" in record.message]
+    assert 0 < len(named) <= conductor_module.MAX_LOGGED
+    swarm.join("cleo")
+    conductor.step(now + 15 * swarm.manifest.peer_timeout + 1)
+    assert peer_id("cleo") in conductor.state.members
+    swarm.submit("ann", 1)
+    swarm.submit("bob", 1)
+    swarm.submit("cleo", 1)
+    conductor.step(now + 15 * swarm.manifest.peer_timeout + 2)
+    assert conductor.state.round == 2
+    path = swarm.files.root / "peers" / "junk-0500.json"  # refused, and then it becomes somebody's
+    me = introduction(swarm.manifest, "junk-0500", 1.0)
+    path.write_bytes(seal(me, identity_of("junk-0500")))
+    for look in range(60):
+        conductor.step(now + (16 + look / 4) * swarm.manifest.peer_timeout)
+    assert peer_id("junk-0500") in conductor.state.members
+
+
+def test_members_are_read_by_name_where_a_folder_is_too_full_to_list(swarm, monkeypatch):
+    for module in (files_module, conductor_module):
+        monkeypatch.setattr(module, "MAX_NAMES", 3)
+    for folder_name in ("peers", "rewards/round_1/stage_0"):
+        for number in range(200):
+            swarm.files.write(f"{folder_name}/{number:03}.json", b"{}")
+    conductor = swarm.restarted()
+    swarm.submit("ann", 1)
+    swarm.submit("bob", 1)
+    conductor.step(time.time())
+    assert conductor.state.round == 2
+
+
+def test_a_newcomer_is_found_although_a_look_has_time_for_one_document_only(swarm, monkeypatch):
+    monkeypatch.setattr(conductor_module, "OTHERS_SECONDS", 0.0)
+    conductor, now = swarm.restarted(), time.time()
+    for number in range(30):  # not junk: signed, and looked at again and again
+        swarm.files.write(f"peers/a{number:02}.json", seal(introduction(ELSEWHERE, "x"), identity_of("x")))
+    swarm.join("cleo")
+    for look in range(33):
+        conductor.step(now + look * swarm.manifest.peer_timeout)
+    assert peer_id("cleo") in conductor.state.members
+
+
+def test_a_crowded_folder_is_listed_less_often():
+    now = [0.0]
+
+    class Slow:
+        listed = 0
+
+        def names(self, folder):
+            self.listed += 1
+            now[0] += 1.0
+            return [f"n{number}.json" for number in range(2000)] if folder == "peers" else ["ann.json"]
+
+    store, listing = Slow(), folder.Listing(lambda: now[0])
+    assert len(listing.nodes(store, "peers")) == 2000
+    assert listing.nodes(store, "peers") is None and store.listed == 1
+    assert listing.nodes(store, "rewards/round_1/stage_0") == ["ann"], "another folder is"
+    now[0] = 19.5
+    assert listing.nodes(store, "peers") is None
+    now[0] = 20.0
+    assert len(listing.nodes(store, "peers")) == 2000
+
+
+def test_a_flood_of_newcomers_fills_no_log(swarm, caplog, monkeypatch):
+    monkeypatch.setattr(conductor_module, "MAX_JOINED", 5)
+    caplog.set_level(logging.INFO)
+    conductor = swarm.restarted()
+    for number in range(40):
+        swarm.join(f"sybil-{number}")
+    conductor.step(time.time())
+    assert len(conductor.state.members) == 42
+    assert sum(" joined (" in record.message for record in caplog.records) <= 5
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """Makes directories inside each other, more than a path could name, and removes them in the end."""
+    yield _made_deep
+    subprocess.run(["rm", "-rf", tmp_path], check=True)
+
+
+def _made_deep(path, levels):
+    path.mkdir(parents=True)
+    here = os.open(path, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=here)
+        inside = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inside
+    os.close(here)
+
+
+def test_a_tree_in_place_of_the_state_is_moved_away_at_the_next_look(swarm, deep):
+    conductor = swarm.restarted()
+    conductor.step(time.time())
+    (swarm.files.root / STATE).unlink()
+    deep(swarm.files.root / STATE, 50)
+    conductor.step(time.time())
+    assert read_state(swarm.files, swarm.manifest).round == 1
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_tree_too_deep_to_remove_keeps_no_other_round_from_being_tidied(swarm, archive, deep, caplog):
+    deep(swarm.files.root / "rollouts" / "round_0" / "stage_9", 1500)
+    if archive:
+        deep(swarm.files.root / "archives" / "round_0" / "stage_9", 1500)
+    conductor = swarm.restarted(cleanup=True, keep_rounds=2, archive=archive)
+    for number in range(1, 6):
+        swarm.play(number, conductor)
+    assert rounds_in(swarm, "rollouts")[-2:] == [4, 5]
+    assert set(rounds_in(swarm, "rollouts")) <= {0, 4, 5}
+    assert sum("cannot be removed" in record.message for record in caplog.records) <= 5
+
+
+def test_a_restart_reads_the_reports_of_members_and_not_what_lies_beside_them(swarm):
+    conductor = swarm.restarted()
+    swarm.submit("ann", 1)
+    swarm.submit("bob", 1)
+    conductor._write_state = lambda state: None  # killed between the history and the state
+    conductor.step(time.time())
+    for number in range(50):
+        swarm.files.write(f"rewards/round_1/stage_0/junk-{number}.json", b"{}")
+        swarm.files.write(f"peers/junk-{number}.json", b"{}")
+    files = Counted(swarm.files.root)
+    again = swarm.restarted(files)
+    assert again.state.round == 2 and files.opened < 20

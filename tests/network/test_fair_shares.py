@@ -1,5 +1,6 @@
 """Fair shares in the table and of streams: what one author takes, others do not lose."""
 
+import base64
 import math
 import time
 
@@ -7,7 +8,7 @@ import pytest
 from processes import until
 from swarms import OWNER, AmongPeers, engine_of, identity_of, introduction, peer_id, report
 
-from rl_swarm.identity import Identity
+from rl_swarm.identity import Identity, verify
 from rl_swarm.network.folder import report_folder, report_path
 from rl_swarm.network.p2p import documents, quota
 from rl_swarm.network.p2p.notices import KEPT_SECONDS, LATEST, REPORT_SECONDS, Notice, key_of
@@ -339,3 +340,16 @@ def test_reports_have_their_own_folder_in_the_table():
         "rewards/round_-1/stage_0/a.json",
     ):
         assert Notice(swarm="s", path=path, sha256="", size=1, timestamp=0.0).report_round() is None
+
+
+def test_a_peer_id_in_another_encoding_is_no_second_author():
+    """A key has one id: that in base58. As a CID, in hexadecimal or with something around it, it is none."""
+    from hivemind.p2p import PeerID
+
+    who, message = Identity.new(), b"message"
+    raw = bytes([1, 0x72]) + PeerID.from_base58(who.peer_id).to_bytes()
+    cid = "b" + base64.b32encode(raw).decode().lower().rstrip("=")
+    signature = who.sign(message)
+    assert verify(who.peer_id, message, signature)
+    for other in (cid, f"f{raw.hex()}", f"z{who.peer_id}", f"1{who.peer_id}", f"{who.peer_id} "):
+        assert not verify(other, message, signature)

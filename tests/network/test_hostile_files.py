@@ -6,6 +6,7 @@ import gzip
 import logging
 import os
 import random
+import shutil
 import threading
 import time
 import tracemalloc
@@ -26,6 +27,7 @@ from swarms import (
 )
 
 from rl_swarm.config import Settings
+from rl_swarm.network import beneath
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.conductor import Conductor
 from rl_swarm.network.files import LocalFiles
@@ -34,6 +36,7 @@ from rl_swarm.network.folder import (
     STATE,
     FolderCoordinator,
     FolderExchange,
+    Listing,
     await_manifest,
     report_path,
     rollouts_path,
@@ -461,3 +464,65 @@ def test_reading_leaves_no_file_open(kind, tmp_path):
             continue
 
     assert len(os.listdir("/proc/self/fd")) < before + 100  # threads of earlier tests may open a few
+
+
+def test_a_link_that_somebody_keeps_putting_there_fills_no_log(tmp_path, caplog):
+    files = LocalFiles(tmp_path / "swarm")
+    files.write("linked-again/x", b"")
+    for _ in range(20):
+        shutil.rmtree(tmp_path / "swarm" / "linked-again")
+        (tmp_path / "swarm" / "linked-again").symlink_to(tmp_path)
+        files.write("linked-again/x", b"mine")
+    assert files.read("linked-again/x", 9) == b"mine" and not (tmp_path / "x").exists()
+    assert sum("in its place" in record.message for record in caplog.records) == 1
+
+
+def test_of_a_tree_larger_than_ours_a_part_is_removed_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(beneath, "MAX_REMOVED", 50)
+    files = LocalFiles(tmp_path)
+    for number in range(120):
+        files.write(f"a/{number}", b"")
+    for _ in range(2):
+        with pytest.raises(OSError, match="more than 50"):
+            files.remove("a")
+    files.remove("a")
+    assert files.names("") == []
+    for number in range(120):
+        files.write(f"b/{number}", b"")
+    files.write("b", b"a file again")  # whatever lies in its place
+    assert files.read("b", 99) == b"a file again"
+
+
+@pytest.mark.parametrize("path", [STATE, MANIFEST])
+@pytest.mark.parametrize(
+    "data", [b"{}", b"", seal(HERE, identity_of("mallory"))], ids=["junk", "empty", "a stranger's"]
+)
+def test_a_state_or_manifest_that_somebody_replaces_is_mended_at_the_next_look(path, data, tmp_path):
+    """Not only when signs of life are looked for, which is seldom: nodes wait for it."""
+    swarm = Conducted(tmp_path)
+    swarm.files.write(MANIFEST, seal(HERE, OWNER))
+    swarm.step()
+    right = swarm.files.read(path, 1 << 20)
+    for _ in range(3):
+        swarm.files.write(path, data)
+        for _ in range(2):
+            swarm.conductor.step(swarm.now)
+        assert swarm.files.read(path, 1 << 20) == right
+
+
+def test_in_a_crowded_folder_looks_between_listings_are_at_members_files_alone(tmp_path, monkeypatch):
+    """Listing thousands of files at every look would keep the coordinator from everything else."""
+    swarm, listed = Conducted(tmp_path), []
+    for number in range(3000):
+        lay(tmp_path, f"rewards/round_0/stage_0/junk-{number}.json", put(b"{}"))
+    swarm.step()
+    names = swarm.files.names
+    monkeypatch.setattr(swarm.files, "names", lambda folder: (listed.append(folder), names(folder))[1])
+    monkeypatch.setattr(Listing, "TIMES", 1e9)
+    for _ in range(10):
+        swarm.conductor.step(swarm.now)
+    assert len(listed) == 1
+    swarm.report("ann")
+    swarm.report("bob")
+    swarm.conductor.step(swarm.now)
+    assert swarm.conductor.state.round == 1, "members are not kept waiting"

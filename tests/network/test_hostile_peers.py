@@ -1,5 +1,7 @@
 """One hostile peer neither stops a swarm nor keeps others out, while it is there and after it has left."""
 
+import asyncio
+import struct
 import threading
 import time
 
@@ -14,7 +16,7 @@ from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, report_folder
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import WHAT_TIME, Engine
+from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, Engine
 from rl_swarm.network.p2p.joining import await_manifest
 from rl_swarm.network.p2p.notices import Notice, key_of
 from rl_swarm.network.p2p.quota import DhtQuota
@@ -148,3 +150,44 @@ def test_a_keeper_that_answers_with_garbage_hides_nothing():
         until(is_found)
         for _ in range(10):  # whoever is asked beside
             assert engine_of("bob").find(key) == {subkey: made(now)}
+
+
+def test_a_peer_that_answers_slowly_on_purpose_gets_less_and_less_time(monkeypatch):
+    """It asks us meanwhile, as one does that is there; and now and then it answers in time."""
+    monkeypatch.setattr("rl_swarm.network.p2p.engine.SILENT_SECONDS", (0.01, 100.0))
+    monkeypatch.setattr("rl_swarm.network.p2p.engine.EARLY_SECONDS", 0.05)
+    ann = engine_of("ann")
+    with attacker() as engine:
+        slow, slowly = engine.identity.peer_id, True
+
+        async def answer(info, reader, writer):
+            await reader.readexactly(4)
+            writer.write(struct.pack(">?I", True, 2 if slowly else 0))  # it begins, and goes no further
+            await writer.drain()
+            while not reader.at_eof():
+                await asyncio.sleep(0.05)
+            writer.close()
+
+        async def replace():
+            await engine.p2p.remove_binary_stream_handler(STREAM)
+            await engine.p2p.add_binary_stream_handler(STREAM, answer)
+
+        engine._call(replace(), 60)
+        until(lambda: slow in {address.rpartition("/")[2] for address in ann.peers()})
+        for patience in (0.6, 0.3, 0.15):
+            ann.patience[slow] = 2 * patience
+            monkeypatch.setattr("rl_swarm.network.p2p.engine.LEAST_PATIENCE", 0.1)
+            ann.silent[slow] = (0.0, ann.silent.get(slow, (0.0, 0.01))[1])
+            with pytest.raises(TimeoutError):
+                ann.ask(slow, b"rollouts/round_0/stage_0/slow.json", 100)
+            assert ann.patience[slow] == pytest.approx(patience, rel=0.01)
+        assert ann.silent[slow][1] > 0.05
+        before = ann.silent[slow]
+        assert engine.ask(ann.identity.peer_id, WHAT_TIME, 32)
+        assert ann.silent[slow] == before, "asking us does not end a long pause"
+
+        slowly, ann.silent[slow] = False, (0.0, before[1])
+        assert ann.ask(slow, b"rollouts/round_0/stage_0/slow.json", 100) == b""
+        assert ann.patience[slow] < 1, "one answer in time does not make up for it"
+        ann.patience.pop(slow)
+        ann.silent.pop(slow)

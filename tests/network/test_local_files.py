@@ -3,7 +3,10 @@
 Every test runs with the kernel's `openat2` and without it, as this user and, where this is root, as an ordinary one.
 """
 
+import errno
 import os
+import stat
+import sys
 import traceback
 from pathlib import Path
 
@@ -294,5 +297,114 @@ def test_a_file_of_another_size_is_not_added_to(act):
             files.append("log", b"two\n", at=3)
         files.append("log", b"two\n", at=4)
         assert files.read("log", 100) == b"one\ntwo\n"
+
+    act(play)
+
+
+def test_no_path_leads_out_of_the_folder(act):
+    def play(folder):
+        place, files = outside(folder), LocalFiles(folder / "swarm")
+        files.write("a/b", b"x")
+        for path in ("..", "a/../..", "../outside", "/" + str(place), "a/../../outside"):
+            for call in (
+                files.remove,
+                files.remove_if_empty,
+                files.names,
+                lambda p: files.move(p, "c"),
+                files.stat,
+            ):
+                with pytest.raises(OSError):
+                    call(path)
+                is_untouched(place)
+        inner = files.below("a").below("deeper")
+        inner.write("x", b"y")
+        assert files.read("a/deeper/x", 10) == b"y" and inner.root == folder / "swarm" / "a" / "deeper"
+
+    act(play)
+
+
+def test_a_link_that_may_be_the_users_own_is_named_and_stays(act):
+    def play(folder):
+        place = outside(folder)
+        (folder / "experiments").symlink_to(place)
+        files = LocalFiles(folder / "experiments" / "new")
+        with pytest.raises(OSError, match="links in a shared folder are not followed"):
+            files.make()
+        assert (folder / "experiments").is_symlink()
+        is_untouched(place)
+
+    act(play)
+
+
+def test_a_disk_that_is_full_leaves_whole_lines(act):
+    def play(folder):
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        log = SharedLog(folder / "private" / "log")
+        log.append(b"a" * 90 + b"\n")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(OSError):
+                log.append(b"b" * 90 + b"\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        log.append(b"c\n")
+        assert (folder / "private" / "log").read_bytes() == log.read() == b"a" * 90 + b"\nc\n"
+
+    act(play)
+
+
+def test_errors_name_what_was_asked_for_and_not_what_others_called_their_files(act):
+    def play(folder):
+        files = LocalFiles(folder / "swarm")
+        for place in ("old", "new"):
+            files.write(f"{place}/kept", b"x")
+            deep = folder / "swarm" / place
+            for _ in range(beneath.MAX_DEPTH + 1):
+                deep = deep / "$(id)\x1b[31m"
+                deep.mkdir()
+        for call in (lambda: files.remove("old"), lambda: files.move("old", "new")):
+            with pytest.raises(OSError) as caught:
+                call()
+            assert caught.value.filename == "old" and "$(" not in str(caught.value)
+
+    act(play)
+
+
+def test_the_folder_itself_is_no_file(act):
+    def play(folder):
+        files = LocalFiles(folder / "swarm")
+        files.write("x", b"x")
+        for call in (
+            lambda: files.write("", b"x"),
+            lambda: files.append(".", b"x"),
+            lambda: files.move("x", ""),
+        ):
+            with pytest.raises(IsADirectoryError):
+                call()
+
+    act(play)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
+def test_a_directory_that_cannot_be_looked_at_is_closed_again(act, monkeypatch):
+    def play(folder):
+        files, fstat = LocalFiles(folder / "swarm"), os.fstat
+        files.write("a/b/c", b"x")
+        before = len(os.listdir("/proc/self/fd"))
+
+        def failing(file):
+            if not stat.S_ISREG(fstat(file).st_mode):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return fstat(file)
+
+        monkeypatch.setattr(os, "fstat", failing)
+        for _ in range(3):
+            files.write("a/b/c", b"x")
+        monkeypatch.setattr(os, "fstat", fstat)
+        assert len(os.listdir("/proc/self/fd")) == before
 
     act(play)

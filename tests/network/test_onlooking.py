@@ -79,17 +79,23 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
 
     shown = io.StringIO()
     with looked_at(address) as view:
-        view.refresh()
-        nodes = {node["peer_id"]: node for node in view.as_dict()["nodes"]}
+        for _ in range(20):  # on a busy machine a peer may answer too late
+            view.refresh()
+            nodes = {node["peer_id"]: node for node in view.as_dict()["nodes"]}
+            if all(node["reward"] is not None for node in nodes.values()):
+                break
         assert (view.as_dict()["phase"], view.as_dict()["round"]) == ("running", 1)
         assert {who: nodes[who]["reward"] for who in (ann, bob)} == {ann: 0.25, bob: 0.75}
         assert nodes[bob]["wins"] == 1 and nodes.keys() == {ann, bob}
         snapshot(view, Console(file=shown, width=200))
     assert "0.25" in shown.getvalue() and "0.75" in shown.getvalue() and "round 1/3" in shown.getvalue()
 
-    verdict, run = validate(address, nodes=2)
+    for _ in range(20):
+        verdict, run = validate(address, nodes=2)
+        if verdict.checked.get("report") == 2 == verdict.checked.get("publication"):
+            break
     assert verdict.sound, verdict.errors
-    assert {"members": 2, "publications": 2, "reports": 2}.items() <= verdict.checked.items()
+    assert {"member": 2, "publication": 2, "report": 2}.items() <= verdict.checked.items()
     assert any("nobody conducts" in note for note in verdict.notes)
     assert any("at round 1 of 3" in note for note in verdict.notes)
     assert run is not None and sorted(p.peer_id for _, p in run.published or []) == sorted([ann, bob])
@@ -127,7 +133,7 @@ def test_a_swarm_with_a_coordinator_is_validated_while_it_runs(tmp_path, monkeyp
         assert eventually(lambda: nodes["ann"].current().round == 3)
         verdict, run = validate(address, nodes=2)
         assert verdict.sound, verdict.errors
-        assert verdict.checked["rounds"] == 3 and verdict.checked["reports"] == 2
+        assert verdict.checked["round"] == 3 and verdict.checked["report"] == 2
         assert run is not None and run.state.round == 3 and len(run.history) == 3
 
         path = report_path(2, 0, "ann")  # another than the one that was counted

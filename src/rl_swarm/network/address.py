@@ -40,10 +40,10 @@ class Address:
 def known_addresses(text: str) -> list[str]:
     """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; a clear error where there are none."""
     addresses = [part.strip().removeprefix("p2p://") for part in text.split(",") if part.strip()]
-    for address in addresses:
+    for address in addresses or [""]:
         if not is_peer_address(address):
             raise UserError(
-                f"{ascii(address)[1:-1][:200]} is no address of a peer. One looks like "
+                f"{ascii(address)[1:-1][:200] or text} is no address of a peer. One looks like "
                 "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print theirs."
             )
     return addresses
@@ -82,7 +82,7 @@ def locate(where: Path | str) -> Address:
     if kind == "file":
         return locate(Path(parts.path))
     if kind == "p2p":  # its files are there once the engine runs
-        known_addresses(url)
+        known_addresses(where)
         here = Path("runs") / f"p2p-{digest(url.encode())[:8]}"
         return Address(url, "p2p", LocalFiles(here), here, is_url=True)
     if kind in NOT_YET:

@@ -8,11 +8,12 @@ open file.
 
 import ctypes
 import errno
+import itertools
 import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 OPENAT2 = 437  # the same number on every architecture
 NO_MAGICLINKS, NO_SYMLINKS, BENEATH = 0x02, 0x04, 0x08
@@ -22,6 +23,7 @@ DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 # Opening a pipe or a leased file must not wait.
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 MAX_DEPTH = 16  # of a tree that is removed; ours have five levels
+MAX_REMOVED = 20_000  # files of one
 
 
 class Misplaced(OSError):
@@ -127,24 +129,47 @@ def regular(directory: int, path: str, flags: int) -> Iterator[int]:
         os.close(file)
 
 
-def remove_tree(directory: int, name: str, depth: int = MAX_DEPTH) -> None:
-    """Removes a file, a link or a whole directory below an open directory; what a link leads to stays."""
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Names errors after the path that was asked for: names that others chose below it stay out of messages."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def remove_tree(directory: int, name: str) -> None:
+    """Removes a file, a link or a whole directory below an open directory; what a link leads to stays.
+
+    Of a tree that somebody has made larger or deeper than ours are, some files go, and the rest is an error.
+    """
+    with named(name):
+        _remove(directory, name, MAX_DEPTH, MAX_REMOVED)
+
+
+def _remove(directory: int, name: str, depth: int, most: int) -> int:
+    """Returns how many of `most` files may still be removed."""
     try:
         inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=directory)
     except FileNotFoundError:
-        return
+        return most
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
             raise
-        os.unlink(name, dir_fd=directory)
-        return
+        with suppress(FileNotFoundError):  # others remove too
+            os.unlink(name, dir_fd=directory)
+        return most - 1
     try:
         if depth == 0:
             raise OSError(errno.ENOTEMPTY, "too many directories inside each other", name)
         with os.scandir(inside) as entries:
-            names = [entry.name for entry in entries]
+            names = [entry.name for entry in itertools.islice(entries, most + 1)]
         for each in names:
-            remove_tree(inside, each, depth - 1)
+            if most <= 0:
+                raise OSError(errno.ENOTEMPTY, f"more than {MAX_REMOVED} files", name)
+            most = _remove(inside, each, depth - 1, most)
     finally:
         os.close(inside)
-    os.rmdir(name, dir_fd=directory)
+    with suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=directory)
+    return most - 1

@@ -5,13 +5,14 @@ matters: first the history line of a stage, then the state that follows it. A cr
 history that is ahead of the state, and the next start counts again exactly the reports that stand there.
 """
 
+import bisect
 import dataclasses
 import io
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from typing import TypeVar
 
@@ -24,21 +25,23 @@ from rl_swarm.identity import Identity
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.beneath import Misplaced
-from rl_swarm.network.files import Files, LocalFiles
+from rl_swarm.network.files import MAX_NAMES, Files, LocalFiles
 from rl_swarm.network.folder import (
     FIRST_PAUSE,
     GIVE_UP_AFTER,
     HISTORY,
+    MANIFEST,
     RECORD_BYTES,
     ROLL,
     ROUND_FOLDER,
     STATE,
     TRIES,
-    documents,
+    Listing,
     is_lasting,
     patiently,
     pauses,
     place,
+    read_manifest,
     read_roll,
     read_state,
     report_folder,
@@ -56,6 +59,13 @@ HISTORY_BYTES = 64 << 20
 SHORTEST_ENDED = 200  # bytes of a line of history, signature included
 MOST_MEMBERS = 1024  # so that a flood of identities leaves the state readable
 MOST_REFUSED = 256  # peers that are told in the state why they are not admitted
+MAX_NEW = 2000  # documents of peers that are no members, read in one look
+OTHERS_SECONDS = 0.05  # that one look spends on those
+MAX_LOGGED = 20  # refused documents that are named in the log, per stage
+MAX_JOINED = 100  # newcomers that are, too
+MAX_REMEMBERED = 100_000  # that are counted
+MAX_TIDIED = 20  # rounds whose rollouts are removed at a time
+MAX_REPLAYED = 10_000  # introductions that are read when the history is ahead of the state
 
 
 class Conductor:
@@ -79,9 +89,15 @@ class Conductor:
         self.private = LocalFiles(swarm_folder(settings, files.root, self.swarm) / "coordinator")
         self.history = SharedLog(self.private.root / "history.jsonl", files, HISTORY)
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
-        self._refused: set[str] = set()  # paths whose rejection has been logged
+        self._refused: dict[str, tuple[int, ...] | None] = {}  # by path: the stamp of what was refused
+        self._logged: set[str] = set()  # paths whose refusal has been counted
+        self._named = self._joined = 0  # in the log, in this stage
+        self._listing = Listing()
+        self._next: dict[str, str] = {}  # by folder: where the next look at refused documents begins
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
         self.roll = Roll(swarm=self.swarm)
+        # Stamps of what all nodes read, by path.
+        self._written: dict[str, tuple[int, ...] | None] = {}
         self._look_again_at = 0.0
         self._ended = (-1, -1)  # the last stage that this process wrote into the history
         self._pauses = pauses(settings.poll_interval)
@@ -110,7 +126,7 @@ class Conductor:
         return self.state
 
     def step(self, now: float) -> None:
-        """One look at the folder."""
+        """Takes one look at the folder."""
         # With rounds on an interval nobody is waited for, so signs of life decide nothing.
         again = now >= self._look_again_at and self.rules.end != "interval"
         if again:
@@ -142,8 +158,11 @@ class Conductor:
         if self.manifest.admission != "open":  # whoever has come waits to see that it is a member
             news = news or after.members.keys() != self.state.members.keys()
         self.state = after
+        again = self._is_touched(STATE) or again
         if news or (again and not self._state_is_there(after)):
             self._write_state(after)
+        if self._is_touched(MANIFEST) and not self._manifest_is_there():
+            self.files.write(MANIFEST, seal(self.manifest, self.identity))
 
     def _members(self, state: State, now: float, again: bool) -> State:
         """Who has joined and is admitted; and, now and then, who still gives signs of life."""
@@ -156,7 +175,7 @@ class Conductor:
         state = replace(rounds.given_up(state, out), roll=max(state.roll, self.roll.number))
         refused: dict[str, Refusal] = {}
         introduced = {member.node for member in state.members.values()} - set(out.values())
-        for node in self._nodes("peers"):
+        for node in self._to_read("peers", introduced):
             path = f"peers/{node}.json"
             if node in introduced and path not in self._unread and not again:
                 continue
@@ -172,10 +191,12 @@ class Conductor:
                 why = "full" if len(state.members) >= MOST_MEMBERS else None
             if why is not None:
                 refused[peer.peer_id] = Refusal(why, peer.joined)
-                self._refuse(path, f"{peer.peer_id} is not admitted ({why})")
+                self._log_once(path, f"{peer.peer_id} is not admitted ({why})")
                 continue
             if node not in introduced:
-                log.info("%s joined (%s, %s)", node, peer.peer_id, quoted(peer.model))
+                self._joined += 1
+                if self._joined <= MAX_JOINED:
+                    log.info("%s joined (%s, %s)", node, peer.peer_id, quoted(peer.model))
             # An old one that is shown again is no sign of life.
             member = state.members.get(peer.peer_id)
             if member is None or peer.timestamp > member.sign:
@@ -201,7 +222,8 @@ class Conductor:
     def _reports(self, state: State, now: float) -> State:
         """The reports for the present stage."""
         known = {report.node for report in state.reports.values()}
-        for node in self._nodes(report_folder(state.round, state.stage)):
+        members = {member.node for member in state.members.values()}
+        for node in self._to_read(report_folder(state.round, state.stage), members):
             if node in known:
                 continue
             read = self._read(report_path(state.round, state.stage, node), Report, node, state)
@@ -210,24 +232,70 @@ class Conductor:
                 member = state.members.get(report.peer_id)
                 why = admission.why_not(self.manifest, self.roll, report.peer_id, member)
                 if why is not None:
-                    self._refuse(report_path(state.round, state.stage, node), f"not admitted ({why})")
+                    self._log_once(report_path(state.round, state.stage, node), f"not admitted ({why})")
                     continue
                 state = rounds.submitted(state, report, now)
                 self._digests[report.peer_id] = name
         return state
 
-    def _nodes(self, folder: str) -> list[str]:
+    def _to_read(self, folder: str, members: Set[str]) -> Iterator[str]:
+        """Names the documents of a folder that one look reads: those of members, and a bounded number of others.
+
+        Anybody can fill a folder. Members are asked for by name where it is too full to list; others are looked at in
+        turn, a part at a time, and what was refused is read when it has changed. So newcomers are found however many
+        files lie there.
+        """
+        names = self._nodes(folder)
+        full = names is None or len(names) >= MAX_NAMES
+        names = names or []
+        yield from sorted(members) if full else [node for node in names if node in members]
+        others = [node for node in names if node not in members]
+        new = [node for node in others if f"{folder}/{node}.json" not in self._refused]
+        yield from self._turn(folder, new)
+        old = [node for node in others if f"{folder}/{node}.json" in self._refused]
+        for node in self._turn(f"{folder} again", old):
+            if self._has_changed(f"{folder}/{node}.json"):
+                yield node
+
+    def _turn(self, what: str, nodes: list[str]) -> Iterator[str]:
+        """Takes the next few of many, beginning where the last look ended."""
+        begin = bisect.bisect_right(nodes, self._next.get(what, ""))
+        deadline = time.monotonic() + OTHERS_SECONDS
+        for number, node in enumerate([*nodes[begin:], *nodes[:begin]]):
+            if number == MAX_NEW or (number and time.monotonic() >= deadline):
+                return
+            self._next[what] = node
+            yield node
+
+    def _has_changed(self, path: str) -> bool:
+        known = self._refused[path]
+        return known is None or self._stamp(path) != known
+
+    def _stamp(self, path: str) -> tuple[int, ...] | None:
+        """Returns time, size and inode of a document, where the store tells them; clocks of file systems are coarse."""
+        if not isinstance(self.files, LocalFiles):
+            return None
         try:
-            return list(documents(self.files, folder))
+            found = self.files.stat(path)
+        except OSError:
+            return ()
+        return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def _nodes(self, folder: str) -> list[str] | None:
+        """Lists who has a document in a folder; None where that is not known now."""
+        try:
+            return self._listing.nodes(self.files, folder)
         except OSError as error:  # the next look is soon
             log.debug("%s cannot be listed: %s", folder, error)
-            return []
+            return None
 
     def _read(self, path: str, kind: type[T], node: str, state: State) -> tuple[T, str] | None:
         """A signed document and its digest, or None: not whole yet, or not to be believed (said once)."""
         try:
             record, name = unseal_named(self.files.read(path, RECORD_BYTES), kind, RECORD_BYTES)
             self._check(record, node, state)
+        except FileNotFoundError:
+            return None
         except (OSError, Incomplete) as error:
             since = self._unread.setdefault(path, time.monotonic())
             if time.monotonic() - since >= GIVE_UP_AFTER:
@@ -240,9 +308,16 @@ class Conductor:
         return record, name
 
     def _refuse(self, path: str, why: str) -> None:
-        if path not in self._refused:
-            self._refused.add(path)
-            log.warning("%s is not used: %s", path, why)
+        """Leaves a document out until it changes."""
+        self._refused[path] = self._stamp(path)
+        self._log_once(path, why)
+
+    def _log_once(self, path: str, why: str) -> None:
+        if path not in self._logged and len(self._logged) < MAX_REMEMBERED:
+            self._logged.add(path)
+            self._named += 1
+            if self._named <= MAX_LOGGED:
+                log.warning("%s is not used: %s", path, why)
 
     def _forget_stage(self) -> None:
         for path in self._unread:
@@ -250,7 +325,14 @@ class Conductor:
                 self._refuse(path, "it was not whole when the stage ended")
         self._digests.clear()
         self._unread = {path: since for path, since in self._unread.items() if path.startswith("peers/")}
-        self._refused = {path for path in self._refused if path.startswith("peers/")}
+        if self._named > MAX_LOGGED:
+            log.warning("%d more documents are not used", self._named - MAX_LOGGED)
+        if self._joined > MAX_JOINED:
+            log.info("%d more joined", self._joined - MAX_JOINED)
+        self._named = self._joined = 0
+        self._logged = {path for path in self._logged if path.startswith("peers/")}
+        self._refused = {path: stamp for path, stamp in self._refused.items() if path.startswith("peers/")}
+        self._next = {what: node for what, node in self._next.items() if what.startswith("peers")}
 
     def _check(self, record: PeerInfo | Report, node: str, state: State) -> None:
         """A peer speaks under one node name, and nobody else under that name."""
@@ -286,6 +368,19 @@ class Conductor:
         data = seal(replace(state, reports={}), self.identity)
         self.private.write(STATE, data)
         self.files.write(STATE, data)
+
+    def _is_touched(self, path: str) -> bool:
+        """Tells whether somebody has changed a document since the last look. Looking costs little, so nobody waits long."""
+        before, self._written[path] = self._written.get(path), self._stamp(path)
+        return before != self._written[path]
+
+    def _manifest_is_there(self) -> bool:
+        try:
+            return read_manifest(self.files) == self.manifest
+        except FileNotFoundError:  # whoever takes it away wants no more nodes
+            return True
+        except (OSError, Rejected):
+            return False
 
     def _state_is_there(self, state: State) -> bool:
         """Whether nodes can read the state. One that was lost, or replaced by a stranger, is missed by all."""
@@ -357,11 +452,12 @@ class Conductor:
         """The state after the stages that the history says have ended, their reports counted again."""
         at_once = dataclasses.replace(self.rules, end="interval", interval=-math.inf)
         deadline = time.monotonic() + FIRST_PAUSE * 2**TRIES
-        peers = {}
-        for node in self._nodes("peers"):
-            read = self._read(f"peers/{node}.json", PeerInfo, node, state)
-            if read is not None:
-                peers[read[0].peer_id] = (node, self._came_by(read[0]), read[0].timestamp)
+        history = list(history)
+        peers = (
+            self._introduced(state)
+            if {each for ended in history for each in ended.members} - state.members.keys()
+            else {}
+        )
         for ended in history:
             state = replace(
                 state, phase="running", round=ended.round, stage=ended.stage, started=ended.started
@@ -375,6 +471,15 @@ class Conductor:
             state, _ = rounds.advance(state, at_once, ended.ended)
         return state
 
+    def _introduced(self, state: State) -> dict[str, tuple[str, str, float]]:
+        """Reads who is here, by peer id: node, invitation and sign of life."""
+        peers = {}
+        for node in (self._nodes("peers") or [])[:MAX_REPLAYED]:
+            read = self._read(f"peers/{node}.json", PeerInfo, node, state)
+            if read is not None:
+                peers[read[0].peer_id] = (node, self._came_by(read[0]), read[0].timestamp)
+        return peers
+
     def _came_by(self, peer: PeerInfo) -> str:
         """The invitation of a peer that was a member once: whether it still admits others is no matter."""
         try:
@@ -385,9 +490,9 @@ class Conductor:
     def _counted(self, state: State, ended: Ended, deadline: float) -> list[Report]:
         """The reports that a stage in the history ended with, as they lie in the folder."""
         while True:
+            nodes = [state.members[peer_id].node for peer_id in ended.reports if peer_id in state.members]
             reads = [
-                self._read(report_path(ended.round, ended.stage, node), Report, node, state)
-                for node in self._nodes(report_folder(ended.round, ended.stage))
+                self._read(report_path(ended.round, ended.stage, node), Report, node, state) for node in nodes
             ]
             reports = [read[0] for read in reads if read and ended.reports.get(read[0].peer_id) == read[1]]
             if len(reports) == len(ended.reports):
@@ -399,16 +504,22 @@ class Conductor:
     def _tidy(self) -> None:
         if not self.settings.cleanup:
             return
+        failed, why = 0, None
         try:
             found = map(ROUND_FOLDER.fullmatch, self.files.names("rollouts"))
             present = [(match[0], int(match[1])) for match in found if match]
-            for name in expired(present, self.state.round, self.settings.keep_rounds):
-                if self.settings.archive:
-                    self.files.move(f"rollouts/{name}", f"archives/{name}")
-                else:
-                    self.files.remove(f"rollouts/{name}")
-        except OSError as error:  # the next round tidies again
-            log.warning("old rollouts cannot be removed: %s", error)
+            for name in expired(present, self.state.round, self.settings.keep_rounds)[:MAX_TIDIED]:
+                try:
+                    if self.settings.archive:
+                        self.files.move(f"rollouts/{name}", f"archives/{name}")
+                    else:
+                        self.files.remove(f"rollouts/{name}")
+                except OSError as error:
+                    failed, why = failed + 1, error
+        except OSError as error:
+            failed, why = failed + 1, error
+        if failed:  # the next round tidies again
+            log.warning("old rollouts cannot be removed, of %d rounds: %s", failed, why)
 
     def _pause(self, now: float) -> float:
         """Rounds on an interval need no look at the folder before they end."""
@@ -420,8 +531,9 @@ class Conductor:
 
 
 def expired(rounds_present: Iterable[tuple[str, int]], current: int, keep: int) -> list[str]:
-    """Which folders hold rounds older than the last `keep`."""
-    return [name for name, number in rounds_present if number <= current - keep]
+    """Which folders hold rounds older than the last `keep`, the newest of them first."""
+    newest_first = sorted(rounds_present, key=lambda present: present[1], reverse=True)
+    return [name for name, number in newest_first if number <= current - keep]
 
 
 def read_history(files: Files) -> tuple[list[Ended], int]:

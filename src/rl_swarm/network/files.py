@@ -5,12 +5,14 @@ behaves like a badly synced drive) can stand in. `LocalFiles` is also the only w
 to: logs, checkpoints and settings that a node copies there or reads from there pass through it (`beneath.py`).
 """
 
+import copy
 import errno
 import hashlib
 import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +24,13 @@ log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20  # bytes that are copied at a time
 SWARMS = "experiments"  # the folder of all swarms below GDRIVE_PATH
+NO_LINKS = "links in a shared folder are not followed: name the directory that it leads to"
 MAX_NAMES = 100_000  # entries of a folder that are read at a time
+TRIES = 10  # at a place where others keep putting something else
+MAX_MERGED = 2000  # files that are moved into another folder at a time
+MAX_SAID = 100  # names of which that is remembered
+REMIND_SECONDS = 60.0  # between lines that say so of the same name
+IN_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)  # why a rename replaces nothing
 
 
 class Refused(OSError):
@@ -85,7 +93,7 @@ class LocalFiles:
 
     def below(self, folder: str) -> "LocalFiles":
         """Returns the same for a folder in this one, which is no link either."""
-        found = LocalFiles(self.root, self._repair)
+        found = copy.copy(self)
         found.root, found._inside = self.root / folder, f"{self._inside}/{folder}".strip("/")
         found._existed = found.has_folder("")
         return found
@@ -140,29 +148,47 @@ class LocalFiles:
     def make(self) -> None:
         """Makes the root, where there is none."""
         os.makedirs(self._base, exist_ok=True)
-        if self._inside:
+        first, _, rest = self._inside.partition("/")
+        if first:
             root = beneath.open_root(self._base)
             try:
-                with _within(root, f"{self._inside}/-"):
+                # A link in place of `experiments` may be the user's own; one below it is somebody else's.
+                with (
+                    _within(root, f"{first}/-", first != SWARMS) as (inside, _),
+                    _within(inside, f"{rest}/-" if rest else "-"),
+                ):
                     pass
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise NotADirectoryError(errno.ENOTDIR, NO_LINKS, str(self.root)) from error
+                raise
             finally:
                 os.close(root)
         self._existed = True
 
     def remove(self, folder: str) -> None:
-        parent, _, name = folder.rpartition("/")
-        with suppress(FileNotFoundError, NotADirectoryError), self._folder(parent) as inside:
+        """Removes a folder; without a name, all that is in the root."""
+        parent, name = _split(folder)
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            beneath.named(folder),
+            self._folder(parent) as inside,
+        ):
             for each in [name] if name else self.names(parent):
                 beneath.remove_tree(inside, each)
 
     def remove_if_empty(self, folder: str) -> None:
-        parent, _, name = folder.rpartition("/")
+        parent, name = _split(folder)
         with suppress(OSError), self._folder(parent) as inside:
             os.rmdir(name, dir_fd=inside)
 
     def move(self, folder: str, target: str) -> None:
-        parent, _, name = folder.rpartition("/")
-        with self._folder(parent) as source, self._parent(target) as (goal, wanted):
+        parent, name = _split(folder)
+        with (
+            beneath.named(folder),
+            self._folder(parent) as source,
+            self._parent(target) as (goal, wanted),
+        ):
             try:
                 os.rename(name, wanted, src_dir_fd=source, dst_dir_fd=goal)
             except OSError as error:
@@ -184,14 +210,13 @@ class LocalFiles:
                         with (
                             _within(inside, name_inside) as (into, last),
                             path.open("rb") as file,
-                            _made(into, last) as copy,
+                            _made(into, last) as made,
                         ):
                             while chunk := file.read(CHUNK):
-                                _write(copy, chunk)
+                                _write(made, chunk)
                 finally:
                     os.close(inside)
-                beneath.remove_tree(parent, name)
-                os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
+                _into_place(parent, aside, name)
             except BaseException:
                 with suppress(OSError):
                     beneath.remove_tree(parent, aside)
@@ -207,24 +232,33 @@ class LocalFiles:
                 goal = target.joinpath(*beneath.parts_of(name))
                 goal.parent.mkdir(parents=True, exist_ok=True)
                 sha, left = hashlib.sha256(), size + 1
-                with beneath.regular(inside, name, os.O_RDONLY) as file, goal.open("xb") as copy:
+                with beneath.regular(inside, name, os.O_RDONLY) as file, goal.open("xb") as made:
                     while left and (chunk := os.read(file, min(CHUNK, left))):
                         left -= len(chunk)
                         sha.update(chunk)
-                        copy.write(chunk)
+                        made.write(chunk)
                 if left != 1 or sha.hexdigest() != expected:
                     raise Changed(errno.ESTALE, "not as this node wrote it", name)
 
     def _merge(self, folder: str, target: str) -> None:
-        for name in self.names(folder):
-            source, goal = f"{folder}/{name}", f"{target}/{name}"
-            if self.has_folder(source):
-                self._merge(source, goal)
-                continue
-            parent, _, last = source.rpartition("/")
+        """Moves the files of a folder into another, so many at a time."""
+        for number, path in enumerate(self._found(folder, beneath.MAX_DEPTH)):
+            if number == MAX_MERGED:
+                raise OSError(errno.ENOTEMPTY, f"more than {MAX_MERGED} files", folder)
+            parent, last = _split(path)
+            goal = f"{target}{path[len(folder) :]}"
             with self._folder(parent) as inside, self._parent(goal) as (into, wanted):
                 if not self.has_folder(goal):
                     os.replace(last, wanted, src_dir_fd=inside, dst_dir_fd=into)
+
+    def _found(self, folder: str, depth: int) -> Iterator[str]:
+        """Lists the files of a folder and those below it; deeper ones are none of ours."""
+        for name in self.names(folder):
+            path = f"{folder}/{name}"
+            if not self.has_folder(path):
+                yield path
+            elif depth:
+                yield from self._found(path, depth - 1)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -232,6 +266,10 @@ class LocalFiles:
         if self._inside:
             try:
                 found = beneath.open_below(root, self._inside, beneath.DIRECTORY)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise NotADirectoryError(errno.ENOTDIR, NO_LINKS, str(self.root)) from error
+                raise
             finally:
                 os.close(root)
             root = found
@@ -261,7 +299,10 @@ class LocalFiles:
 @contextmanager
 def _within(directory: int, path: str, repair: bool = True) -> Iterator[tuple[int, str]]:
     """Opens the folder of a path below an open directory, which is made if need be; and the path's last name."""
-    *folders, name = beneath.parts_of(path)
+    parts = beneath.parts_of(path)
+    if not parts:
+        raise IsADirectoryError(errno.EISDIR, "the swarm's directory itself", path)
+    *folders, name = parts
     here = os.dup(directory)
     try:
         for part in folders:
@@ -279,7 +320,7 @@ def _directory(parent: int, name: str, repair: bool) -> int:
     With `repair`, a link or a file that others put in its place is replaced, and one of this user's that has lost its
     permissions gets them back.
     """
-    for _ in range(10):  # others may remove an empty folder in between
+    for _ in range(TRIES):  # others may remove an empty folder in between
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=parent)
         try:
@@ -289,16 +330,34 @@ def _directory(parent: int, name: str, repair: bool) -> int:
         except OSError as error:
             if not repair or error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(name, dir_fd=parent)
-            log.warning("%s was no directory, but something else in its place: it is replaced", name)
+                _say_replaced(name)
             continue
-        mode = os.fstat(found)
-        if repair and mode.st_uid == os.geteuid() and mode.st_mode & 0o700 != 0o700:
-            with suppress(OSError):  # the write that follows says what is wrong
+        with suppress(OSError):  # the write that follows says what is wrong
+            mode = os.fstat(found)
+            if repair and mode.st_uid == os.geteuid() and mode.st_mode & 0o700 != 0o700:
                 os.chmod(f"/proc/self/fd/{found}", stat.S_IMODE(mode.st_mode) | 0o700)
         return found
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+_said: dict[str, float] = {}  # by name of a folder: when it was last said that it was replaced
+
+
+def _say_replaced(name: str) -> None:
+    now = time.monotonic()
+    if now - _said.get(name, -REMIND_SECONDS) >= REMIND_SECONDS:
+        _said[name] = now
+        if len(_said) > MAX_SAID:
+            _said.pop(next(iter(_said)))
+        log.warning("%s was no directory, but something else in its place: it is replaced", name)
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Splits a path into its folder and its last name; one that leads out of the root is an error."""
+    *folders, name = beneath.parts_of(path) or [""]
+    return "/".join(folders), name
 
 
 def _replace(folder: int, name: str, data: bytes) -> None:
@@ -307,15 +366,30 @@ def _replace(folder: int, name: str, data: bytes) -> None:
     try:
         with _made(folder, aside) as file:
             _write(file, data)
-        try:
-            os.replace(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except IsADirectoryError:
-            beneath.remove_tree(folder, name)
-            os.replace(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _into_place(folder, aside, name)
     except BaseException:
         with suppress(OSError):
             os.unlink(aside, dir_fd=folder)
         raise
+
+
+def _into_place(folder: int, aside: str, name: str) -> None:
+    """Renames what was written aside. A directory, or whatever cannot be replaced, is moved away first and then removed.
+
+    Moving costs the same however much others have put in there.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            os.replace(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+            return
+        except OSError as error:
+            if not left or error.errno not in IN_PLACE:
+                raise
+        away = f".{secrets.token_hex(4)}.old.tmp"
+        with suppress(FileNotFoundError):
+            os.rename(name, away, src_dir_fd=folder, dst_dir_fd=folder)
+        with suppress(OSError):  # too much to remove: it stays there, under that name
+            beneath.remove_tree(folder, away)
 
 
 @contextmanager

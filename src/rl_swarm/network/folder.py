@@ -81,6 +81,26 @@ def documents(files: Files, folder: str) -> Iterator[str]:
             yield node
 
 
+class Listing:
+    """Lists folders that anybody can fill: a crowded one is listed less often, so that little time goes into it."""
+
+    CROWD, TIMES = 1000, 20.0  # names that are many, and as many times as long as it took nothing is listed
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._again: dict[str, float] = {}  # by kind of folder: when the next one may be
+
+    def nodes(self, files: Files, folder: str) -> list[str] | None:
+        """Lists the nodes that have a document in a folder; None if it is not time to."""
+        kind, started = folder.partition("/")[0], self._clock()
+        if started < self._again.get(kind, started):
+            return None
+        found = list(documents(files, folder))
+        took = self._clock() - started
+        self._again[kind] = started + took * (self.TIMES if len(found) > self.CROWD else 1)
+        return found
+
+
 def pauses(longest: float) -> Iterator[float]:
     """Between looks at something that is expected any moment: short at first, so that little time is lost."""
     pause = longest / 4

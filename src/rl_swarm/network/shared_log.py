@@ -38,10 +38,11 @@ class SharedLog:
 
     def append(self, line: bytes) -> None:
         """Adds a line, here and to the copy. A copy that cannot be written stops nothing."""
-        with self.private.open("ab") as file:
+        with self.private.open("ab", buffering=0) as file:  # nothing is written after a failure
             try:
-                file.write(line)
-                file.flush()
+                left = memoryview(line)
+                while left:
+                    left = left[file.write(left) :]
             except OSError:
                 os.truncate(self.private, self.size)
                 raise

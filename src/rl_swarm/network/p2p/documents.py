@@ -23,6 +23,7 @@ from rl_swarm.identity import Identity, is_peer_id
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import HISTORY, MANIFEST, RECORD_BYTES, ROLL, SAFE_NAME, STATE
 from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.late import Ask
 from rl_swarm.network.p2p.notices import (
     DEEPEST,
     KEPT_SECONDS,
@@ -102,11 +103,13 @@ class PeerFiles:
         self._asked_for = "", -math.inf  # this folder, and when
         self._asking: threading.Thread | None = None
         self._owner_away = -math.inf  # until when the owner is not asked
+        self.serves = False  # a peer that plays has others to ask; one that only looks waits for answers
         self._lock = threading.Lock()
 
     def serve(self) -> None:
         """Lets the engine answer for this swarm, and share its room and its streams by who the members are."""
         self.engine.answer, self.engine.is_member = self.answer, self.is_member
+        self.serves = True
         if self.engine.quota is not None:
             self.engine.quota.swarms[self.swarm] = self
 
@@ -150,7 +153,11 @@ class PeerFiles:
             notice = self._listed.get(folder, (0.0, {}))[1].get(path)
         if notice is not None and notice.inside and notice.peer_id == author:
             return notice.inside.encode()[: limit + 1]
-        return self._asked([author] if author else [], path, limit)
+        if folder.startswith(OF_NODES) and me == self.owner:
+            # Whoever conducts waits for no peer: what small documents hold stands in their notices.
+            raise FileNotFoundError(path)
+        ask = self.engine.ask_soon if self.serves and folder.startswith("rollouts/") else self.engine.ask
+        return self._asked([author] if author else [], path, limit, ask)
 
     def write(self, path: str, data: bytes) -> None:
         self.local.write(path, data)
@@ -180,7 +187,9 @@ class PeerFiles:
     def notices(self, folder: str) -> list[Notice]:
         """What lies in a folder or a part of the introductions, signed by whom it is of; of each author the newest."""
         now, key = self.clock(), key_of(self.swarm, folder)
-        found = (acceptable(key, subkey, value, now) for subkey, value in self.engine.find(key).items())
+        looks_again = self.identity.peer_id == self.owner and self.members is None
+        records = self.engine.find(key, quick=looks_again)
+        found = (acceptable(key, subkey, value, now) for subkey, value in records.items())
         by_author = dict[str, list[Notice]]()
         for notice in found:
             if notice is not None and notice.swarm == self.swarm:
@@ -197,7 +206,9 @@ class PeerFiles:
             if self._asked_for[0] != folder:
                 self._asked_for, self._direct = (folder, self.clock()), {}
             if self.clock() - self._asked_for[1] >= DIRECT_SECONDS and not self._is_asking():
-                listed = self._listed.get(folder, (0.0, {}))[1]
+                listed = {
+                    path for path, notice in self._listed.get(folder, (0.0, {}))[1].items() if notice.inside
+                }
                 members = self._state[1].members if self._state is not None else {}
                 paths = {peer: f"{folder}/{member.node}.json" for peer, member in members.items()}
                 missing = {
@@ -296,14 +307,13 @@ class PeerFiles:
             self._leave(path, data)
 
     def _leave(self, path: str, data: bytes) -> None:
-        small = len(data) <= MOST_INSIDE and data.isascii()
         notice = Notice(
             swarm=self.swarm,
             path=path,
             sha256=hashlib.sha256(data).hexdigest(),
             size=len(data),
             timestamp=self.clock(),
-            inside=data.decode("ascii") if small else "",
+            inside=_text(data) if len(data) <= MOST_INSIDE else "",
             depth=self.members.depth if self.members is not None and path.startswith("peers/") else 0,
             addresses=list(self.engine.addresses)[:8]
             if path == MANIFEST or path.startswith("peers/")
@@ -348,10 +358,10 @@ class PeerFiles:
 
     def _forget_names(self) -> None:
         """Forgets the names that were heard of first, and are of no member, where there are too many."""
-        if len(self.authors) > MOST_NAMES:
+        if max(len(self.authors), len(self.names_of)) > MOST_NAMES:
             members = {member.node for member in self._state[1].members.values()} if self._state else set()
             heard = [node for node in self.authors if node not in members]
-            for node in heard[: len(self.authors) - MOST_NAMES // 2]:
+            for node in heard[: max(0, len(self.authors) - MOST_NAMES // 2)]:
                 del self.authors[node]
             self.names_of = {peer_id: node for node, peer_id in self.authors.items()}
 
@@ -425,14 +435,16 @@ class PeerFiles:
         """Some whom it may ask for what everybody has; where nobody conducts, those who answered last, who are connected."""
         if self.members is not None:
             return self.members.latest(2)
-        others = [peer for peer in dict.fromkeys(self.authors.values()) if peer != self.identity.peer_id]
+        known = self._state[1].members if self._state is not None else self.authors.values()
+        others = [peer for peer in dict.fromkeys(known) if peer != self.identity.peer_id]
         return self.rng.sample(others, min(len(others), 8))
 
-    def _asked(self, peers: Iterable[str], path: str, limit: int) -> bytes:
+    def _asked(self, peers: Iterable[str], path: str, limit: int, ask: Ask | None = None) -> bytes:
         error: OSError = FileNotFoundError(path)
+        ask = ask or self.engine.ask
         for peer in peers:
             try:
-                data = self.engine.ask(peer, path.encode("ascii"), limit)
+                data = ask(peer, path.encode("ascii"), limit)
             except OSError as failure:
                 error = failure
                 continue
@@ -447,3 +459,10 @@ class PeerFiles:
         for path in [path for path in self.own if path.startswith(f"{folder}/")]:
             self.own.discard(path)
             self.lasting.discard(path)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:  # it is asked for
+        return ""

@@ -7,6 +7,7 @@ is a child of this process and ends with it. Nothing here waits longer than it s
 
 import asyncio
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -27,8 +28,11 @@ from rl_swarm.identity import Identity
 from rl_swarm.network.address import is_peer_address
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.p2p import leash
+from rl_swarm.network.p2p.late import LateAnswers
 from rl_swarm.network.p2p.notices import acceptable
 from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.reliability import Reliability
+from rl_swarm.network.p2p.requests import BoundedHandlers, PendingCalls, Requests
 from rl_swarm.network.p2p.streams import Stream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
 from rl_swarm.wire import Rejected
@@ -44,6 +48,10 @@ START_SECONDS = 90.0  # on a machine that is busy
 CALL_SECONDS = 10.0  # for what the DHT or a peer is asked
 FIRST_SECONDS = 4.0  # for a peer to begin to answer
 SILENT_SECONDS = (15.0, 240.0)  # in which a peer that did not is not asked again; it grows
+EARLY_SECONDS = 60.0  # a pause that is not longer ends when that peer asks us
+LEAST_PATIENCE = 2.0  # seconds for the answer of a peer that has let us wait before
+REGAINED_SECONDS = 0.5  # of patience, with every answer that comes in time
+REGAINED_IN_PAUSE = 1 / 120  # of a pause, so that nobody on a slow line is shut out for ever
 MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
 REQUEST_SECONDS = 4.0  # for all bytes of a request to come
 MAX_ASKS_OF_PEER = 4  # requests to one peer at a time: half of the streams that it gives us
@@ -94,6 +102,7 @@ class Engine:
         self.met = asyncio.Event()  # somebody else is there
         # Who did not answer: asked again from when, and its next pause.
         self.silent = dict[str, tuple[float, float]]()
+        self.patience = dict[str, float]()  # seconds for the answers of those who have let us wait
         # Peers to whom there is to be a connection, and where they are.
         self.introduced = dict[str, list[str]]()
         self.reaching = set[
@@ -101,6 +110,8 @@ class Engine:
         ]()  # which nothing else would keep: what waits for a stream is held by nobody
         self.told = dict[str, list[str]]()  # where others say to be
         self.streams = StreamSlots()
+        self.late = LateAnswers(self.ask)
+        self.requests = Requests(lambda peer_id: self.is_member(peer_id))
         self.asking = WeakValueDictionary[str, asyncio.Semaphore]()  # turns to ask a peer
         self.p2p: Any = None
         self.node: Any = None
@@ -123,6 +134,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the daemon."""
+        self.late.close()
         if self.thread.is_alive():
             with suppress(OSError, NetworkError):
                 self._call(self._stop(), CALL_SECONDS)
@@ -134,27 +146,41 @@ class Engine:
         """Puts a record into the DHT, for so long; False where a newer one is there or nobody took it."""
         return self._call(self.table.store(key, subkey, value, self.clock() + seconds, copies), CALL_SECONDS)
 
-    def find(self, key: str) -> dict[str, bytes]:
-        """The records of all peers under a key, the newest of each."""
-        return self._call(self.table.find(key), CALL_SECONDS)
+    def find(self, key: str, quick: bool = False) -> dict[str, bytes]:
+        """The records of all peers under a key, the newest of each; quick: of the keepers that answer first."""
+        return self._call(self.table.find(key, quick), CALL_SECONDS)
 
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
         """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing.
 
-        One that lets us wait in vain (a laptop that was closed) is not asked again for a while, or until it asks us.
+        One that lets us wait in vain (a laptop that was closed) is not asked again for a while, or at first until it asks
+        us, and then has less time. So one that answers slowly on purpose costs little, however it behaves in between.
         """
         until, pause = self.silent.get(peer_id, (0.0, SILENT_SECONDS[0]))
         if time.monotonic() < until:
             raise TimeoutError(f"{peer_id} did not answer a moment ago")
+        # The pause that has passed is half of the next one.
+        regained = pause / 2 * REGAINED_IN_PAUSE if peer_id in self.silent else 0.0
+        patience = min(CALL_SECONDS, self.patience.get(peer_id, CALL_SECONDS) + regained)
         try:
-            answer = self._call(self._ask(peer_id, request, limit), seconds)
+            answer = self._call(self._ask(peer_id, request, limit), min(seconds, patience))
         except TimeoutError:
             self.silent[peer_id] = (time.monotonic() + pause, min(2 * pause, SILENT_SECONDS[1]))
-            if len(self.silent) > MOST_TOLD:
-                del self.silent[next(iter(self.silent))]
+            self.patience[peer_id] = max(LEAST_PATIENCE, patience / 2)
+            for kept in (self.silent, self.patience):
+                if len(kept) > MOST_TOLD:
+                    kept.pop(next(iter(kept)))
             raise
-        self.silent.pop(peer_id, None)
+        if peer_id in self.patience:
+            self.patience[peer_id] = patience + REGAINED_SECONDS
+            if self.patience[peer_id] >= CALL_SECONDS:
+                self.patience.pop(peer_id)
+                self.silent.pop(peer_id, None)
         return answer
+
+    def ask_soon(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
+        """The same for those who have others to ask: an answer that takes long is there when it is asked for again."""
+        return self.late.ask(peer_id, request, limit)
 
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Gets to know a peer by what it says of itself, so that whoever told of it is not needed any more."""
@@ -267,6 +293,9 @@ class Engine:
             raise EngineError(explained("\n".join(said) or str(error), self.listen)) from error
         finally:
             key.unlink(missing_ok=True)
+        control = self.p2p._client.control
+        control.unary_handlers = BoundedHandlers(self.requests, self.p2p._client.disconnect)
+        control._pending_calls = PendingCalls(control._pending_calls)
         self.addresses = [str(address) for address in await self.p2p.get_visible_maddrs()]
         await self.p2p.add_binary_stream_handler(STREAM, self._answer)
         self.node = await DHTNode.create(
@@ -279,8 +308,10 @@ class Engine:
         if self.quota is None:
             self.table = Table(self.node)
         else:
-            guard(self.node.protocol, self.quota)
-            self.table = Table(self.node, timestamp=self._timestamp)
+            reliability = Reliability()
+            guard(self.node.protocol, self.quota, reliability)
+            self.table = Table(self.node, timestamp=self._timestamp, reliability=reliability)
+        self.requests.open = True
         await self._connect()
         self.keeper = asyncio.create_task(self._keep_connected())
 
@@ -367,6 +398,12 @@ class Engine:
         finally:
             writer.close()
 
+    def _heard_of(self, peer_id: str) -> None:
+        """Lets a peer that is there again be asked again, unless it has let us wait too often."""
+        pause = self.silent.get(peer_id, (0.0, math.inf))[1]
+        if pause <= EARLY_SECONDS:
+            self.silent[peer_id] = (0.0, pause)
+
     async def _answer(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers a stranger. It gets as much time and memory as anybody, and no more."""
         peer_id = str(info.peer_id)
@@ -377,7 +414,7 @@ class Engine:
             request = await asyncio.wait_for(_request(reader), REQUEST_SECONDS)
             if request is None:
                 return
-            self.silent.pop(peer_id, None)
+            self._heard_of(peer_id)
             if request == WHAT_TIME:
                 found: bytes | None = f"{self.clock():.3f}".encode()
             elif self.streams.answer(stream):

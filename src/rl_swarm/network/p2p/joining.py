@@ -52,7 +52,7 @@ def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here
 def _engine(
     identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles
 ) -> Iterator[Engine]:
-    first = [*known, *known_addresses(settings.p2p_known or "")]
+    first = [*known, *(known_addresses(settings.p2p_known) if settings.p2p_known else [])]
     engine = Engine(
         identity,
         list(dict.fromkeys([*first, *_addresses(local, ADDRESSES)])),

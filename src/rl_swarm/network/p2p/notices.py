@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import logging
 import re
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 REPORT_SECONDS = 120.0  # the same of a round's reports, of which only the newest is renewed
 EARLIEST, LATEST = KEPT_SECONDS, 60.0  # seconds by which the clock of a notice's author may differ
 MAX_OF_AUTHOR_IN_KEY = 2  # notices of one author under one key; nobody needs more
+REMEMBERED = 4096  # records that have been read, so that their signatures are not checked again
 DEEPEST = 12  # bits of the smallest part of the introductions
 REPORTS = re.compile(r"rewards/round_(0|[1-9][0-9]{0,8})/stage_(0|[1-9][0-9]{0,3})")
 OTHER_FOLDERS = ("", "peers", "state")  # in which there are documents that others have to find
@@ -83,16 +85,22 @@ def parts_of(swarm: str, peer_id: str) -> list[str]:
 
 def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice | None:
     """The notice in a record, if it is one: signed by whom it is of, where it belongs, of now."""
-    try:
-        notice = unseal(value, Notice, MOST_NOTICE)
-    except Rejected as error:
-        log.debug("a record is refused: %s", error)
-        return None
-    if notice.subkey() != subkey or (key is not None and key not in notice.where()):
+    notice = _unsealed(value)
+    if notice is None or notice.subkey() != subkey or (key is not None and key not in notice.where()):
         return None
     if notice.folder not in OTHER_FOLDERS and notice.report_round() is None:
         return None
     return notice if now - EARLIEST <= notice.timestamp <= now + LATEST else None
+
+
+@lru_cache(REMEMBERED)
+def _unsealed(value: bytes) -> Notice | None:
+    """Reads a notice whose signature is right. The same ones are read again at every look."""
+    try:
+        return unseal(value, Notice, MOST_NOTICE)
+    except Rejected as error:
+        log.debug("a record is refused: %s", error)
+        return None
 
 
 def neighbourhood(address: str) -> str:

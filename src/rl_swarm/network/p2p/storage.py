@@ -1,22 +1,63 @@
 """hivemind's DHT without what strangers could misuse: its storage has fair shares, and its cache takes nothing.
 
 hivemind lets anybody fill its cache, from which it answers before it looks at its storage, and lets a peer choose its place
-among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. This module needs
-hivemind; the engine imports it when it starts.
+among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. Its reader follows
+values within values, and a kilobyte of them overflows the stack and ends the process: records are read strictly here. This
+module needs hivemind; the engine imports it when it starts.
 """
 
 import heapq
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.timed_storage import TimedStorage
+from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
 from rl_swarm.network.p2p.notices import MOST_NOTICE, Notice, acceptable
-from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.quota import MAX_KEY_BYTES, DhtQuota
+from rl_swarm.network.p2p.reliability import Reliability
 
+MAX_RECORDS = 2048  # in one dictionary
+MAX_DICTIONARY = MAX_KEY_BYTES + 128 * MAX_RECORDS  # bytes, with subkeys and expiries
+DICTIONARY = 0x50  # as hivemind numbers its types
+Record = tuple[str, bytes, float]  # a subkey, a value, an expiry
+READ_OUTER = msgspec.msgpack.Decoder(str | msgspec.msgpack.Ext)
+READ_RECORDS = msgspec.msgpack.Decoder(
+    tuple[float | None, float, Annotated[list[Record], msgspec.Meta(max_length=MAX_RECORDS)]]
+)
+READ_BYTES = msgspec.msgpack.Decoder(bytes)
 SPARE = 64  # entries of a heap that are no longer used, beside as many as there are records
+
+
+class StrictSerializer:
+    """Reads subkeys and dictionaries of records, and nothing within them."""
+
+    dumps = staticmethod(MSGPackSerializer.dumps)
+
+    @staticmethod
+    def loads(data: bytes) -> Any:
+        found = READ_OUTER.decode(data)
+        if isinstance(found, str):
+            return found
+        if found.code != DICTIONARY or len(found.data) > MAX_DICTIONARY:
+            raise ValueError("no dictionary")
+        records = DictionaryDHTValue()
+        # Without its heap, which costs more than all the rest: whoever uses a record looks at its expiry.
+        records.data = {
+            subkey: ValueWithExpiration(value, expires)
+            for subkey, value, expires in READ_RECORDS.decode(found.data)[2]
+        }
+        return records
+
+
+def unpacked(value: Any) -> bytes | None:
+    """Reads what a record holds, which may be anything where a stranger wrote it."""
+    try:
+        return READ_BYTES.decode(value)
+    except (msgspec.MsgspecError, TypeError):
+        return None
 
 
 class FairStorage(DHTLocalStorage):  # type: ignore[misc]
@@ -48,11 +89,8 @@ class FairStorage(DHTLocalStorage):  # type: ignore[misc]
     def _read(self, key: bytes, subkey: Any, value: Any) -> Notice | None:
         if not isinstance(subkey, str) or not isinstance(value, bytes) or len(value) > MOST_NOTICE + 8:
             return None
-        try:
-            data = MSGPackSerializer.loads(value)
-        except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
-            return None
-        notice = acceptable(None, subkey, data, self.quota.clock()) if isinstance(data, bytes) else None
+        data = unpacked(value)
+        notice = acceptable(None, subkey, data, self.quota.clock()) if data is not None else None
         if notice is None or all(DHTID.generate(source=own).to_bytes() != key for own in notice.where()):
             return None
         return notice
@@ -87,8 +125,9 @@ def place_of(peer_id: str) -> DHTID:
     return DHTID.generate(source=peer_id)
 
 
-def guard(protocol: Any, quota: DhtQuota) -> None:
+def guard(protocol: Any, quota: DhtQuota, reliability: Reliability) -> None:
     """Ends what a running protocol lets strangers do."""
+    protocol.serializer = StrictSerializer
     protocol.storage, protocol.cache = FairStorage(quota), NoStorage()
     update, find = protocol.update_routing_table, protocol.call_find
 
@@ -97,12 +136,19 @@ def guard(protocol: Any, quota: DhtQuota) -> None:
             await update(node_id, peer_id, responded)
 
     async def call_find(peer: Any, keys: Any) -> Any:
+        if reliability.is_left_out(peer):
+            return None
+        began = reliability.clock()
+        reliability.asking(peer)
         answer = await find(peer, keys)
+        reliability.asked(peer, reliability.clock() - began, answer is not None)
         if answer is None:
             return None
-        return {
+        told = {
             key: (held, {node: other for node, other in near.items() if node == place_of(str(other))})
             for key, (held, near) in answer.items()
         }
+        reliability.told(peer, [other for _, near in told.values() for other in near.values()])
+        return told
 
     protocol.update_routing_table, protocol.call_find = update_routing_table, call_find

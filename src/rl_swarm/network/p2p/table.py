@@ -3,7 +3,7 @@
 Left to itself, hivemind asks twenty peers for whatever is stored or found, and every one of them sends all that it has
 under the key. Here the peers that keep a key's records are looked for under the key beside it, where nothing lies; who
 they are is remembered for a while, and then one of them is asked who has come near since; and a few of them are asked for the
-records.
+records. Nobody waits for the slowest keeper: who is late is replaced by another, and answers in the background.
 """
 
 import asyncio
@@ -13,11 +13,25 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rl_swarm.network.p2p.reliability import Reliability
+
 REPLICAS = 5  # peers that keep a record
 CANDIDATES = 6  # from which they are taken: one may not answer
 READERS = 3  # of the keepers that are asked for records, drawn at random: one that hides some does not matter
+QUICK_READERS = 2  # of whom the answers are waited for, where the same is read again soon
 REMEMBERED_SECONDS = 180.0  # for which it is known who keeps a key's records
 MOST_KEYS = 64  # of which that is known
+SMALL_SECONDS = (
+    1.0,
+    10.0,
+)  # after which all peers of a small swarm are looked for again; and nothing goes on without
+MAX_SEARCHED = 40  # peers that are asked in one search
+PATIENCE_SECONDS, PATIENCE_TIMES = (
+    0.25,
+    4.0,
+)  # until a peer counts as late, at least, and beside the quickest third
+MAX_UNFIT = 32  # records of an answer that are of no use, until the rest is left
+UNFIT_DEBT = 3.0  # seconds that it costs a peer to send more of them
 
 
 class Table:
@@ -27,12 +41,16 @@ class Table:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         timestamp: Callable[[str, str, bytes], float | None] = lambda key, subkey, value: 0.0,
+        reliability: Reliability | None = None,
     ) -> None:
         self.node, self.clock, self.rng = node, clock, rng or random.Random()
         self.timestamp = timestamp  # which its author signed; None: of no use
-        self._keepers = dict[
-            str, tuple[float, dict[Any, Any]]
-        ]()  # by key: since when, and peers by their place
+        self.reliability = reliability  # None: everybody is believed to be there
+        # By key: since when, and peers by their place.
+        self._keepers = dict[str, tuple[float, dict[Any, Any]]]()
+        # The same of all peers, where they are fewer than a key has candidates.
+        self._everybody = -math.inf, dict[Any, Any]()
+        self.background = set[asyncio.Task[Any]]()
 
     async def store(
         self, key: str, subkey: str, value: bytes, expires: float, copies: int = REPLICAS
@@ -45,17 +63,28 @@ class Table:
 
         async def keep(peer: Any) -> bool | None:
             if peer != self.node.peer_id:
+                if self.reliability is not None and self.reliability.is_left_out(peer):
+                    return None
+                began = self.clock()
+                if self.reliability is not None:
+                    self.reliability.asking(peer)
                 answer = await protocol.call_store(peer, [key_id], [packed], expires, subkeys=[subkey])
+                if self.reliability is not None:
+                    self.reliability.asked(peer, self.clock() - began, bool(answer))
                 return None if not answer else bool(answer[0])
             return bool(protocol.storage.store(key_id, packed, expires, subkey=subkey))
 
-        answers = await self._answers(key, keep, await self.keepers(key), copies)
-        return any(answers)
+        keepers = await self.keepers(key)
+        most = min(copies, len(keepers)) // 2 + 1
+        answers = await self._answers(key, keep, keepers, copies, most)
+        return any(stored for _, stored in answers)
 
-    async def find(self, key: str) -> dict[str, bytes]:
-        """The records under a key, the newest of each."""
+    async def find(self, key: str, quick: bool = False) -> dict[str, bytes]:
+        """The records under a key, the newest of each; quick: for those who look again soon, of who answers first."""
         from hivemind.dht.routing import DHTID
         from hivemind.dht.storage import DictionaryDHTValue
+
+        from rl_swarm.network.p2p.storage import unpacked
 
         protocol, key_id = self.node.protocol, DHTID.generate(source=key)
 
@@ -71,30 +100,29 @@ class Table:
 
         candidates = await self.keepers(key)
         keepers = self.rng.sample(candidates[:REPLICAS], len(candidates[:REPLICAS]))
-        answers = await self._answers(key, read, keepers, READERS)
-        if not any(answers):  # perhaps some that were not asked know better
-            answers += await self._answers(key, read, keepers[READERS:], REPLICAS)
+        answers = await self._answers(key, read, keepers, READERS, QUICK_READERS if quick else READERS)
+        if not any(records for _, records in answers):  # perhaps others know better
+            heard = {peer for peer, _ in answers}
+            rest = [peer for peer in keepers if peer not in heard]
+            answers += await self._answers(key, read, rest, REPLICAS, len(rest))
         newest = dict[str, tuple[tuple[float, float], bytes]]()
-        for records in answers:
+        for peer, records in answers:
+            unfit = 0
             for subkey, entry in records.items():
-                value = self._unpacked(entry.value)
-                if not isinstance(subkey, str) or value is None:
-                    continue
-                if subkey in newest and newest[subkey][1] == value:
+                value = unpacked(entry.value)
+                if value is not None and subkey in newest and newest[subkey][1] == value:
                     continue
                 # One that is shown again with a later expiry is not newer than what its author signed later.
-                signed = self.timestamp(key, subkey, value)
-                if signed is not None and isinstance(entry.expiration_time, float):
-                    found = (signed, entry.expiration_time), value
+                signed = self.timestamp(key, subkey, value) if value is not None else None
+                if signed is not None:
+                    found = (signed, entry.expiration_time), value or b""
                     newest[subkey] = max(found, newest.get(subkey, found))
+                    continue
+                unfit += 1
+                if unfit > MAX_UNFIT:  # who keeps records checks them, so this one does not
+                    self._blame(peer)
+                    break
         return {subkey: value for subkey, (_, value) in newest.items()}
-
-    def _unpacked(self, packed: Any) -> bytes | None:
-        try:
-            value = self.node.protocol.serializer.loads(packed)
-        except Exception:  # noqa: BLE001 whatever a stranger's bytes do to it
-            return None
-        return value if isinstance(value, bytes) else None
 
     async def keepers(self, key: str) -> list[Any]:
         """The peers nearest to a key, this one among them if it is; they keep the records."""
@@ -104,16 +132,92 @@ class Table:
         if self.clock() - since < REMEMBERED_SECONDS:
             return list(known.values())
         beside = DHTID(int(DHTID.generate(source=key)) ^ 1)
+        if not known and (few := self._few(beside)):
+            return few
         nearest = await self._come_near(beside, known) if known else None
         if nearest is None:
-            found = await self.node.find_nearest_nodes([beside], k_nearest=CANDIDATES, beam_size=CANDIDATES)
-            nearest = found[beside]
+            nearest = await self._search(beside)
         self._keepers.pop(key, None)
-        if len(nearest) == CANDIDATES:  # a small swarm may be one that is just beginning
+        if len(nearest) == CANDIDATES:
             self._keepers[key] = (self.clock(), nearest)
             while len(self._keepers) > MOST_KEYS:
                 del self._keepers[next(iter(self._keepers))]
         return list(nearest.values())
+
+    def _few(self, place: Any) -> list[Any]:
+        """Lists all peers of a small swarm, who keep everything. It may be one that is just beginning, so they are looked for
+        again and again, in the background."""
+        since, everybody = self._everybody
+        age = self.clock() - since
+        if age > SMALL_SECONDS[1]:
+            return []
+        if age > SMALL_SECONDS[0]:
+            self._everybody = self.clock() - SMALL_SECONDS[0] / 2, everybody
+            self._go_on(asyncio.ensure_future(self._search(place)))
+        return [everybody[node] for node in sorted(everybody, key=place.__xor__)]
+
+    async def _search(self, place: Any) -> dict[Any, Any]:
+        """Looks for the peers nearest to a place, by asking those that are known, and those that they tell of.
+
+        Anybody may tell of peers that are not there: only those count that answer, now or the last time.
+        """
+        if self.reliability is None:
+            found = await self.node.find_nearest_nodes([place], k_nearest=CANDIDATES, beam_size=CANDIDATES)
+            return dict(found[place])
+        table, me = self.node.protocol.routing_table, self.node.node_id
+        near = dict(table.get_nearest_neighbors(place, k=CANDIDATES, exclude=me))
+        asked, running = set[Any](), dict[asyncio.Task[Any], Any]()
+        there, gone = {me: self.node.peer_id}, set[Any]()
+        while True:
+            nearest = sorted({*near, *there} - gone, key=place.__xor__)[:CANDIDATES]
+            for node in nearest:
+                if node not in asked and node != me and len(asked) < MAX_SEARCHED:
+                    asked.add(node)
+                    running[asyncio.ensure_future(self.node.protocol.call_find(near[node], [place]))] = node
+            waited_for = [task for task, node in running.items() if node in nearest and node not in there]
+            if not waited_for:
+                break
+            done, _ = await asyncio.wait(
+                waited_for, timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                node = running.pop(task)
+                if task.result() is None:
+                    gone.add(node)
+                else:
+                    there[node] = near[node]
+                    held, told = task.result()[place]
+                    if held:  # nothing lies there
+                        self._blame(near[node])
+                    near = {**told, **near}
+            for late in [] if done else [running[task] for task in waited_for]:
+                if self.reliability.answers(near[late]):
+                    there[late] = near[late]
+                else:
+                    gone.add(late)
+        for task in running:
+            self._go_on(task)
+        nearest = sorted(there, key=place.__xor__)[:CANDIDATES]
+        keepers = {node: there[node] for node in nearest}
+        is_small = 1 < len(keepers) < CANDIDATES
+        self._everybody = (self.clock(), keepers) if is_small else (-math.inf, {})
+        return keepers
+
+    def _go_on(self, task: asyncio.Task[Any]) -> None:
+        """Lets a task end in the background. Nothing else would keep it."""
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    def _patience(self) -> float:
+        usual = self.reliability.usual() if self.reliability is not None else 0.0
+        return max(PATIENCE_SECONDS, PATIENCE_TIMES * usual)
+
+    def _blame(self, peer: Any) -> None:
+        if self.reliability is not None:
+            self.reliability.blame(peer, UNFIT_DEBT)
+
+    def _is_there(self, peer: Any) -> bool:
+        return self.reliability is None or peer == self.node.peer_id or self.reliability.answers(peer)
 
     async def _come_near(self, place: Any, known: dict[Any, Any]) -> dict[Any, Any] | None:
         """Who is nearest to a place now, as far as one of those knows who were; None if it has gone."""
@@ -122,16 +226,39 @@ class Table:
         if answer is None:
             return None
         near = {**known, self.node.node_id: self.node.peer_id, **answer[place][1]}
-        return {node: near[node] for node in sorted(near, key=place.__xor__)[:CANDIDATES]}
+        nearest = {node: near[node] for node in sorted(near, key=place.__xor__)[:CANDIDATES]}
+        new = [peer for peer in nearest.values() if not self._is_there(peer)]
+        await asyncio.gather(*(self.node.protocol.call_find(peer, [place]) for peer in new))
+        return nearest if all(map(self._is_there, nearest.values())) else None
 
-    async def _answers(self, key: str, ask: Callable[[Any], Any], peers: list[Any], wanted: int) -> list[Any]:
-        """What so many of the peers answer, the first ones first; others are asked for those that do not."""
-        left, answers = list(peers), list[Any]()
-        while left and len(answers) < wanted:
-            asked = left[: wanted - len(answers)]
-            del left[: len(asked)]
-            found = await asyncio.gather(*map(ask, asked))
-            if None in found:  # somebody has gone
+    async def _answers(
+        self, key: str, ask: Callable[[Any], Any], peers: list[Any], wanted: int, enough: int
+    ) -> list[tuple[Any, Any]]:
+        """Asks so many of the peers, and others for those that do not answer or are late. Returns as soon as enough have
+        answered, or all who are not late."""
+
+        async def answer_of(peer: Any) -> Any:
+            answer = await ask(peer)
+            if answer is None:  # it has gone
                 self._keepers.pop(key, None)
-            answers += [answer for answer in found if answer is not None]
+            return answer
+
+        left, answers, late = list(peers), list[tuple[Any, Any]](), 0
+        running = dict[asyncio.Task[Any], Any]()
+        while len(answers) < enough and (left or running):
+            while left and len(answers) + len(running) - late < wanted:
+                peer = left.pop(0)
+                running[asyncio.ensure_future(answer_of(peer))] = peer
+            # Where nobody is left, somebody has to answer.
+            patience = self._patience() if left or answers else None
+            done, _ = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done and not left:
+                break
+            for task in done:
+                peer, answer = running.pop(task), task.result()
+                if answer is not None:
+                    answers.append((peer, answer))
+            late = min(late, len(running)) if done else len(running)
+        for task in running:
+            self._go_on(task)
         return answers

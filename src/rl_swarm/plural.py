@@ -1,0 +1,6 @@
+"""Numbers with their nouns, as people write them."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Writes "1 node" and "1,200 nodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
