@@ -1,621 +1,233 @@
-"""Does anything that a stranger can send do harm? A coverage-guided fuzzer of everything that is read from peers.
+"""Does anything that strangers can do to a node do harm? Random cases against every part that they can reach.
 
-    python benchmarks/fuzz.py --messages 1000000 --processes 2
+    python benchmarks/fuzz.py --hours 24 --processes 2
+    python benchmarks/fuzz.py --hours 1 --targets folder,http
+    python benchmarks/fuzz.py --targets messages --cases 1000000
+    python benchmarks/fuzz.py --replay fuzz-failures/fuzz-folder-0123456789ab.json
 
-Starts from real sealed documents of every kind and changes them: bytes, JSON tokens, or fields, which are then
-signed again, because whoever has a key can sign anything. A message that reaches a line or a verdict that no other
-reached before is kept and changed further. It fails when a reader raises anything but `Rejected`, takes a second,
-believes what nobody signed, or when memory grows. A message that fails is written to a file; `--replay FILE` reads
-it again.
+Targets:
+    messages  documents, changed and signed again, guided by coverage
+    streams   requests and records among real peers on loopback, as a state machine
+    folder    the layer below the shared folder, while calls to the system fail and files are replaced
+    http      the dashboard's server, under slow and broken clients beside honest ones
+
+The targets share the time. A case that fails is kept in a file, which `--replay` plays again. Ctrl-C ends the run with
+the table of what was done so far. The exit code is 1 where anything failed.
 """
 
 import argparse
-import base64
-import contextlib
-import ctypes
-import gc
-import gzip
-import hashlib
+import faulthandler
+import importlib
 import json
 import math
 import multiprocessing
-import random
-import re
-import resource
-import struct
+import os
+import signal
 import sys
-import tempfile
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-import msgspec
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+sys.path.insert(0, str(Path(__file__).parent))
 
-from rl_swarm import admission, identity, manifest, rollouts, rounds, wire
-from rl_swarm.admission import Invitation, Roll
-from rl_swarm.environments.tasks import Task
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Limits, Manifest
-from rl_swarm.network import conductor, folder
-from rl_swarm.rollouts import Answer, Publication, Sampling, unpack
-from rl_swarm.rounds import Ended, Member, PeerInfo, Refusal, Report, Rules, State
-from rl_swarm.wire import Rejected, canonical, digest, seal
+from fuzz_target import MAX_FAILURES, MEBIBYTE, Result, Target, fuzz
 
-MEBIBYTE = 1 << 20
-SLOWEST = 1.0  # seconds of CPU time that one message may take
-GROWTH = 32 * MEBIBYTE  # of resident memory, from the first fifth of the messages to the last
-TRACED = 1 << 16  # bytes: longer messages are read without tracing, which would take most of the time
-KEPT, KEPT_BYTES = 4096, 1 << 15  # messages that were new, and their size
-LARGE = 2000  # one message in so many is made as large as it may be
-WATCHED = {
-    module.__file__ for module in (wire, rollouts, identity, admission, rounds, manifest, folder, conductor)
+TARGETS = {
+    "messages": ("fuzz_messages", "Messages"),
+    "streams": ("fuzz_streams", "Streams"),
+    "folder": ("fuzz_folder", "Folder"),
+    "http": ("fuzz_http", "Http"),
 }
+SLICE = 3600.0  # seconds of a process; the next one of its target has another seed
+PROGRESS_SECONDS = 60.0
+STUCK_SECONDS = 300.0  # without a word of a process, beyond what a case may take
+END_SECONDS = 60.0  # for a process to end when it is told to
+MOST_SHOWN = 12  # of what was reached
 
 
-def prime_of(name: str) -> int:
-    """A prime of 1024 bits, or what passes for one: good enough to sign with here."""
-    digits = b"".join(hashlib.sha256(f"{name} {part}".encode()).digest() for part in range(4))
-    number, small = int.from_bytes(digits, "big") | 3 << 1022 | 1, math.factorial(2000)
-    while math.gcd(number, small) > 1 or pow(2, number - 1, number) != 1:
-        number += 2
-    return number
+def target_of(name: str, seed: int) -> Target:
+    module, kind = TARGETS[name]
+    made: Target = getattr(importlib.import_module(module), kind)(seed)
+    return made
 
 
-def rsa_key(name: str) -> rsa.RSAPrivateKey:
-    p, q, e = prime_of(f"{name} p"), prime_of(f"{name} q"), 65537
-    d = pow(e, -1, (p - 1) * (q - 1))
-    rest = (rsa.rsa_crt_dmp1(d, p), rsa.rsa_crt_dmq1(d, q), rsa.rsa_crt_iqmp(p, q))
-    return rsa.RSAPrivateNumbers(p, q, d, *rest, rsa.RSAPublicNumbers(e, p * q)).private_key()
+def work(name: str, seed: int, seconds: float, cases: float, failures_to: Path, parent: Connection) -> None:
+    """Fuzzes one target in a process of its own, until the parent says so or has gone."""
+    faulthandler.enable()
+    fuzz(target_of(name, seed), failures_to, seconds, cases, parent.poll, parent.send)
 
 
-def identity_of(key: Ed25519PrivateKey | rsa.RSAPrivateKey) -> Identity:
-    """An identity that is the same in every run, so that a run can be repeated."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
+class Slice:
+    """One process and what it has told."""
+
+    def __init__(self, name: str, seed: int, seconds: float, cases: float, failures_to: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.result, self.heard, self.seed = Result(name), time.monotonic(), seed
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=work, args=(name, seed, seconds, cases, failures_to, theirs), name=f"fuzz {name}"
         )
-        file.flush()
-        return Identity.load(Path(file.name))
+        # It inherits what is blocked, from its first moment on: Ctrl-C is for the parent.
+        resource_tracker.ensure_running()  # which would unblock it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self.process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
 
-
-def seeded(name: str) -> Ed25519PrivateKey:
-    return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest())
-
-
-ALICE, OWNER, OLD = identity_of(seeded("alice")), identity_of(seeded("owner")), identity_of(rsa_key("old"))
-AUTHORS = {author.peer_id: author for author in (ALICE, OWNER, OLD)}
-SWARM = Manifest(
-    peer_id=OWNER.peer_id,
-    name="fuzz",
-    created=1.0,
-    seed=1,
-    environment="reasoning",
-    tasks=[Task("chain_sum", config={"max_terms": 3, "shuffle": True})],
-    partial_rewards=False,
-    versions={"reasoning-gym": "0.1.25"},
-    rounds=3,
-    stages=1,
-    round_end="everyone",
-    round_interval=60.0,
-    peer_timeout=20.0,
-    admission="invited",
-)
-
-
-def ticket_of(peer: Identity) -> str:
-    """By which a peer is admitted."""
-    key, uses, expires = seeded("invitation"), 3, 1 << 40
-    signature = OWNER.sign(Invitation(key.public_key().public_bytes_raw(), uses, expires).signed(SWARM))
-    token = key.private_bytes_raw() + struct.pack(">IQ", uses, expires) + signature
-    return admission.ticket(base64.urlsafe_b64encode(token).decode(), SWARM, peer.peer_id)
-
-
-REPORT = Report(
-    peer_id=ALICE.peer_id,
-    swarm=SWARM.swarm(),
-    node="alice",
-    round=1,
-    stage=0,
-    timestamp=2.0,
-    reward=0.5,
-    training_reward=0.25,
-    rollouts=8,
-    vote=OWNER.peer_id,
-)
-ANSWERS = [
-    Answer("What is 2 + 3?", "<answer>5</answer>", 1.0),
-    Answer("What is 2 + 3?", 'Grüße, "5" \\ \n 😀', 0.0, False, [3, 1, 4], [-0.5, -1.25, 0.0]),
-]
-# One of every kind of record that travels, with all its fields set.
-RECORDS: dict[str, msgspec.Struct] = {
-    "manifest": SWARM,
-    "publication": Publication(
-        peer_id=ALICE.peer_id,
-        kind="rollouts",
-        swarm=SWARM.swarm(),
-        node="alice",
-        round=1,
-        stage=0,
-        timestamp=1.5,
-        model="tiny",
-        policy_version=3,
-        sampling=Sampling(1.0, 0.95, 0, 24),
-        tokenizer="abc",
-        rollouts={"0": [ANSWERS[0], ANSWERS[0]], "1": [ANSWERS[1], ANSWERS[1]]},
-        parents={"0": ["abc"]},
-    ),
-    "report": REPORT,
-    "peer": PeerInfo(
-        peer_id=ALICE.peer_id,
-        swarm=SWARM.swarm(),
-        node="alice",
-        model="tiny",
-        tokenizer="abc",
-        device="cpu",
-        host="here",
-        pid=7,
-        joined=1.0,
-        timestamp=2.0,
-        invitation=ticket_of(ALICE),
-    ),
-    "roll": Roll(
-        peer_id=OWNER.peer_id,
-        swarm=SWARM.swarm(),
-        number=2,
-        timestamp=1.0,
-        allowed=[ALICE.peer_id],
-        denied=[OLD.peer_id],
-        revoked=["0123456789abcdef"],
-    ),
-    "state": State(
-        peer_id=OWNER.peer_id,
-        swarm=SWARM.swarm(),
-        phase="running",
-        round=1,
-        stage=0,
-        started=1.0,
-        timestamp=2.0,
-        members={ALICE.peer_id: Member("alice", 0, 2.0, 1, 0.5, 1)},
-        reports={ALICE.peer_id: REPORT},
-        roll=2,
-        refused={OLD.peer_id: Refusal("denied", 1.0)},
-    ),
-    "ended": Ended(
-        peer_id=OWNER.peer_id,
-        swarm=SWARM.swarm(),
-        round=0,
-        stage=0,
-        started=1.0,
-        ended=2.0,
-        why="everyone",
-        members=[ALICE.peer_id],
-        reports={ALICE.peer_id: digest(b"")},
-    ),
-}
-SIGNERS = {name: AUTHORS[record.peer_id] for name, record in RECORDS.items()}  # type: ignore[attr-defined]
-
-
-class OneFile:
-    """A folder in which whatever is asked for has the same content."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self, path: str, limit: int) -> bytes:
-        return self.data[: limit + 1]
-
-
-def read_publication(data: bytes) -> msgspec.Struct:
-    found = EXCHANGE._checked(data, (1, 0, "alice"))
-    for limits in (Limits(), Limits(questions=1, completions=2, characters=16)):
-        list(unpack(found, limits))
-    return found
-
-
-def read_manifest(data: bytes) -> msgspec.Struct:
-    found = folder.read_manifest(OneFile(data))  # type: ignore[arg-type]
-    found.swarm()
-    found.questions_root()
-    Rules.of(found)
-    return found
-
-
-def read_state(data: bytes) -> msgspec.Struct:
-    found = folder.read_state(OneFile(data), SWARM)  # type: ignore[arg-type]
-    found.leaderboard()
-    folder.is_past(found, (0, 0))
-    return found
-
-
-def read_history(data: bytes) -> msgspec.Struct:
-    line = data.replace(b"\n", b" ")
-    conductor.parse_history(line + b"\n" + line[: len(line) // 2])
-    return wire.unseal(data, Ended)
-
-
-def read_peer(data: bytes) -> msgspec.Struct:
-    found = wire.unseal_named(data, PeerInfo, folder.RECORD_BYTES)[0]
-    admission.admit(SWARM, Roll(swarm=SWARM.swarm()), {}, found.peer_id, found.invitation, now=1.0)
-    return found
-
-
-def read_roll(data: bytes) -> msgspec.Struct:
-    found = folder.read_roll(OneFile(data), SWARM)  # type: ignore[arg-type]
-    admission.why_not(SWARM, found, ALICE.peer_id, None)
-    return found
-
-
-EXCHANGE = folder.FolderExchange(None, SWARM, ALICE, "bob", None, None)  # type: ignore[arg-type]
-READERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
-    "manifest": read_manifest,
-    "publication": read_publication,
-    "report": lambda data: wire.unseal_named(data, Report, folder.RECORD_BYTES)[0],
-    "peer": read_peer,
-    "roll": read_roll,
-    "state": read_state,
-    "ended": read_history,
-}
-
-
-@dataclass(frozen=True)
-class Message:
-    kind: str
-    data: bytes
-    unaltered: msgspec.Struct | None = None  # the one record it may be read as, when only bytes were changed
-    author: str = ""  # a peer id made up for this message
-
-
-class Coverage:
-    """Which steps from line to line the watched files have taken."""
-
-    def __init__(self) -> None:
-        self.seen: set[tuple[CodeType, int, int]] = set()
-        self._before: dict[FrameType, int] = {}
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._call)
+    def hear(self) -> bool:
+        """Takes what the process has told; False once it has ended."""
         try:
-            yield
-        finally:
-            sys.settrace(before)
-            self._before.clear()
+            while self.connection.poll():
+                self.result, self.heard = self.connection.recv(), time.monotonic()
+        except (EOFError, OSError):
+            self.process.join(END_SECONDS)
+            if self.process.exitcode != 0:
+                self._failed(f"the process ended with {self.process.exitcode}")
+            return False
+        if time.monotonic() - self.heard > STUCK_SECONDS:
+            self._failed(f"nothing was heard of it for {STUCK_SECONDS:.0f} s")
+            self.process.kill()
+            self.process.join()
+            return False
+        return True
 
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename in WATCHED else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        line = -1 if event == "return" else frame.f_lineno
-        self.seen.add((frame.f_code, self._before.get(frame, 0), line))
-        self._before[frame] = line
-        return self._line
-
-
-TOKENS = [
-    *(b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"\\u0000", b"\\ud800", b"\\udc00", b"\\x", b"null"),
-    *(b"true", b"false", b"NaN", b"Infinity", b"-0", b"-", b"1e999", b"5e-324", b"1.7976931348623157e308"),
-    *(b"9" * 25, b"18446744073709551616", b"0.1", b"\xef\xbb\xbf", b"\xff", b"\xed\xa0\x80", b"\0", b"\n"),
-    *(b'"peer_id":', b'"digest":', b'"signature":', b'"kind":', b'"round":', b"\x1f\x8b", b"12D3KooW"),
-]
-VALUES: list[object] = [
-    *(None, True, False, 0, -1, 1, 2**31, 2**53, 2**63, 2**64, 10**23, -(2**63), 0.0, -0.0, 0.5, 1e300, 5e-324),
-    *("", "a", "0", "01", "é", "😀", "\0", "\x1b[31m", "../x", "a" * 65, "a" * 300, "١", "12D3KooW", ALICE.peer_id),
-    *([], {}, [[]], {"": {}}, [0, 1], ["a"], {"0": []}, {"0": [{}]}, [None], {"a": 1}, "x" * (1 << 17)),
-]  # fmt: skip
-
-
-def signed(fields: dict[str, Any], author: Identity, rng: random.Random) -> bytes:
-    """A document as anybody with a key can make it, whatever the fields, by one of several writers of JSON."""
-    fields = {**fields, "peer_id": author.peer_id}
-    message = canonical(fields)
-    fields["digest"] = digest(message)
-    fields["signature"] = base64.b64encode(author.sign(message)).decode()
-    writer = rng.randrange(6)
-    if writer == 0:
-        return json.dumps(fields, indent=1).encode()
-    if writer == 1:
-        order = rng.sample(sorted(fields), len(fields))
-        return json.dumps({name: fields[name] for name in order}, ensure_ascii=False).encode()
-    data = msgspec.json.encode(fields)
-    return gzip.compress(data, compresslevel=1, mtime=0) if writer == 2 else data
-
-
-def with_strange_key(fields: dict[str, Any], rng: random.Random) -> tuple[str, bytes]:
-    """A document whose signature brings along a public key that is none, under the peer id that fits it."""
-    public = OLD.key.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        public = change_bytes(public, [public], rng)
-    peer_id = identity.hashed_peer_id(public)
-    message = canonical({**fields, "peer_id": peer_id})
-    shown = len(public).to_bytes(4, "big")[2:] + public + OLD.sign(message)[-256:]
-    signature = base64.b64encode(shown).decode()
-    return peer_id, msgspec.json.encode(
-        {**fields, "peer_id": peer_id, "digest": digest(message), "signature": signature}
-    )
-
-
-def change_bytes(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    at = rng.randrange(len(data) + 1)
-    end = min(len(data), at + rng.choice((1, 1, 2, 4, 16, 256)))
-    how = rng.randrange(9)
-    if how <= 1 and at < len(data):
-        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
-    if how == 2:
-        return data[:at] + data[end:]
-    if how == 3:
-        return data[:end] + data[at:end] * rng.choice((1, 2, 50)) + data[end:]
-    if how == 4:
-        return data[:at] + rng.choice(TOKENS) * rng.choice((1, 1, 1, 13, 300)) + data[at:]
-    if how == 5:
-        return data[:at] + rng.choice(TOKENS) + data[end:]
-    if how == 6:
-        other = rng.choice(others)
-        return data[:at] + other[rng.randrange(len(other) + 1) :]
-    if how == 7:
-        return gzip.compress(data, compresslevel=1, mtime=0) + rng.choice(
-            (b"", b"", b"x", gzip.compress(b"{}"))
-        )
-    return data[:at]
-
-
-def change_fields(value: Any, rng: random.Random, depth: int = 0) -> Any:
-    """The value with something in it replaced, left out, added or moved."""
-    if isinstance(value, dict) and value and (depth == 0 or rng.random() < 0.7):
-        name = rng.choice(list(value))
-        how = rng.randrange(6)
-        changed = dict(value)
-        if how == 0:
-            del changed[name]
-        elif how == 1:
-            changed[str(rng.choice(VALUES))] = rng.choice(VALUES)
-        elif how == 2:
-            changed[name] = value[rng.choice(list(value))]
-        else:
-            changed[name] = change_fields(value[name], rng, depth + 1)
-        return changed
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        how = rng.randrange(4)
-        if how == 0:
-            return value[:at] + value[at + 1 :]
-        if how == 1:
-            return value + value[at : at + 1] * rng.choice((1, 3, 300))
-        return [*value[:at], change_fields(value[at], rng, depth + 1), *value[at + 1 :]]
-    if isinstance(value, str) and value and rng.random() < 0.3:
-        return value + rng.choice(("\0", "é", "😀", " ", "\n", "a" * 70))
-    if isinstance(value, int | float) and rng.random() < 0.3:
-        return rng.choice((value + 1, -value, value * 10**6, value / 3))
-    if rng.random() < 0.1:
-        for _ in range(rng.randrange(14)):
-            value = rng.choice(([value], {"a": value}))
-        return value
-    return rng.choice(VALUES)
-
-
-def large(fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """As many small values as a document may just hold, where nobody expects them or where rollouts are."""
-    item = rng.choice(("😀" + "x" * 50, "é", 0, 0.5, 1e308, [], {}, {"😀": "a"}, [[0]], {"a": {"b": {}}}))
-    count = rng.choice((9_000, 30_000, 60_000, 130_000, 250_000))
-    many: Any = [item] * count if rng.random() < 0.7 else {f"{k}": item for k in range(count)}
-    return {**fields, rng.choice(("more", "rollouts", "members", "tasks")): many}
-
-
-class Mutator:
-    """Makes the next message from one that was kept."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.kept: dict[str, list[bytes]] = {
-            name: [seal(record, SIGNERS[name]), seal(record, SIGNERS[name], compress=True)]
-            for name, record in RECORDS.items()
-        }
-
-    def keep(self, message: Message) -> None:
-        kept = self.kept[message.kind]
-        if (
-            not message.author
-            and len(message.data) <= KEPT_BYTES
-            and sum(map(len, self.kept.values())) < KEPT
-        ):
-            kept.append(message.data)
-
-    def next(self) -> Message:
-        rng = self.rng
-        kind = rng.choice(list(RECORDS))
-        others = self.kept[rng.choice(list(RECORDS))]
-        if rng.random() < 0.2:  # a sealed document, altered on its way
-            data = self.kept[kind][rng.random() < 0.2]
-            for _ in range(rng.choice((1, 1, 2, 4))):
-                data = change_bytes(
-                    data, others[:2], rng
-                )  # with parts of others that were signed: no other record
-            return Message(kind, data, RECORDS[kind])
-        data = rng.choice(self.kept[kind]) if rng.random() < 0.6 else self.kept[kind][0]
-        fields = self._fields(data)
-        if fields is None or rng.random() < 0.1:
-            for _ in range(rng.choice((1, 2, 8))):
-                data = change_bytes(data, others, rng)
-            return Message(kind, data)
-        for _ in range(rng.choice((1, 1, 1, 1, 2, 4))):
-            changed = change_fields(fields, rng)
-            fields = changed if isinstance(changed, dict) else fields
-        if rng.randrange(LARGE) == 0:
-            fields = large(fields, rng)
-        if rng.random() < 0.03:
-            author, data = with_strange_key(fields, rng)
-            return Message(kind, data, author=author)
-        signer = SIGNERS[kind] if rng.random() < 0.9 else rng.choice(list(AUTHORS.values()))
-        data = signed(fields, signer, rng)
-        return Message(kind, change_bytes(data, others, rng) if rng.random() < 0.1 else data)
-
-    @staticmethod
-    def _fields(data: bytes) -> dict[str, Any] | None:
-        """What a document says, if it is one."""
+    def stop(self) -> None:
         try:
-            fields = wire.decode(data)
-        except Rejected:
-            return None
-        return {name: value for name, value in fields.items() if name not in ("digest", "signature")}
+            self.connection.send("stop")
+        except OSError:
+            return
+
+    def _failed(self, why: str) -> None:
+        about = f"after {self.result.cases} cases of --targets {self.result.target} --seed {self.seed}"
+        self.result.failures.append(f"{self.result.target}: {why} {about}")
 
 
-@dataclass
-class Result:
-    messages: int = 0
-    accepted: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    steps: int = 0  # from line to line, of the watched files
-    verdicts: set[str] = field(default_factory=set)
-    growth: list[tuple[int, int, int]] = field(default_factory=list)  # messages, steps, verdicts
-    resident: list[int] = field(default_factory=list)  # bytes, after each fifth
-    peak: list[int] = field(default_factory=list)
-    slowest: float = 0.0
-    slowest_bytes: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
-
-
-def read(message: Message) -> tuple[str, str]:
-    """The verdict on a message, as a reason and in words; anything but a record or `Rejected` is raised."""
+def run(
+    targets: list[str], seconds: float, cases: float, processes: int, seed: int, failures_to: Path
+) -> list[Result]:
+    """Runs slices of all targets in turn; the results so far when it is interrupted."""
+    share = seconds * processes / len(targets)
+    rounds = math.ceil(max(processes / len(targets), 0.0 if math.isinf(share) else share / SLICE))
+    slices = ((seed + number, share / rounds, cases / rounds) for number in range(rounds))
+    waiting = deque((name, *each) for each in slices for name in targets)
+    running, done = list[Slice](), list[Result]()
+    started = told = time.monotonic()
     try:
-        found = READERS[message.kind](message.data)
-    except Rejected as error:
-        return error.reason, str(error)
-    if message.unaltered is not None and found != message.unaltered:
-        raise AssertionError("a document that was altered on its way was believed")
-    if getattr(found, "peer_id", None) not in (*AUTHORS, message.author):
-        raise AssertionError("a record was believed that nobody here signed")
-    return "", ""
+        while waiting or running:
+            while waiting and len(running) < processes:
+                running.append(Slice(*waiting.popleft(), failures_to))
+            wait([each.connection for each in running], 5.0)
+            for each in [each for each in running if not each.hear()]:
+                running.remove(each)
+                done.append(each.result)
+                if len(each.result.failures) >= MAX_FAILURES:
+                    waiting = deque(item for item in waiting if item[0] != each.result.target)
+            if time.monotonic() >= told + PROGRESS_SECONDS:
+                told = time.monotonic()
+                print(progress([*done, *(each.result for each in running)], told - started), flush=True)
+    except KeyboardInterrupt:
+        print("\nending", flush=True)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for each in running:
+            each.stop()
+        deadline = time.monotonic() + END_SECONDS
+        while running and time.monotonic() < deadline:
+            wait([each.connection for each in running], 1.0)
+            for each in [each for each in running if not each.hear()]:
+                running.remove(each)
+                done.append(each.result)
+        for each in running:
+            each.process.kill()
+            done.append(each.result)
+    return done
 
 
-def fuzz(messages: int, seed: int, failures_to: Path = Path(".")) -> Result:
-    rng = random.Random(seed)
-    mutator, coverage, result = Mutator(rng), Coverage(), Result()
-    started = time.perf_counter()
-    fifth = max(1, messages // 5)
-    for number in range(1, messages + 1):
-        message = mutator.next()
-        before = len(coverage.seen)
-        clock = time.process_time()
-        try:
-            if len(message.data) <= TRACED:
-                with coverage.watch():
-                    reason, words = read(message)
-            else:
-                reason, words = read(message)
-        except Exception:  # noqa: BLE001 - finding these is what this is for
-            result.failures.append(_written(message, traceback.format_exc(), failures_to))
-            if len(result.failures) >= 10:
-                break
-            continue
-        seconds = time.process_time() - clock
-        if seconds > result.slowest:
-            result.slowest, result.slowest_bytes = seconds, len(message.data)
-        if seconds > SLOWEST:
-            result.failures.append(_written(message, f"{seconds:.2f} s for one message", failures_to))
-        result.messages = number
-        result.accepted += not reason
-        result.reasons[reason or "accepted"] += 1
-        verdict = f"{message.kind} {re.sub(r'[0-9]+', '0', _UNQUOTED.sub('', words))[:120]}"
-        if len(coverage.seen) > before or verdict not in result.verdicts:
-            if len(result.verdicts) < KEPT:
-                result.verdicts.add(verdict)
-            mutator.keep(message)
-        if number % fifth == 0:
-            del message
-            gc.collect()
-            result.growth.append((number, len(coverage.seen), len(result.verdicts)))
-            result.resident.append(resident())
-            result.peak.append(peak())
-    result.steps, result.seconds = len(coverage.seen), time.perf_counter() - started
-    if len(result.resident) > 1 and result.resident[-1] - result.resident[0] > GROWTH:
-        result.failures.append(f"memory grew from {result.resident[0]} to {result.resident[-1]} bytes")
-    return result
+def progress(results: list[Result], seconds: float) -> str:
+    counts = ", ".join(f"{each.target} {each.cases}" for each in merged(results))
+    failures = sum(len(each.failures) for each in results)
+    return f"{seconds / 60:.0f} min: {counts} cases, {failures} failures"
 
 
-_UNQUOTED = re.compile(r"'[^']*'|signed by .*|for round .*")  # what a message itself said
+def merged(results: list[Result]) -> list[Result]:
+    """Adds up the slices of each target."""
+    found: dict[str, Result] = {}
+    for each in results:
+        all_of_it = found.setdefault(each.target, Result(each.target))
+        all_of_it.cases += each.cases
+        all_of_it.seconds += each.seconds
+        all_of_it.slowest = max(all_of_it.slowest, each.slowest)
+        all_of_it.reached += each.reached
+        all_of_it.failures += each.failures
+        if not all_of_it.memory or each.growth() > all_of_it.growth():
+            all_of_it.memory = each.memory
+    return list(found.values())
 
 
-def _written(message: Message, why: str, failures_to: Path) -> str:
-    path = failures_to / f"fuzz-{message.kind}-{hashlib.sha256(message.data).hexdigest()[:12]}.bin"
-    path.write_bytes(message.data)
-    return f"{path}: {why}"
+def table(results: list[Result]) -> str:
+    lines = [
+        f"{'target':10}{'cases':>10}{'seconds':>9}{'failures':>10}{'slowest, s':>12}{'memory, MiB':>16}{'reached':>9}"
+    ]
+    for each in merged(results):
+        memory = f"{each.memory[-1] / MEBIBYTE:.0f} ({each.growth() / MEBIBYTE:+.0f})" if each.memory else "-"
+        lines.append(
+            f"{each.target:10}{each.cases:10}{each.seconds:9.0f}{len(each.failures):10}{each.slowest:12.2f}{memory:>16}"
+            f"{len(each.reached):9}"
+        )
+    for each in merged(results):
+        most = ", ".join(f"{label} {count}" for label, count in each.reached.most_common(MOST_SHOWN))
+        rare = ", ".join(label for label, _ in each.reached.most_common()[MOST_SHOWN:][-MOST_SHOWN:])
+        lines.append(f"{each.target} reached: {most}" + (f"; least often: {rare}" if rare else ""))
+    return "\n".join(lines)
 
 
-def resident() -> int:
-    """Bytes of memory that this process has now; where /proc is missing, the most it ever had."""
-    with contextlib.suppress(
-        AttributeError, OSError
-    ):  # what is free goes back, where the C library can do that
-        ctypes.CDLL(None).malloc_trim(0)
+def replay(path: Path) -> int:
+    """Plays a case that failed."""
+    kept: dict[str, Any] = json.loads(path.read_text())
+    target = target_of(kept["target"], 0)
+    target.open()
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return peak()
-
-
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def show(results: list[Result]) -> None:
-    total, seconds = sum(r.messages for r in results), max(r.seconds for r in results)
-    print(f"{total} messages in {seconds:.0f} s, {total / seconds:.0f} a second, {len(results)} processes")
-    counts = sum((r.reasons for r in results), Counter[str]())
-    print("verdicts: " + ", ".join(f"{reason} {count}" for reason, count in counts.most_common()))
-    for number, result in enumerate(results):
-        print(
-            f"process {number}: "
-            + "; ".join(
-                f"after {m}: {steps} steps, {verdicts} verdicts" for m, steps, verdicts in result.growth
-            )
-        )
-        print(
-            "  memory, MiB: "
-            + " ".join(f"{size / MEBIBYTE:.0f}" for size in result.resident)
-            + " resident, "
-            + " ".join(f"{size / MEBIBYTE:.0f}" for size in result.peak)
-            + f" peak; slowest message {result.slowest:.3f} s ({result.slowest_bytes} bytes)"
-        )
-    for result in results:
-        for failure in result.failures:
-            print(failure, file=sys.stderr)
+        print("\n".join(target.play(kept["case"])))
+    finally:
+        target.close()
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--hours", type=float, default=None, help="for all targets together (0.1)")
+    parser.add_argument("--cases", type=int, default=None, help="end each target after so many")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="names with commas (all)")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="read one message that failed")
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), metavar="FOLDER")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="play one case that failed")
     given = parser.parse_args()
     if given.replay:
-        kind = given.replay.name.split("-")[1]
-        print(read(Message(kind, given.replay.read_bytes())))
-        return 0
-    share = given.messages // given.processes
-    jobs = [(share, given.seed + number) for number in range(given.processes)]
-    if given.processes == 1:
-        results = [fuzz(*jobs[0])]
-    else:
-        with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-            results = pool.starmap(fuzz, jobs)
-    show(results)
-    return 1 if any(result.failures for result in results) else 0
+        return replay(given.replay)
+    targets = given.targets.split(",")
+    if unknown := [name for name in targets if name not in TARGETS]:
+        parser.error(f"--targets {','.join(unknown)}: there are {', '.join(TARGETS)}")
+    if given.processes < 1 or (given.hours is not None and not 0 < given.hours < float("inf")):
+        parser.error("--processes is at least 1, and --hours is a number above 0")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    hours = 0.1 if given.hours is None and given.cases is None else given.hours or float("inf")
+    results = run(
+        targets, hours * 3600, given.cases or float("inf"), given.processes, given.seed, given.failures
+    )
+    print(table(results))
+    failures = [failure for result in results for failure in result.failures]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    if failures:
+        print(f"{len(failures)} failures; play one again with --replay FILE", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ class CountedEngine(Engine):
         self.asked.note("store", len(value))
         return super().store(key, subkey, value, seconds, copies)
 
-    def find(self, key: str) -> dict[str, bytes]:
-        found = super().find(key)
+    def find(self, key: str, quick: bool = False) -> dict[str, bytes]:
+        found = super().find(key, quick)
         self.asked.note("find", sum(map(len, found.values())))
         return found
 

@@ -153,8 +153,8 @@ class SimulatedEngine:
         self.asked.note("store", len(value))
         return self._wait(self.table.store(key, subkey, value, self.clock() + seconds, copies))
 
-    def find(self, key: str) -> dict[str, bytes]:
-        found = self._wait(self.table.find(key))
+    def find(self, key: str, quick: bool = False) -> dict[str, bytes]:
+        found = self._wait(self.table.find(key, quick))
         self.asked.note("find", sum(map(len, found.values())))
         return found
 
@@ -169,6 +169,9 @@ class SimulatedEngine:
         there, back = 4 + len(request), 5 + len(answer or b"")
         self.world.sleep(self.network.carry(kind, self, other, there, back, self.network.costs.ask))
         return answer[: limit + 1] if answer is not None else None
+
+    def ask_soon(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
+        return self.ask(peer_id, request, limit)
 
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         if peer_id == self.identity.peer_id or peer_id in self.met_before or not addresses:
@@ -208,6 +211,8 @@ class SimulatedEngine:
         before = loop.time()
         result = loop.run_until_complete(work)
         self.world.sleep(loop.time() - before)
+        while left := self.table.background:  # which nobody waits for
+            loop.run_until_complete(asyncio.wait(left))
         return result
 
 

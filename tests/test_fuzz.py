@@ -1,26 +1,41 @@
-"""Every kind of record that travels, as a stranger may send it; and a short run of the fuzzer."""
+"""Every kind of record that travels, as a stranger may send it; and short runs of the fuzzer, which is blind to nothing."""
 
 import base64
 import importlib
 import json
+import os
 import random
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import until
 
 from rl_swarm.identity import Identity
+from rl_swarm.network import beneath
+from rl_swarm.network.files import LocalFiles
+from rl_swarm.network.p2p import engine, quota
+from rl_swarm.network.p2p.streams import StreamSlots
+from rl_swarm.network.shared_log import SharedLog
 from rl_swarm.rollouts import Answer, Publication, Sampling
 from rl_swarm.rounds import Ended, Member, PeerInfo, Report, State
 from rl_swarm.wire import Rejected, canonical, digest, seal, unseal
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-fuzz = importlib.import_module("fuzz")
-RECORDS, ALICE = fuzz.RECORDS, fuzz.ALICE
+messages = importlib.import_module("fuzz_messages")
+folder = importlib.import_module("fuzz_folder")
+http = importlib.import_module("fuzz_http")
+streams = importlib.import_module("fuzz_streams")
+fuzz = importlib.import_module("fuzz_target").fuzz
+RECORDS, ALICE = messages.RECORDS, messages.ALICE
 
 
 def signed(fields, author=ALICE):
@@ -60,7 +75,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("name", "path", "record"), PLACES)
 def test_an_unknown_field_is_ignored_wherever_it_stands_and_signed(name, path, record):
-    kind, author = type(RECORDS[name]), fuzz.SIGNERS[name]
+    kind, author = type(RECORDS[name]), messages.SIGNERS[name]
     fields = msgspec.to_builtins(RECORDS[name])
     if (
         record.__struct_config__.forbid_unknown_fields
@@ -83,7 +98,7 @@ def test_an_unknown_field_is_ignored_wherever_it_stands_and_signed(name, path, r
 
 @pytest.mark.parametrize(("name", "path", "record"), PLACES)
 def test_a_field_that_is_needed_and_missing_is_an_error(name, path, record):
-    kind, author = type(RECORDS[name]), fuzz.SIGNERS[name]
+    kind, author = type(RECORDS[name]), messages.SIGNERS[name]
     needed = [field.encode_name for field in msgspec.structs.fields(record) if field.required]
     for field in needed:
         fields = msgspec.to_builtins(RECORDS[name])
@@ -99,7 +114,7 @@ def test_a_field_that_is_needed_and_missing_is_an_error(name, path, record):
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("other", RECORDS)
 def test_a_record_of_one_kind_is_none_of_another(name, other):
-    document = seal(RECORDS[name], fuzz.SIGNERS[name])
+    document = seal(RECORDS[name], messages.SIGNERS[name])
     if name == other:
         assert unseal(document, type(RECORDS[other])) == RECORDS[name]
     else:
@@ -164,47 +179,249 @@ def test_any_record_survives_the_journey_and_no_byte_of_it_can_be_changed(record
             continue
 
 
-def test_the_fuzzer_finds_nothing_and_reaches_every_verdict(tmp_path):
-    result = fuzz.fuzz(5000, seed=1, failures_to=tmp_path)
-    assert result.failures == []
-    assert result.messages == 5000
-    assert {"accepted", "json", "gzip", "schema", "digest", "signature", "depth", "limits", "size"} <= set(
-        result.reasons
-    )
-    assert result.steps > 200
-    assert len(result.verdicts) > 200
+def test_messages_do_no_harm_and_reach_every_verdict(tmp_path):
+    target = messages.Messages(seed=1)
+    result = fuzz(target, tmp_path, cases=5000)
+    assert (result.failures, result.cases) == ([], 5000)
+    reasons = {label.partition(" ")[2] for label in result.reached}
+    assert {
+        "accepted", "json", "gzip", "schema", "digest", "signature", "depth", "limits", "size",
+    } <= reasons  # fmt: skip
+    assert len(target.coverage.seen) > 200
+    assert len(target.verdicts) > 200
 
 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
         (lambda data: 1 // 0, "ZeroDivisionError"),
-        (lambda data: fuzz.REPORT.missing, "AttributeError"),
-        (lambda data: msgspec.structs.replace(fuzz.REPORT, reward=0.75), "altered on its way was believed"),
-        (lambda data: msgspec.structs.replace(fuzz.REPORT, peer_id="x"), "was believed"),
+        (lambda data: messages.REPORT.missing, "AttributeError"),
+        (
+            lambda data: msgspec.structs.replace(messages.REPORT, reward=0.75),
+            "altered on its way was believed",
+        ),
+        (lambda data: msgspec.structs.replace(messages.REPORT, peer_id="x"), "was believed"),
     ],
 )
-def test_the_fuzzer_notices_a_reader_that_does_harm(harm, said, tmp_path, monkeypatch):
-    monkeypatch.setitem(fuzz.READERS, "report", harm)
-    result = fuzz.fuzz(300, seed=1, failures_to=tmp_path)
+def test_a_reader_that_does_harm_is_noticed(harm, said, tmp_path, monkeypatch):
+    monkeypatch.setitem(messages.READERS, "report", harm)
+    result = fuzz(messages.Messages(seed=1), tmp_path, cases=300)
     assert any(said in failure for failure in result.failures)
-    assert len(list(tmp_path.glob("fuzz-report-*.bin"))) >= 1
+    kept = json.loads(next(tmp_path.glob("fuzz-messages-*.json")).read_text())
+    with pytest.raises((ZeroDivisionError, AttributeError, AssertionError)):
+        messages.Messages(seed=9).play(kept["case"])
 
 
-def test_the_fuzzer_notices_a_message_that_takes_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz, "SLOWEST", 0.0)
-    result = fuzz.fuzz(3, seed=1, failures_to=tmp_path)
-    assert all("s for one message" in failure for failure in result.failures)
+def test_a_message_that_takes_long_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(messages, "SLOWEST", 0.0)
+    result = fuzz(messages.Messages(seed=1), tmp_path, cases=3)
     assert len(result.failures) == 3
+    assert all("s of processor time for one message" in failure for failure in result.failures)
 
 
-def test_the_fuzzer_gives_the_same_run_for_the_same_seed(tmp_path):
-    one, two = (fuzz.fuzz(500, seed=4, failures_to=tmp_path) for _ in range(2))
-    assert one.reasons == two.reasons
-    assert one.verdicts == two.verdicts
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    targets = [messages.Messages(seed=4) for _ in range(2)]
+    one, two = (fuzz(target, tmp_path, cases=500) for target in targets)
+    assert one.reached == two.reached
+    assert targets[0].verdicts == targets[1].verdicts
 
 
 def test_a_peer_cannot_be_made_up():
     stranger = Identity.new()
     with pytest.raises(AssertionError, match="nobody here signed"):
-        fuzz.read(fuzz.Message("report", seal(fuzz.REPORT, stranger)))
+        messages.read(messages.Message("report", seal(messages.REPORT, stranger)))
+
+
+def test_nothing_that_happens_to_a_folder_does_harm(tmp_path):
+    result = fuzz(folder.Folder(seed=1), tmp_path, cases=40)
+    assert result.failures == []
+    reached = {label.partition(": ")[2] for label in result.reached}
+    assert {
+        "enemy: link_to_directory",
+        "enemy: pipe",
+        "save: done",
+        "collect: done",
+        "conduct: done",
+    } <= reached
+
+
+def first_failure(target, failures_to, cases):
+    """What a target finds in so many cases; it ends with the first."""
+    result = fuzz(target, failures_to, cases=cases, is_over=lambda: any(failures_to.iterdir()))
+    return "\n".join(result.failures)
+
+
+def follow_links(monkeypatch):
+    def opened(directory, path, flags, mode=0o666):
+        return os.open(path or ".", flags & ~os.O_NOFOLLOW, mode, dir_fd=directory)
+
+    monkeypatch.setattr(beneath, "open_below", opened)
+
+
+def wait_for_pipes(monkeypatch):
+    monkeypatch.setattr(beneath, "SAFE", os.O_NOFOLLOW | os.O_CLOEXEC)
+    monkeypatch.setattr(folder.Folder, "longest", 1.0)
+
+
+def leave_files_open(monkeypatch):
+    monkeypatch.setattr(beneath, "open_root", lambda path: os.dup(os.open(path, beneath.DIRECTORY)))
+
+
+def load_what_was_not_verified(monkeypatch):
+    def copied(self, place, target, wanted):
+        for name in wanted:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(self.read(f"{place}/{name}", 1 << 20))
+
+    monkeypatch.setattr(LocalFiles, "copy_out", copied)
+
+
+def write_parts_of_lines(monkeypatch):
+    def append(self, line):
+        with self.private.open("ab") as file:
+            file.write(line[:5])
+        self.files.write(self.path, b"x")
+        with self.private.open("ab") as file:
+            file.write(line[5:])
+
+    monkeypatch.setattr(SharedLog, "append", append)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (follow_links, "beside the folder"),
+        (wait_for_pipes, "Blocked"),
+        (leave_files_open, "files stay open"),
+        (load_what_was_not_verified, "not whole|none that was saved"),
+        (write_parts_of_lines, "the private log is not what was written"),
+    ],
+)
+def test_a_careless_layer_below_the_folder_is_noticed(plant, said, tmp_path, monkeypatch):
+    plant(monkeypatch)
+    assert re.search(said, first_failure(folder.Folder(seed=1), tmp_path, 300))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
+def test_no_client_does_harm_to_the_server(tmp_path):
+    result = fuzz(http.Http(seed=3), tmp_path, cases=3)
+    assert result.failures == []
+    assert {"response: 200", "response: 400", "response: 408"} <= set(result.reached)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("connections.HEAD_SECONDS = connections.BODY_SECONDS = 1e6", "are not let go"),
+        pytest.param("connections.most_connections = lambda: 4", "an honest client", marks=pytest.mark.slow),
+        pytest.param(
+            "connections.BoundedProtocol._notice_end = lambda self: None",
+            "the server wrote",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_careless_server_is_noticed(plant, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "SETUP", f"{http.SETUP}\n{plant}\n")
+    monkeypatch.setattr(http, "PATIENCE", 10.0)
+    monkeypatch.setattr(http.Http, "next", lambda self: {"seed": self.rng.getrandbits(48), "clients": 60})
+    assert said in first_failure(http.Http(seed=3), tmp_path, 10)
+
+
+@pytest.fixture(scope="module")
+def peers():
+    """The peers of the streams, started once."""
+    target = streams.Streams(seed=1)
+    target.open()
+    target.close, target.open, close = lambda: None, lambda: None, target.close
+    yield target
+    close()
+
+
+def test_no_stream_and_no_record_does_harm_to_a_peer(peers, tmp_path):
+    result = fuzz(peers, tmp_path, cases=3)
+    assert result.failures == []
+    assert {"honest: answered", "record: taken", "record: refused", "stream: a request"} <= set(
+        result.reached
+    )
+
+
+def keep_slots(monkeypatch, target):
+    monkeypatch.setattr(StreamSlots, "leave", lambda self, stream: None)
+
+
+def wait_for_ever(monkeypatch, target):
+    monkeypatch.setattr(engine, "REQUEST_SECONDS", 1e6)
+
+
+def answer_wrongly(monkeypatch, target):
+    monkeypatch.setattr(target.victim, "answer", lambda request, peer: request)
+
+
+def raise_errors(monkeypatch, target):
+    monkeypatch.setattr(target.victim, "is_member", lambda peer: {}[peer])
+
+
+def count_nothing(monkeypatch, target):
+    monkeypatch.setattr(quota, "MAX_OF_AUTHOR", 1000)
+    monkeypatch.setattr(quota.DhtQuota, "_displaced", lambda self, claim, now: [])
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (answer_wrongly, "an honest peer gets"),
+        (count_nothing, "account|too many notices|without being counted"),
+        (wait_for_ever, "is not closed"),
+        pytest.param(raise_errors, "it says|not answered", marks=pytest.mark.slow),
+        pytest.param(keep_slots, "slots are not freed|too many|not answered", marks=pytest.mark.slow),
+    ],
+)
+def test_a_careless_peer_is_noticed(plant, said, peers, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "PATIENCE", 8.0)
+    busy = {"streams": 20, "records": 0, "honest": "stranger"}
+    monkeypatch.setattr(peers, "next", lambda: {"seed": peers.rng.getrandbits(48), **busy})
+    plant(monkeypatch, peers)
+    try:
+        assert re.search(said, first_failure(peers, tmp_path, 10))
+    finally:
+        peers.forget()
+
+
+def run_fuzzer(*arguments, **options):
+    command = [sys.executable, str(BENCHMARKS / "fuzz.py"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def test_the_command_shares_the_time_and_ends_with_a_table(tmp_path):
+    process = run_fuzzer("--targets", "messages,folder", "--cases", "20", "--processes", "2", cwd=tmp_path)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    rows = [line.split() for line in output.splitlines()]
+    assert {row[0]: row[1] for row in rows if row[1:] and row[1] == "20"} == {
+        "messages": "20",
+        "folder": "20",
+    }
+
+
+def test_ctrl_c_ends_the_command_with_its_table(tmp_path):
+    process = run_fuzzer("--targets", "messages", "--hours", "24", cwd=tmp_path, start_new_session=True)
+    try:
+        children = psutil.Process(process.pid).children
+        until(lambda: len(children()) >= 2)
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=240)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert "target" in output and "Traceback" not in output
+
+
+def test_a_case_that_failed_can_be_played_again(tmp_path):
+    case = {"kind": "report", "data": "e30=", "unaltered": False, "author": ""}
+    kept = tmp_path / "case.json"
+    kept.write_text(json.dumps({"target": "messages", "case": case, "why": ""}))
+    process = run_fuzzer("--replay", str(kept), cwd=tmp_path)
+    assert process.communicate(timeout=240)[0].startswith("report ")
+    assert process.returncode == 0
