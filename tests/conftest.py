@@ -19,17 +19,29 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=100)
 settings.load_profile("steady")
 
-# Files that take longest begin first, so that no process is left with one of them at the end.
+# Tests of these files share nothing and start processes: each goes to whichever worker is free. All other files stay whole.
+SPREAD = (
+    "test_stopping.py",
+    "test_shared_folder.py",
+    "test_swarm.py",
+    "test_mistakes.py",
+    "test_cli.py",
+    "test_url_swarm.py",
+)
+# What takes longest begins first, so that no worker is left with it at the end.
 LONG = (
-    "test_swarm.py", "test_cuda.py", "test_roles.py", "test_faults.py", "test_cli.py", "test_team.py", "test_scale.py", "test_page.py",
-    "test_warmup.py", "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py",
-    "test_fuzzed_api.py", "test_sandbox.py", "test_debate.py", "test_docs_page.py", "test_memory.py", "test_url_swarm.py",
-    "test_api.py",
+    *SPREAD, "test_cuda.py", "test_roles.py", "test_faults.py", "test_team.py", "test_scale.py", "test_page.py", "test_warmup.py",
+    "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py", "test_fuzzed_api.py",
+    "test_slow_clients.py", "test_sandbox.py", "test_debate.py", "test_docs_page.py", "test_memory.py", "test_api.py",
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    for item in items:
+        if item.path.name not in SPREAD:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ def _parent(child: psutil.Process) -> int:
         return 0
 
 
-def until(condition: Callable[[], bool], seconds: float = 150.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 400.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

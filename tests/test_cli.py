@@ -9,6 +9,7 @@ import pytest
 from processes import QUICK, RL_SWARM, run, start, state, until
 
 import rl_swarm
+from rl_swarm.evaluation import protocol
 from rl_swarm.identity import Identity
 
 
@@ -77,6 +78,12 @@ def test_evaluate_scores_the_bundled_model_within_its_range(tmp_path: Path) -> N
     assert code == 0 and "greedy" in output
 
 
+def test_a_held_out_score_says_what_it_is_the_mean_of() -> None:
+    assert protocol(200, 2, 1.0) == "200 questions answered 2 times at temperature 1"
+    assert protocol(1, 1, 0.7) == "1 question answered 1 time at temperature 0.7"
+    assert protocol(20, None, None) == "20 questions"  # of a log that does not tell
+
+
 @pytest.mark.slow
 def test_evaluate_and_status_say_the_same_of_a_checkpoint_and_how_it_was_measured(tmp_path: Path) -> None:
     few = ["held_out_questions=20", "held_out_every=0", "checkpoint_every=2", "generations=4"]
@@ -84,10 +91,10 @@ def test_evaluate_and_status_say_the_same_of_a_checkpoint_and_how_it_was_measure
     code, output = run(
         tmp_path, "up", "--run", "runs/r", "--nodes", "1", "--rounds", "2", "--device", "cpu", *sets
     )
-    assert code == 0 and "20 questions answered 2 times" in output, output
+    assert code == 0 and "20 questions answered 2 times at temperature 1" in output, output
     code, output = run(tmp_path, "status", "runs/r", "--json")
     told = json.loads(output[output.index("{") :])
-    assert code == 0 and told["held_out_protocol"] == "20 questions answered 2 times"
+    assert code == 0 and told["held_out_protocol"] == "20 questions answered 2 times at temperature 1"
     (checkpoint,) = (tmp_path / "runs/r").glob("checkpoints/round_1/*")
     same = [str(checkpoint), "--tasks", "tiny", "--device", "cpu", "--set", "held_out_questions=20"]
     code, output = run(tmp_path, "evaluate", *same, "--json")

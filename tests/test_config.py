@@ -352,3 +352,9 @@ def test_what_the_documentation_says_about_test_mode_and_yaml_is_true(tmp_path):
 def test_settings_can_be_read_without_torch():
     script = "import sys, rl_swarm.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_names_of_tasks_may_be_a_list_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("tasks: [gcd, chain_sum]")
+    settings = load({}, tmp_path / "c.yaml", environ={}).settings
+    assert [task.name for task in settings.task_list()] == ["gcd", "chain_sum"]

@@ -1,18 +1,25 @@
 """What people get wrong, and what befalls their files: said at once, in one message, and nothing is left behind."""
 
+import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
-from processes import end, run, start, status, until
+from processes import RL_SWARM, end, run, start, status, until
 from test_stopping import SMALL
 
+from rl_swarm.cli import models
+from rl_swarm.config import Settings
+from rl_swarm.evaluation import protocol
 from rl_swarm.identity import Identity
 from rl_swarm.manifest import name_from
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, await_manifest
+from rl_swarm.plural import counted
+from rl_swarm.rollouts import Completion
 
 NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers there
 
@@ -35,6 +42,31 @@ NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody 
         (["experiment", "sapo", "--out", "runs/e", "--nodes", "0"], "The default is 8."),
         (["coordinate", "runs/c", "--rounds", "0"], "The default is 2000."),
         (["up", "--learning-rate", "7"], "at most 1."),
+        (["up", "--tasks", "gcd chain_sum"], "separated by commas"),
+        (["up", "--from-base"], "--from-base goes with --resume"),
+        (["up", "--run", "a" * 300], "File name too long"),
+        (["up", "--model", "."], "there is no config.json"),
+        (["warmup", "tinny"], "Did you mean `tiny`?"),
+        (
+            [
+                "experiment",
+                "sapo",
+                "--out",
+                "e",
+                "--configs",
+                "2/0",
+                "--nodes",
+                "2",
+                "--node",
+                "2:model=tinny",
+            ],
+            "Did you mean `tiny`?",
+        ),
+        (["coordinate", "/proc/x"], "/proc/x cannot be made"),
+        (["coordinate", "p2p://nobody"], "nobody is no address of a peer"),
+        (["join", "p2p://"], "p2p:// is no address of a peer"),
+        (["join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.new().peer_id}"], "Write p2p:// before it"),
+        (["bootnode", "--known", "junk"], "junk is no address of a peer"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(
@@ -123,3 +155,39 @@ def test_a_manifest_that_does_not_become_whole_is_given_up(tmp_path: Path) -> No
     files = broken_manifest(tmp_path)
     with pytest.raises(NetworkError, match=r"manifest\.json has not become whole .*digest"):
         await_manifest(files, threading.Event(), 0.02, patience=0.2)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    for command in (["show", "a.json"], ["runs"], ["up", "--dry-run"]):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        done = subprocess.run([*RL_SWARM, *command], cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE)
+        os.close(theirs)
+        assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_names_of_folders_are_no_markup_to_a_terminal(tmp_path: Path) -> None:
+    for name in ("[/x]", "[red]x"):
+        code, output = run(tmp_path, "runs", "--root", name)
+        assert code == 0 and f"No runs in {name}." in output
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes"), (1200, "1,200 nodes")]
+)
+def test_one_is_not_many(number: int, shown: str) -> None:
+    assert counted(number, "node") == shown
+    assert protocol(1, 1, None) == "1 question answered 1 time"
+
+
+def test_what_a_model_says_is_no_command_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Spoken:
+        def sample(self, *_: object, **__: object) -> list[list[Completion]]:
+            return [[Completion("\x1b]0;x\x07 5", True)]]
+
+    monkeypatch.setattr(models.Policy, "load", lambda *_: Spoken())
+    models.chat("tiny", Settings(), "?")
+    assert capsys.readouterr().out == "\\x1b]0;x\\x07 5\n"

@@ -88,7 +88,7 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
         processes += workers
         until(lambda: all(map(played, ("one", "two"))), 240)
         code, seen = run(tmp_path, "validate", known, "--nodes", "2", **AROUND)
-        assert code == 0 and "2 members" in seen and "scored again" in seen, seen
+        assert code == 0 and "2 members" in seen and "rescored answers" in seen, seen
         lead.kill()
         before = {name: len(played(name)) for name in ("one", "two")}
         until(
@@ -120,7 +120,7 @@ def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None
         code, seen = run(tmp_path, "status", f"p2p://{known}", "--json", **AROUND)
         assert code == 0 and json.loads(seen[seen.index("{") :])["swarm"], seen
         code, seen = run(tmp_path, "validate", f"p2p://{known}", "--nodes", "3", **AROUND)
-        assert code == 0 and "3 members, 3 publications" in seen and "scored again" in seen, seen
+        assert code == 0 and "3 members, 3 publications" in seen and "rescored answers" in seen, seen
         code, seen = run(tmp_path, "watch", f"p2p://{known}", "--tui", **AROUND)
         assert code == 0 and "/30 " in seen and "reward" in seen, seen
         output, _ = swarm.communicate(timeout=240)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -235,7 +236,11 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can read ano
 def memory_of_keepers():
     """All that their children inherit, by where it is."""
     for pid in descendants(os.getpid()):
-        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        with (
+            suppress(FileNotFoundError, ProcessLookupError),  # a program's child that is just ending
+            open(f"/proc/{pid}/maps") as maps,
+            open(f"/proc/{pid}/mem", "rb", 0) as memory,
+        ):
             for line in maps:
                 place, rights = line.split()[:2]
                 if rights.startswith("rw") and "[v" not in line:

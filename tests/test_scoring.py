@@ -454,3 +454,19 @@ def test_an_answer_is_found_behind_any_thoughts_and_never_with_a_tag_in_it(thoug
     assert found == (answer.strip() or None)
     anything = extract(thoughts)
     assert anything is None or "answer>" not in anything
+
+
+@pytest.mark.parametrize("said", [[{}], ["a"], [None], [1.0, 1.0, 1.0]])
+def test_a_child_that_says_what_no_scorer_says_is_replaced(monkeypatch, said):
+    """Code of an answer may speak for the child that it broke into: it earns nothing, and the node goes on."""
+    scorer = ScoringProcess([Task("chain_sum")])
+    try:
+        (question,) = scorer.questions([1])
+        answered = [(question, question.answer), (question, "wrong")]
+        right = scorer.score(answered)
+        with monkeypatch.context() as patch:
+            patch.setattr(scorer, "_ask", lambda *request: iter(said))
+            assert scorer.score(answered) == [0.0, 0.0]
+        assert scorer.score(answered) == right and right[0] == 1.0
+    finally:
+        scorer.close()

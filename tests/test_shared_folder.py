@@ -9,25 +9,34 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
+import tempfile
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
-from processes import QUICK, end, run, start, state, status, until
+from processes import QUICK, RL_SWARM, end, run, start, state, status, until
 from safetensors.torch import load_file, save_file
 
+import rl_swarm
 from rl_swarm import run_settings
+from rl_swarm.cli.running import _has_worked
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import Member, Swarm
 from rl_swarm.identity import Identity
+from rl_swarm.network.address import locate
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import rollouts_path
-from rl_swarm.wire import canonical, digest
-from rl_swarm.worker import found
+from rl_swarm.network.folder import read_manifest, rollouts_path
+from rl_swarm.network.remote import RemoteFiles
+from rl_swarm.wire import canonical, digest, seal
+from rl_swarm.worker import found, opened
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local=2", "--set", "generations=4"]
@@ -35,18 +44,29 @@ COMMAND = "$(touch ran)"
 
 
 @pytest.fixture(params=["this user", "an ordinary user"])
-def person(request, tmp_path):
-    """Starts `rl-swarm` as this user and, where this is root, as an ordinary one."""
-    os.chmod(tmp_path, 0o777)
-    prefix: list[str] = []
-    if request.param == "an ordinary user":
-        if os.geteuid() != 0 or shutil.which("setpriv") is None:
-            pytest.skip("needs root and setpriv to become another user")
-        prefix = ORDINARY
-        probe = [*prefix, "python3", "-c", "import os; os.listdir('.')"]
-        if subprocess.run(probe, cwd=tmp_path, capture_output=True).returncode:
-            pytest.skip("an ordinary user cannot read the folder of the tests")
-    return prefix
+def person(request):
+    """Says how to start `rl-swarm` as this user and, where this is root, as an ordinary one; and a folder of theirs."""
+    with tempfile.TemporaryDirectory() as folder:  # the one that pytest makes is closed to others
+        os.chmod(folder, 0o777)
+        command = RL_SWARM
+        if request.param == "an ordinary user":
+            if os.geteuid() != 0 or shutil.which("setpriv") is None:
+                pytest.skip("needs root and setpriv to become another user")
+            command = [*ORDINARY, str(reachable(Path(folder) / "venv")), "-m", "rl_swarm"]
+            again = "import subprocess, sys, rl_swarm; subprocess.run([sys.executable, '-c', ''], check=True)"
+            if subprocess.run([*command[:-2], "-c", again], cwd=folder, capture_output=True).returncode:
+                pytest.skip("an ordinary user cannot run this Python")
+        yield command, Path(folder)
+
+
+def reachable(folder: Path) -> Path:
+    """Makes an environment of the system's Python with the packages of this one, which may be in a closed home."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    system = shutil.which(name, path="/usr/local/bin:/usr/bin") or sys.executable
+    subprocess.run([system, "-m", "venv", "--without-pip", folder], check=True, capture_output=True)
+    packages = [sysconfig.get_path("purelib"), str(Path(rl_swarm.__file__).parents[1])]
+    (folder / "lib" / name / "site-packages" / "these.pth").write_text("\n".join(packages))
+    return folder / "bin" / "python"
 
 
 def begin(cwd: Path, *arguments: str, **environ: str) -> "subprocess.Popen[str]":
@@ -123,7 +143,7 @@ def test_a_log_that_is_a_pipe_stops_nobody(tmp_path: Path, put) -> None:
         put(tmp_path / "r" / "logs" / "swarm.log")
         (tmp_path / "r" / "state" / "history.jsonl").unlink(missing_ok=True)
         put(tmp_path / "r" / "state" / "history.jsonl")
-        assert begin(tmp_path, "status", "r", "--json").wait(timeout=120) == 0
+        assert begin(tmp_path, "status", "r", "--json").wait(timeout=400) == 0
     finally:
         finish(process)
     assert all(len(path.read_text().splitlines()) >= 6 for path in logs(tmp_path / "r")), (
@@ -143,7 +163,7 @@ def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:
         reached = state(tmp_path / "r")["round"]
         until_round(tmp_path / "r", reached + 2)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
     finally:
         end(process)
     assert process.returncode == 130 and "up --resume" in output
@@ -195,7 +215,7 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
     try:
         until_round(tmp_path / "r", 5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=400)
     finally:
         end(process)
     weights = sorted((tmp_path / "r" / "checkpoints").glob("round_*/*/model.safetensors"))
@@ -207,10 +227,11 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
         accessed = {path: path.stat().st_atime_ns for path in weights}
         while not stop.is_set():
             for path in weights:
-                if path.stat().st_atime_ns != accessed[path] or machine == "another machine":
-                    path.with_name("poison").write_bytes(poison)
-                    os.replace(path.with_name("poison"), path)
-                    accessed[path] = path.stat().st_atime_ns
+                with suppress(FileNotFoundError):  # old checkpoints go
+                    if path.stat().st_atime_ns != accessed[path] or machine == "another machine":
+                        path.with_name("poison").write_bytes(poison)
+                        os.replace(path.with_name("poison"), path)
+                        accessed[path] = path.stat().st_atime_ns
 
     if machine == "another machine":
         shutil.rmtree(tmp_path / "private")
@@ -222,7 +243,7 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
         reached = state(tmp_path / "r")["round"]
         until_round(tmp_path / "r", reached + 2)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=400)
     finally:
         stop.set()
         end(process)
@@ -231,6 +252,68 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
     for path in found:
         largest = max(float(value.abs().max()) for value in load_file(path).values())
         assert largest > 0.5, "a model that began with nothing would still have next to nothing"
+
+
+@pytest.mark.parametrize(
+    "when", [pytest.param(0, marks=pytest.mark.slow), 2**33], ids=["files of 1970", "files of 2242"]
+)
+def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: int) -> None:
+    """Links, pipes, lost permissions and clocks that are wrong, by somebody who owns the folder of an ordinary user."""
+    command, room = person
+    outside, home = room / "outside", room / "home"
+    (outside / "round_0").mkdir(parents=True)
+    (outside / "round_0" / "precious").write_text("mine")
+    home.mkdir()
+    for path in (outside, outside / "round_0", home):
+        os.chmod(path, 0o777)
+    before, folder = tree(outside), home / "r"
+    arguments = [
+        *UP,
+        "--rounds",
+        "8",
+        "--set",
+        "checkpoint_every=1",
+        "--set",
+        "cleanup=true",
+        "--set",
+        "keep_rounds=1",
+    ]
+    process = subprocess.Popen(
+        [*command, *arguments], cwd=home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PRIVATE_PATH": str(home / "private"), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")},
+    )  # fmt: skip
+    try:
+        until(lambda: state(folder)["round"] >= 1 or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
+        first, second = (path.parent for path in logs(folder))
+        replaced(first / "metrics.jsonl", lambda path: path.symlink_to(outside / "round_0" / "precious"))
+        replaced(second / "metrics.jsonl", os.mkfifo)
+        replaced(first / "training_events.jsonl", lambda path: path.touch(0o000))
+        for name in ("rollouts", "checkpoints"):
+            replaced(folder / name, lambda path: path.symlink_to(outside))
+        os.chmod(second, 0o000)
+        for path in (folder / "manifest.json", folder / "state" / "current_state.json", folder / "peers"):
+            with suppress(FileNotFoundError):
+                os.utime(path, (when, when))
+    finally:
+        finish(process)
+    assert tree(outside) == before
+    assert state(folder)["phase"] == "finished"
+    weights = list((folder / "checkpoints").glob("round_*/*/model.safetensors"))
+    assert weights and not (folder / "checkpoints").is_symlink()
+
+
+def replaced(path: Path, put: Callable[[Path], object]) -> None:
+    """Puts something else in place of what a swarm goes on writing to."""
+    for _ in range(100):
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        try:
+            put(path)
+            return
+        except FileExistsError:
+            continue
 
 
 def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
@@ -266,12 +349,71 @@ def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
         run_settings.resumed(address, user)
 
 
+def test_settings_of_another_run_of_the_same_user_are_not_taken(tmp_path: Path) -> None:
+    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
+    me = Identity.load_or_create(tmp_path / "me.pem")
+    for name, rate in (("old", 0.5), ("new", 1e-5)):
+        manifest = found(LocalFiles(tmp_path / name), replace(user, seed=int(rate * 2)), name, me)
+        run_settings.keep(replace(user, learning_rate=rate), tmp_path / name, manifest, me)
+    assert run_settings.resumed(tmp_path / "new", user)["learning_rate"] == 1e-5
+    for name in ("manifest.json", "settings.json"):
+        shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
+    with pytest.raises(UserError, match="not the one of the run that you started there"):
+        run_settings.resumed(tmp_path / "new", user)
+
+
+def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_private_one(
+    tmp_path: Path,
+) -> None:
+    """It is started again, as after a crash. Once it ended the whole run, since it cannot take that manifest."""
+    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
+    me, files = Identity.load_or_create(tmp_path / "me.pem"), LocalFiles(tmp_path / "r")
+    manifest = found(files, user, "r", me)
+    run_settings.keep(user, tmp_path / "r", manifest, me)
+    whole = files.read("manifest.json", 1 << 20)
+    assert run_settings.manifest_of(files, tmp_path / "r", user) is None, "the one in the folder is right"
+    for data in (seal(manifest, Identity.new()), whole[:-40], b"{}"):
+        files.write("manifest.json", data)
+        with opened(locate(tmp_path / "r"), user, me, threading.Event()) as (_, taken):
+            assert taken == manifest
+    other = found(LocalFiles(tmp_path / "other"), user, "r", me)  # of the same user, as after a new start
+    files.write("manifest.json", seal(other, me))
+    assert run_settings.manifest_of(files, tmp_path / "r", user) is None
+    (tmp_path / "r" / "manifest.json").unlink()
+    assert run_settings.manifest_of(files, tmp_path / "r", user) is None
+
+
+def test_a_run_goes_on_whatever_lies_in_place_of_its_state_and_is_known_to_have_begun(tmp_path: Path) -> None:
+    """A directory of many levels lies there; and in the end the folder says that no round was ever begun."""
+    process = begin(tmp_path, *UP, "--rounds", "2000", "--set", "checkpoint_every=1")
+    try:
+        until_round(tmp_path / "r", 3)
+        shutil.rmtree(tmp_path / "r" / "state", ignore_errors=True)
+        deep = tmp_path / "r" / "state" / "current_state.json"
+        for _ in range(100):  # the coordinator writes there
+            try:
+                (deep / "/".join("d" * 20)).mkdir(parents=True, exist_ok=True)
+                break
+            except (FileExistsError, NotADirectoryError):
+                deep.unlink(missing_ok=True)
+        until_round(tmp_path / "r", 6)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=400)
+    finally:
+        end(process)
+    shutil.rmtree(tmp_path / "r" / "state")
+    user = Settings(private_path=str(tmp_path / "private"))
+    manifest = read_manifest(LocalFiles(tmp_path / "r"))
+    assert _has_worked(tmp_path / "r", manifest, user), "so it would not be removed because it failed"
+    assert not _has_worked(tmp_path / "r", manifest, Settings(private_path=str(tmp_path / "other")))
+
+
 def test_up_resume_keeps_to_its_own_settings_whatever_the_folder_says(tmp_path: Path) -> None:
     process = begin(tmp_path, *UP, "--rounds", "2000")
     try:
         until_round(tmp_path / "r", 2)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=400)
     finally:
         end(process)
     path = tmp_path / "r" / "settings.json"
@@ -370,6 +512,11 @@ def test_what_a_url_swarm_keeps_on_this_machine_is_attacked_in_vain(tmp_path: Pa
         os.replace(path.with_name("pipe"), path.with_name("training_events.jsonl"))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         (folder / "checkpoints").symlink_to(tmp_path / "outside")
+        store = RemoteFiles(url)
+        for number in range(20):
+            store.write(f"peers/junk-{number}.json", b"{}")
+            store.write(f"rewards/round_5/stage_0/junk-{number}.json", b"{}")
+            store.write(rollouts_path(5, 0, f"junk-{number}"), junk_rollouts(tmp_path, f"junk-{number}", 5))
         output = finish(worker)
         finish(leader)
     finally:

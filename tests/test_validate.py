@@ -46,7 +46,7 @@ def first(address: Path, pattern: str) -> Path:
 def test_a_finished_run_is_sound(workplace: Path) -> None:
     code, output = run(workplace, "validate", "r", "--rounds", str(ROUNDS), "--nodes", str(NODES))
     assert code == 0 and "The run is sound" in output
-    assert f"{ROUNDS * NODES} reports" in output and "answers scored again" in output
+    assert f"{ROUNDS * NODES} reports" in output and "rescored answers" in output
 
 
 def test_other_numbers_than_expected_are_errors(workplace: Path) -> None:
@@ -170,6 +170,18 @@ def test_what_a_stranger_put_into_the_folder_is_only_noted(address: Path) -> Non
     assert any(f"of {stranger.peer_id}, who is no member" in note for note in verdict.notes)
 
 
+def test_files_that_anybody_put_beside_the_rollouts_make_no_run_unsound(address: Path) -> None:
+    folder = address / "rollouts" / "round_1" / "stage_0"
+    for number in range(200):
+        (folder / f"junk-{number}.json").write_bytes(b"{}")
+    for name in ("round_1\x1b[31m", "round_1000000", "x\ny"):
+        (address / "rollouts" / name / "stage_0").mkdir(parents=True)
+        (address / "rollouts" / name / "stage_0" / "junk.json").write_bytes(b"{}")
+    verdict, _ = validate(address)
+    assert verdict.sound, verdict.errors
+    assert len(verdict.notes) < 100 and all(note.isprintable() for note in verdict.notes)
+
+
 def test_old_rollouts_that_were_cleaned_up_are_only_noted(address: Path) -> None:
     shutil.rmtree(address / "rollouts" / "round_0")
     verdict, _ = validate(address)
@@ -207,14 +219,28 @@ def test_lines_of_a_log_that_cannot_be_read_are_counted_and_told(address: Path) 
     lines = damaged.read_bytes().splitlines(keepends=True)
     damaged.write_bytes(b"".join([lines[0], b'{"kind": "round", "round": "x"}\n', b"\x00junk\n", *lines[1:]]))
     crashed.write_bytes(crashed.read_bytes() + b'{"kind": "rou')
+    with (damaged.parent / "training_events.jsonl").open("ab") as events:
+        events.write(b'junk\n{"event": "le')
     code, output = run(address.parent, "validate", "r")
     said = " ".join(output.split())
     assert f"logs/{damaged.parent.name}/metrics.jsonl: 2 lines cannot be read (more than crashes" in said
+    assert f"logs/{damaged.parent.name}/training_events.jsonl: 2 lines cannot be read (more than" in said
     assert f"logs/{crashed.parent.name}/metrics.jsonl: 1 line cannot be read (as a crash" in said
     assert code == 0, "what was reported is all there"
     told = RunView.open(address).as_dict()["nodes"]
     assert isinstance(told, list)
     found = {node["node"]: node["unreadable_lines"] for node in told}
-    assert found == {damaged.parent.name: 2, crashed.parent.name: 1}
+    assert found == {damaged.parent.name: 4, crashed.parent.name: 1}
     code, output = run(address.parent, "status", "r")
-    assert code == 0 and "3 lines of the nodes' logs cannot be read" in " ".join(output.split())
+    assert code == 0 and "5 lines of the nodes' logs cannot be read" in " ".join(output.split())
+
+
+def test_names_of_files_are_no_commands_to_a_terminal(address: Path) -> None:
+    name = "\x1b]0;x\x07\u202e"
+    (address / "rollouts" / name / "stage_0").mkdir(parents=True)
+    (address / "rollouts" / name / "stage_0" / "one.json").write_text("{}")
+    code, output = run(address.parent, "validate", "r")
+    assert code == 0 and "\x1b" not in output, "what no member wrote is nothing to this run"
+    address.rename(address.with_name(name))
+    code, output = run(address.parent, "runs", "--root", ".", "--remove", name)
+    assert code == 0 and output == "removed \\x1b]0;x\\x07\\u202e\n"

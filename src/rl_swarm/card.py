@@ -11,6 +11,7 @@ import yaml
 from rl_swarm import __version__
 from rl_swarm.config import Settings, all_settings, tellable
 from rl_swarm.manifest import Manifest
+from rl_swarm.plural import counted
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (
@@ -64,7 +65,7 @@ def card(trained: Trained, license: dict[str, str] | None = None) -> str:
         f"Trained with RL Swarm {__version__} by reinforcement learning (GRPO) in the swarm `{manifest.name}`, whose "
         "nodes share rollouts instead of weights.", "",
         f"- **Base model**: {base}",
-        f"- **Environment**: `{manifest.environment}`, {len(manifest.tasks)} tasks",
+        f"- **Environment**: `{manifest.environment}`, {counted(len(manifest.tasks), 'task')}",
         f"- **Rounds played**: {trained.rounds} of {manifest.rounds}", "",
         "## Held-out score", "", *_scores(trained.held_out), "",
         "## How to use it", "", "```python", _snippet(trained), "```", "",
@@ -109,14 +110,14 @@ def _scores(held_out: Sequence[dict[str, Any]]) -> list[str]:
     last = next((line for line in reversed(held_out) if line["when"] != "start"), None)
     if start is None or last is None:
         return ["Not measured yet."]
-    times = f" {last['samples']} times" if last.get("samples") else ""
+    times = f" {counted(last['samples'], 'time')}" if last.get("samples") else ""
     when = "after the last round" if last["when"] == "end" else f"after round {last['round']}"
     tasks = sorted(start["by_task"].keys() | last["by_task"].keys())
     rows = [("**all**", start["sampled"], last["sampled"], start["greedy"], last["greedy"])]
     columns = [line[kind] for kind in ("by_task", "greedy_by_task") for line in (start, last)]
     rows += [(code(task, in_table=True), *(column.get(task) for column in columns)) for task in tasks]
     return [
-        f"Mean reward on {last['questions']} questions that training never saw, before it and {when}, as this node "
+        f"Mean reward on {counted(last['questions'], 'question')} that training never saw, before it and {when}, as this node "
         f"measured it: sampled{times} at temperature 1, and the likeliest answer (greedy).",
         "",
         "| task | sampled before | sampled after | greedy before | greedy after |",

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -88,8 +88,13 @@ def _start(
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         try:
-            with _deaf_children():
-                process.start()
+            if isinstance(context, ForkServerContext):
+                with _deaf_children():
+                    forkserver.ensure_running()
+                process.start()  # the server may import for seconds before it answers, and Ctrl-C is heard meanwhile
+            else:
+                with _deaf_children():
+                    process.start()
         except (EOFError, OSError) as error:
             ours.close()  # ends the child if there is one nevertheless
             if tries == TRIES:

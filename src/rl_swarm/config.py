@@ -621,6 +621,8 @@ def _convert(name: str, value: object, origin: str, defaults: Mapping[str, objec
         return None
     if isinstance(value, str) and get_origin(get_args(setting.kind)[0]) is Literal:
         value = value.lower()  # LOG_LEVEL=INFO
+    if name == "tasks" and value and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        value = ",".join(value)  # names alone, as a list in YAML
     try:
         return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
@@ -650,7 +652,13 @@ def _check(settings: Settings) -> None:
         environments.named(settings.environment)
     except environments.NoEnvironment as error:
         raise ConfigError(f"environment={settings.environment!r}: {error}") from error
-    if not settings.task_list():
+    try:
+        named = settings.task_list()
+    except ValueError as error:
+        raise ConfigError(
+            f"tasks={settings.tasks!r}: {error}. Several are separated by commas, such as gcd,chain_sum."
+        ) from error
+    if not named:
         raise ConfigError(f"tasks={settings.tasks!r} names no task. Use a preset: {', '.join(PRESETS)}.")
     if settings.connect_to_testnet:
         raise ConfigError(

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -237,10 +238,10 @@ def _where(model: str) -> Literal["bundled", "local", "hub"]:
     return "local" if Path(model).expanduser().is_dir() else "hub"
 
 
-def outcomes(run: Path) -> list[str]:
-    """How the last push of every node of a run ended, in words."""
+def outcomes(run: Path, nodes: Iterable[str]) -> list[str]:
+    """How the last push of these nodes of a run ended, in words."""
     found, files = [], LocalFiles(run)
-    for node in files.names("logs"):
+    for node in nodes:
         lines = read_lines(files, f"logs/{node}/{EVENTS}")[0]
         events = [line for line in lines if line.get("event") in ("pushed", "push_failed")]
         if events:

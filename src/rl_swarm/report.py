@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, documents, read_manifest, read_state
+from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, Listing, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
-from rl_swarm.telemetry.journal import METRICS, ends_amid, new_lines
+from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 from rl_swarm.wire import Count, Id, Rejected, decode, typed, unseal
 
 TREND_ROUNDS = 20
@@ -30,6 +31,8 @@ Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 Stage = Annotated[int, Meta(ge=0, lt=64)]
 Phase = Literal["waiting", "running", "stopped", "finished"]
 MOST_FIGURES = 32
+MAX_OTHERS = 256  # introductions of peers that are no members, read in one look
+OTHERS_SECONDS = 5.0  # that one look spends on their logs
 
 
 class Seconds(msgspec.Struct, frozen=True, gc=False):
@@ -90,6 +93,16 @@ class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="ro
 _ROUND = msgspec.json.Decoder(RoundLine)
 
 
+class EventLine(msgspec.Struct, frozen=True, gc=False):
+    """A line of `training_events.jsonl`, as far as all of them have it."""
+
+    event: str
+    timestamp: float
+
+
+_EVENT = msgspec.json.Decoder(EventLine)
+
+
 class HeldOutLine(HeldOut, frozen=True, kw_only=True):
     when: str
 
@@ -106,9 +119,9 @@ class NodeView:
     held_out: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
     introduced: bytes = b""  # as `peer` was read
-    unreadable: int = 0  # lines of its log of metrics
-    cut_off: bool = False  # its log ends amid a line, and the node is gone
-    _read: int = 0
+    unreadable: Counter[str] = field(default_factory=Counter)  # whole lines, by log
+    cut_off: set[str] = field(default_factory=set)  # logs that end amid a line, and the node is gone
+    _read: Counter[str] = field(default_factory=Counter)  # bytes, by log
 
     @property
     def name(self) -> str:
@@ -148,13 +161,18 @@ class NodeView:
 
     @property
     def unreadable_lines(self) -> int:
-        return self.unreadable + self.cut_off
+        return sum(map(self.unreadable_in, LOGS))
+
+    def unreadable_in(self, log: str) -> int:
+        return self.unreadable[log] + (log in self.cut_off)
 
     def refresh(self, files: LocalFiles) -> None:
-        path = f"logs/{self.node}/{METRICS}"
-        lines, self._read = new_lines(files, path, self._read)
-        self.cut_off = not self.alive and ends_amid(files, path, self._read)
-        for line in lines:
+        for line in self._new_lines(files, EVENTS):
+            try:
+                _EVENT.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.unreadable[EVENTS] += 1
+        for line in self._new_lines(files, METRICS):
             try:
                 if len(line) <= LONGEST_LINE:
                     played = _ROUND.decode(line)
@@ -169,7 +187,20 @@ class NodeView:
                 typed(record, HeldOutLine)
                 self.held_out.append(record)
             except Rejected:
-                self.unreadable += 1
+                self.unreadable[METRICS] += 1
+
+    def _new_lines(self, files: LocalFiles, log: str) -> Iterator[bytes]:
+        """Yields the new lines of a log, until so many of them could not be read that this is none."""
+        path = f"logs/{self.node}/{log}"
+        lines, self._read[log] = new_lines(files, path, self._read[log])
+        torn = not self.alive and ends_amid(files, path, self._read[log])
+        self.cut_off = self.cut_off | {log} if torn else self.cut_off - {log}
+        most = self.unreadable[log] + MAX_UNREADABLE
+        for number, line in enumerate(lines):
+            if self.unreadable[log] >= most:
+                self.unreadable[log] += len(lines) - number
+                return
+            yield line
 
 
 class RunView:
@@ -183,6 +214,7 @@ class RunView:
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
+        self._listing = Listing()
 
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
@@ -218,7 +250,11 @@ class RunView:
 
     def refresh(self) -> None:
         self.refresh_swarm()
-        for node in self.nodes.values():
+        deadline = time.monotonic() + OTHERS_SECONDS
+        members = self.state.members if self.state else {}
+        for node in sorted(self.nodes.values(), key=lambda node: _id_of(node) not in members):
+            if _id_of(node) not in members and time.monotonic() > deadline:
+                break  # anybody can introduce many, with long logs
             self.refresh_node(node)
 
     def refresh_swarm(self) -> None:
@@ -229,8 +265,8 @@ class RunView:
         except (OSError, Rejected):
             pass  # not written yet, or just being replaced: what was read before stands
         swarm = self.manifest.swarm() if self.manifest else None
-        for node in documents(self.files, "peers"):
-            view = self.nodes.setdefault(node, NodeView(node))
+        for node in self._to_read():
+            view = self.nodes.get(node) or NodeView(node)
             try:
                 data = self.files.read(f"peers/{node}.json", RECORD_BYTES)
                 if data == view.introduced:
@@ -240,6 +276,14 @@ class RunView:
                 continue
             if (peer.swarm, peer.node) == (swarm, node):
                 view.peer, view.introduced = peer, data
+                self.nodes[node] = view
+
+    def _to_read(self) -> list[str]:
+        """Names the nodes whose introductions are read: members, those known, and a bounded number of others."""
+        known = {member.node for member in self.state.members.values()} if self.state else set()
+        known |= self.nodes.keys()
+        others = [name for name in self._listing.nodes(self.files, "peers") or [] if name not in known]
+        return [*sorted(known), *others[:MAX_OTHERS]]
 
     def refresh_node(self, node: NodeView) -> None:
         node.alive = self.is_alive(node)
@@ -280,7 +324,7 @@ class RunView:
     def held_out_protocol(self) -> str:
         """Say what a node's last held-out score is the mean of."""
         line = next((view.now for view in self.nodes.values() if view.now), None)
-        return protocol(line["questions"], line.get("samples")) if line else ""
+        return protocol(line["questions"], line.get("samples"), line.get("temperature")) if line else ""
 
     def rewards(self, stages: int) -> list[float | None]:
         """By stage, of the last rounds in the logs; None where nobody had anything to do."""
@@ -327,6 +371,10 @@ class RunView:
                 for view in self.nodes.values()
             ],
         }
+
+
+def _id_of(node: NodeView) -> str:
+    return node.peer.peer_id if node.peer else ""
 
 
 def run_names(files: LocalFiles) -> list[str]:

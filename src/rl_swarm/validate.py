@@ -22,16 +22,18 @@ from rl_swarm.network.address import Address, locate
 from rl_swarm.network.conductor import read_history
 from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
+from rl_swarm.plural import counted
 from rl_swarm.report import NodeView
 from rl_swarm.rollouts import Publication, unpack
 from rl_swarm.rounds import Ended, Report, State
 from rl_swarm.selection import Transcripts, check, for_ending
-from rl_swarm.telemetry.journal import new_lines, read_lines
+from rl_swarm.telemetry.journal import LOGS, read_lines
 from rl_swarm.transcript import Transcript
 from rl_swarm.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
 
 T = TypeVar("T")
 
+MAX_OTHERS = 50  # publications of peers that are no members, read to tell of them
 RESCORED = 24  # publications
 
 
@@ -122,15 +124,17 @@ def _open(address: Address, verdict: Verdict) -> Run | None:
         verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
         return None
     if unreadable:
-        verdict.notes.append(f"{unreadable} lines of the history cannot be read (a crash leaves one half)")
+        verdict.notes.append(
+            f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)"
+        )
     return Run(address, manifest, state, history)
 
 
 def check_size(run: Run, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
     if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
-        verdict.errors.append(f"{expected} rounds were finished, {rounds} were expected")
+        verdict.errors.append(f"rounds that were finished: {expected}, expected: {rounds}")
     if nodes is not None and len(run.state.members) != nodes:
-        verdict.errors.append(f"{len(run.state.members)} nodes took part, {nodes} were expected")
+        verdict.errors.append(f"nodes that took part: {len(run.state.members)}, expected: {nodes}")
 
 
 def check_history(run: Run, verdict: Verdict, finished: int) -> None:
@@ -147,7 +151,7 @@ def check_history(run: Run, verdict: Verdict, finished: int) -> None:
         for stage in range(run.manifest.stages):
             if (number, stage) not in places:
                 verdict.errors.append(f"round {number} stage {stage}: missing from the history")
-    verdict.count("rounds", finished)
+    verdict.count("round", finished)
 
 
 def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
@@ -176,7 +180,7 @@ def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Rep
                 verdict.errors.append(f"{path}: not the report that the coordinator counted")
                 continue
             found[peer_id, ended.round, ended.stage] = report
-            verdict.count("reports")
+            verdict.count("report")
     return found
 
 
@@ -207,7 +211,7 @@ def _check_gaps(run: Run, verdict: Verdict) -> None:
         if explained:
             kinds = sorted({reasons.get(number, "before it joined") for number in explained})
             verdict.notes.append(
-                f"{animal_name(peer_id)}: {len(explained)} rounds without a report ({', '.join(kinds)})"
+                f"{animal_name(peer_id)}: {counted(len(explained), 'round')} without a report ({', '.join(kinds)})"
             )
 
 
@@ -243,23 +247,20 @@ def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: 
                 verdict.errors.append(
                     f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
                 )
-            verdict.count("log lines", len(said))
+            verdict.count("log line", len(said))
 
 
 def _check_lines(run: Run, node: str, verdict: Verdict) -> None:
     """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
     view = NodeView(node)
-    files, path = LocalFiles(run.address.here), f"logs/{node}/training_events.jsonl"
-    view.refresh(files)
-    torn = len(new_lines(files, path)[0]) - len(read_lines(files, path)[0])
+    view.refresh(LocalFiles(run.address.here))
     starts = sum(
         event.event in ("joined", "resumed") for event in _lines(run, node, "training_events.jsonl", Event)
     )
-    for name, lines in (("metrics.jsonl", view.unreadable_lines), ("training_events.jsonl", torn)):
-        if lines:
+    for name in LOGS:
+        if lines := view.unreadable_in(name):
             why = "as a crash leaves them" if lines <= starts else "more than crashes explain"
-            many = f"{lines} line{'' if lines == 1 else 's'}"
-            verdict.notes.append(f"logs/{node}/{name}: {many} cannot be read ({why})")
+            verdict.notes.append(f"logs/{node}/{name}: {counted(lines, 'line')} cannot be read ({why})")
 
 
 def _killed_before_logging(run: Run, node: str, number: int) -> bool:
@@ -280,18 +281,36 @@ def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
 
 
 def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
-    limit = run.manifest.limits.file_bytes
+    """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
+    members = {member.node for member in run.state.members.values()}
+    played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
+    played |= {(ended.round, ended.stage) for ended in run.history}
+    others = 0
     for top in ("rollouts", "archives"):
-        for round_name in run.files.names(top):
-            for stage_name in run.files.names(f"{top}/{round_name}"):
-                for node in documents(run.files, f"{top}/{round_name}/{stage_name}"):
-                    path = f"{top}/{round_name}/{stage_name}/{node}.json"
-                    try:
-                        publication = unseal(run.files.read(path, limit), Publication, limit)
-                    except (OSError, Rejected) as error:
-                        verdict.errors.append(f"{path}: truncated, altered or forged ({error})")
-                        continue
-                    yield path, publication
+        there = set(run.files.names(top))
+        for number, stage in sorted(played):
+            if f"round_{number}" not in there:
+                continue
+            folder = f"{top}/round_{number}/stage_{stage}"
+            for node in documents(run.files, folder):
+                others += node not in members
+                if node not in members and others > MAX_OTHERS:
+                    continue
+                path = f"{folder}/{node}.json"
+                try:
+                    yield path, _publication(run, path)
+                except (OSError, Rejected) as error:
+                    problem = f"{path}: truncated, altered or forged ({error})"
+                    (verdict.errors if node in members else verdict.notes).append(problem)
+    if others > MAX_OTHERS:
+        verdict.notes.append(
+            f"{others} files beside the rollouts are of nobody who is a member; {MAX_OTHERS} were read"
+        )
+
+
+def _publication(run: Run, path: str) -> Publication:
+    limit = run.manifest.limits.file_bytes
+    return unseal(run.files.read(path, limit), Publication, limit)
 
 
 def _check_rollouts(run: Run, verdict: Verdict) -> None:
@@ -308,7 +327,7 @@ def _check_rollouts(run: Run, verdict: Verdict) -> None:
             verdict.errors.append(f"{path}: not written by the member of that name")
         else:
             present.setdefault((publication.round, publication.stage), set()).add(publication.peer_id)
-            verdict.count("publications")
+            verdict.count("publication")
     kept_from = min((number for number, _ in present), default=0)
     if kept_from:
         verdict.notes.append(f"rollouts before round {kept_from} have been removed")
@@ -345,7 +364,7 @@ def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = R
                 verdict.errors.append(
                     f"{path}: question {rollout.number} claims other rewards than its answers earn"
                 )
-            verdict.count("answers scored again", len(claimed))
+            verdict.count("rescored answer", len(claimed))
 
 
 def _transcripts(run: Run, environment: Environment, published: list[Publication]) -> Transcripts:

@@ -79,7 +79,7 @@ def _introduced(run: Run, verdict: Verdict) -> dict[str, Member]:
 def _check_roll(run: Run, verdict: Verdict) -> None:
     try:
         if read_roll(run.files, run.manifest).number > 0:
-            verdict.count("lists of the owner")
+            verdict.count("owner's list")
     except OSError:
         verdict.notes.append("the owner's list of who may take part was not had: nobody who is there has it")
     except Rejected as error:
@@ -93,7 +93,7 @@ def _check_members(run: Run, verdict: Verdict) -> None:
         verdict.notes.append(f"{MOST_ASKED} of {len(members)} members were asked, drawn at random")
         members = random.sample(members, MOST_ASKED)
     counted = {(e.round, e.stage, peer): digest for e in run.history for peer, digest in e.reports.items()}
-    verdict.count("members", len(members))
+    verdict.count("member", len(members))
     places = [
         (number, stage)
         for number in range(run.state.round, max(-1, run.state.round - NEWEST), -1)
@@ -160,7 +160,7 @@ def _newest(
             elif counted.get((number, stage, peer_id), digest) != digest:
                 verdict.errors.append(f"{path}: not the report that the coordinator counted")
             else:
-                verdict.count("publications" if kind is Publication else "reports")
+                verdict.count("publication" if kind is Publication else "report")
                 if isinstance(document, Publication) and run.published is not None:
                     run.published.append((path, document))
     return left

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_swarm import environments, owners
+from rl_swarm import environments, owners, run_settings
 from rl_swarm.config import ROLES, ConfigError, Settings, tellable
 from rl_swarm.errors import ModelError, UserError
 from rl_swarm.identity import Identity
@@ -90,11 +90,17 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
 def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
     """Coordinates the swarm at the address, founding it if there is none."""
     with explained(address):
-        identity = Identity.load_or_create(Path(settings.identity_path))
         place = locate(address)
         if isinstance(place.files, LocalFiles):
-            place.files.make()
-        manifest = found(place.files, settings, place.name, identity)
+            try:
+                place.files.make()
+            except OSError as error:
+                raise UserError(
+                    f"{address} cannot be made: {error.strerror}. Choose a directory that can be written."
+                ) from error
+        identity = Identity.load_or_create(Path(settings.identity_path))
+        manifest = run_settings.manifest_of(place.files, place.here, settings)
+        manifest = manifest or found(place.files, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
         if settings.network == "p2p":
             _lead_among_peers(place, settings, identity, manifest, stop)
@@ -188,7 +194,8 @@ def opened(
 ) -> Iterator[tuple[Address, Manifest | None]]:
     """The address with the files of its swarm, and the manifest; None when told to stop before there is one."""
     if settings.network == "folder" and not address.text.startswith("p2p://"):
-        yield address, await_manifest(address.files, stop, settings.poll_interval)
+        kept = run_settings.manifest_of(address.files, address.here, settings)
+        yield address, kept or await_manifest(address.files, stop, settings.poll_interval)
         return
     from rl_swarm.network.p2p import joining
 

@@ -72,6 +72,7 @@ def test_every_response_is_as_the_description_says(client: TestClient, swarm: Sm
     }
     assert len(get(client, "/api/curves?metric=reward_local")["lines"]) == 2
     assert get(client, "/api/curves?metric=held_out")["mean"][0] == pytest.approx(0.2)
+    assert get(client, "/api/overview")["held_out_protocol"] == "16 questions"
     assert get(client, "/api/events?kind=joined&limit=1")["total"] == 2
     assert get(client, "/api/runs")["runs"][0]["run"] == "run"
     assert get(client, "/health")["status"] == "alive"
@@ -476,3 +477,35 @@ def test_runs_are_found_by_any_name_that_a_folder_can_have(tmp_path: Path) -> No
         assert [line["node"] for line in curves["lines"]] == names
         assert get(client, "/run/my%20run/api/overview")["name"] == "my-run"
         assert client.get("/run/%2e%2e/api/overview").status_code == 404
+
+
+def test_the_page_and_a_notebook_show_a_folder_that_others_have_filled_with_anything(tmp_path: Path) -> None:
+    """Pipes, links, sockets and odd names, in place of logs, states, runs and beside them: nothing is waited for."""
+    from rl_swarm.notebook.looking import look
+
+    played = SmallRun(tmp_path / "runs" / "run", nodes=2, total=4)
+    played.play()
+    secret = tmp_path / "secret"
+    secret.write_text("a line of somebody else\n" * 10)
+    one, other = (played.root / "logs" / name for name in played.names)
+    (one / METRICS).unlink()
+    os.mkfifo(one / METRICS)
+    (other / "training_events.jsonl").unlink(missing_ok=True)
+    (other / "training_events.jsonl").symlink_to(secret)
+    (played.root / "settings.json").unlink(missing_ok=True)
+    os.mkfifo(played.root / "settings.json")
+    for number in range(500):
+        (played.root / "peers" / f"junk-{number}.json").write_bytes(b"{}")
+    os.mkfifo(played.root / "peers" / "pipe.json")
+    for name in (b"a\nb\x1b[31m", b"\xff\xfe", b"x" * 255, b"pipe"):
+        folder = os.fsencode(tmp_path / "runs") + b"/" + name
+        os.mkdir(folder)
+        os.mkfifo(folder + b"/manifest.json")
+    (tmp_path / "runs" / "linked").symlink_to(played.root)
+    with TestClient(create_app(Follower(RunView(played.root))), LOCAL) as client:
+        for path in ("overview", "nodes", "events", "runs", "rollouts", "curves?metric=reward_local"):
+            response = client.get(f"/api/{path}")
+            assert response.status_code == 200 and "somebody else" not in response.text, path
+        assert [row["run"] for row in get(client, "/api/runs")["runs"]] == ["run"]
+        assert get(client, "/api/nodes")["total"] == 2
+    assert "somebody else" not in repr(look(played.root))

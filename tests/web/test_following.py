@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace as changed
 from small_runs import HOSTILE, SmallRun
 
-from rl_swarm import run_settings
+from rl_swarm import report, run_settings
 from rl_swarm.config import Settings
 from rl_swarm.identity import Identity
 from rl_swarm.network.address import locate
-from rl_swarm.report import LONGEST_LINE, RunView
+from rl_swarm.report import LONGEST_LINE, NodeView, RunView
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, all_of, stride_for
 from rl_swarm.web.following import Follower
@@ -337,10 +337,63 @@ def test_runs_of_one_folder_are_laid_over_each_other(tmp_path: Path) -> None:
     assert lines.lines[0].values[3:] == [None, None]
 
 
-def test_a_node_that_nobody_introduced_is_no_trouble(tmp_path: Path) -> None:
+def test_a_file_that_introduces_nobody_is_no_node(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "run")
     (run.root / "peers" / "stranger.json").write_text('{"peer_id": "x"}')
     run.identities.append(Identity.new())
     follower, _ = followed(run)
-    row = next(row for row in telling.nodes(follower).nodes if row.node == "stranger")
-    assert row == replace(row, name="stranger", peer_id="", alive=False, reward=None)
+    assert "stranger" not in [row.node for row in telling.nodes(follower).nodes]
+    assert len(follower.view.nodes) == len(run.identities) - 1
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}\n", b"\n", b'{"kind":"nothing","of":"what a node would write","x":12345}\n']
+)
+def test_a_log_of_a_million_lines_that_are_none_is_not_parsed(
+    tmp_path: Path, line: bytes, monkeypatch
+) -> None:
+    run = SmallRun(tmp_path / "run")
+    run.play()
+    parsed = []
+    decode = report.decode
+    monkeypatch.setattr(report, "decode", lambda data: parsed.append(1) or decode(data))
+    for name in ("metrics.jsonl", "training_events.jsonl"):
+        (run.root / "logs" / run.names[0] / name).write_bytes(line * 200_000)
+    follower, _ = followed(run)
+    assert len(parsed) < 3000, "a bounded number of lines is looked at"
+    view = follower.view.nodes[run.names[0]]
+    assert view.unreadable_lines > 0 and follower.view.nodes[run.names[1]].rounds, (
+        "and the other's log is read"
+    )
+
+
+def test_logs_that_take_long_to_read_are_read_in_turn(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run")
+    run.play()
+    clock = Clock()
+    follower = Follower(RunView(run.root), clock)
+    read = follower.view.refresh_node
+    looked: list[list[str]] = []
+
+    def slowly(node: NodeView) -> None:
+        looked[-1].append(node.node)
+        clock.time += 60.0
+        read(node)
+
+    follower.view.refresh_node = slowly  # type: ignore[method-assign]
+    for _ in range(2 * len(run.names)):
+        looked.append([])
+        clock.time += 60.0
+        follower.look()
+    assert {len(each) for each in looked} == {1}, "one after the other"
+    assert {each[0] for each in looked} == set(run.names), "and none is forgotten"
+
+
+@pytest.mark.parametrize("when", [0, 2**33, -(2**31)], ids=["1970", "2242", "1901"])
+def test_a_run_is_listed_whatever_time_its_manifest_has(tmp_path: Path, when: int) -> None:
+    run = SmallRun(tmp_path / "run")
+    os.utime(run.root / "manifest.json", (when, when))
+    for path in run.root.rglob("*"):
+        os.utime(path, (when, when))
+    runs = Runs(None, tmp_path)
+    assert [row.run for row in runs.page(0, 20).runs] == ["run"] and runs.get("run") is not None

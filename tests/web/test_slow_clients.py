@@ -169,6 +169,23 @@ def test_floods_of_requests_in_one_connection_are_cut_off(swarm: SmallRun) -> No
         assert found.status("/health") == 200
 
 
+@pytest.mark.parametrize("missing", ["", "uvloop", "httptools,uvloop"])
+def test_clients_that_leave_while_requests_wait_are_noticed(
+    swarm: SmallRun, missing: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first request is a stream of events, which would go on for ever."""
+    two = (
+        b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    )
+    with served(swarm.root, "", missing) as found:
+        for _ in range(FILES // 4):  # more than one address may have
+            with found.connect(sent=two) as leaving:
+                heard = head(leaving)
+            assert heard.startswith((b"HTTP/1.1 200", b"HTTP/1.1 429"))
+        until(lambda: found.status("/api/stream") == 200)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_clients_that_do_not_read_are_let_go(swarm: SmallRun, kind: str) -> None:
     deaf = socket.socket()
@@ -239,3 +256,31 @@ def test_a_run_has_its_dashboard_under_these_limits(swarm: SmallRun, tmp_path: P
         host, port = "127.0.0.1", int(url.rpartition(":")[2])
         with socket.create_connection((host, port), PATIENCE) as silent:
             assert rest(silent).startswith(b"HTTP/1.1 408")
+
+
+STREAM = b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("kind", ["httptools alone", *KINDS])
+def test_a_stream_ends_with_its_client_whatever_was_asked_behind_it(swarm: SmallRun, kind: str) -> None:
+    """The server tells the last request of a connection that its client has gone: the stream is not the last."""
+    missing = {**KINDS, "httptools alone": "uvloop"}[kind]
+    with served(swarm.root, missing=missing) as found:
+        for _ in range(60):  # more than there are places
+            with found.connect(sent=STREAM + HEALTH) as asked:
+                head(asked)
+        until(lambda: found.status("/api/stream") == 200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clients_that_are_let_go_leave_no_lines_in_the_log(
+    swarm: SmallRun, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served(swarm.root, missing=KINDS[kind]) as found:
+        for _ in range(5):
+            for sent in (HEALTH * 200, STREAM + HEALTH * 100):
+                with found.connect(sent=sent) as asked, suppress(ConnectionError):
+                    head(asked)
+        assert found.status("/health") == 200
+    assert "Traceback" not in capfd.readouterr().err

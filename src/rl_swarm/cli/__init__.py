@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from rl_swarm.errors import UserError
+from rl_swarm.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -109,14 +110,20 @@ def main() -> None:
     from rl_swarm.cli.app import app
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # where an error can still be told
     except UserError as error:
-        print(f"rl-swarm: {error}", file=sys.stderr)
+        print(f"rl-swarm: {printable(str(error))}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read this has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
-        if "://" not in str(error.filename):  # of this machine, and not foreseen
+        if error.filename is None:  # nothing that the user could mend
             raise
-        print(f"rl-swarm: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(printable(f"rl-swarm: {error.filename}: {error.strerror}"), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -16,7 +16,9 @@ from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import locate
 from rl_swarm.network.files import Files, Refused
 from rl_swarm.network.folder import change_roll, read_manifest, read_roll, read_state
+from rl_swarm.plural import counted
 from rl_swarm.rounds import State
+from rl_swarm.untrusted import printable
 from rl_swarm.wire import Rejected
 
 DAY = 86400.0
@@ -97,9 +99,9 @@ def members(address: str, as_json: bool) -> None:
         f"{manifest.name} takes {takes}. Its owner is {animal_name(manifest.peer_id)} ({manifest.peer_id})."
     )
     for row in rows:
-        rounds = f"{row['rounds']} rounds" if row["rounds"] else ""
+        rounds = counted(int(str(row["rounds"])), "round") if row["rounds"] else ""
         shown = filter(None, (row["peer_id"], row["name"], row["by"], rounds, row["now"]))
-        print("  ".join(str(value) for value in shown))
+        print(printable("  ".join(str(value) for value in shown)))
     if roll.revoked:
         console.print(f"Revoked invitations: {', '.join(roll.revoked)}")
 

@@ -15,6 +15,8 @@ from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
 from rl_swarm.config import Resolved
 from rl_swarm.errors import UserError
+from rl_swarm.plural import counted
+from rl_swarm.untrusted import printable
 
 app = typer.Typer(
     help="Train language models together: every node learns by reinforcement and shares its rollouts.",
@@ -25,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+MOST_SAID = 50  # notes and errors of `validate` that are printed
 CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
@@ -138,6 +141,8 @@ def up(
         raise UserError(
             f"--run {run} and --resume {resume} contradict each other: a run goes on in its own folder. Drop --run."
         )
+    if from_base and resume is None:
+        raise UserError("--from-base goes with --resume: a new run always begins with the model.")
     named = assigned(sets) | ({"environment": environment} if environment else {})
     preset = dict(config.UP_PRESET)
     with suppress(environments.NoEnvironment):  # which is told with the other settings
@@ -393,14 +398,14 @@ def validate(
             rescore(opened, environment, verdict)
         finally:
             environment.close()
-    for note in verdict.notes:
-        print(f"note: {note}")
-    for error in verdict.errors[:50]:
-        print(f"error: {error}")
-    if len(verdict.errors) > 50:
-        print(f"error: and {len(verdict.errors) - 50} more")
-    print("checked: " + ", ".join(f"{number} {what}" for what, number in verdict.checked.items()))
-    print("The run is sound." if verdict.sound else f"The run is NOT sound: {len(verdict.errors)} errors.")
+    for kind, lines in (("note", verdict.notes), ("error", verdict.errors)):
+        for line in lines[:MOST_SAID]:
+            print(f"{kind}: {printable(line)}")
+        if len(lines) > MOST_SAID:
+            print(f"{kind}: and {len(lines) - MOST_SAID} more")
+    print("checked: " + ", ".join(counted(number, what) for what, number in verdict.checked.items()))
+    wrong = counted(len(verdict.errors), "error")
+    print("The run is sound." if verdict.sound else f"The run is NOT sound: {wrong}.")
     raise typer.Exit(0 if verdict.sound else 1)
 
 
@@ -496,13 +501,12 @@ def doctor() -> None:
 def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, compressed or not.")]) -> None:
     """Print a file of a swarm as JSON."""
     from rl_swarm.network.files import LocalFiles
-    from rl_swarm.untrusted import printable
     from rl_swarm.wire import MAX_BYTES, Rejected, decode
 
     try:
         found = decode(LocalFiles(file.parent).read(file.name, MAX_BYTES))
-        print(printable(json.dumps(found, indent=2, ensure_ascii=False)))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from error
     except Rejected as error:
         raise UserError(f"{file} is no document of a swarm ({error}).") from error
+    print(printable(json.dumps(found, indent=2, ensure_ascii=False)))

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rl_swarm import config
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
+from rl_swarm.plural import counted
 
 # Whether all is well (None: not with something that only some need), and what was found.
 Finding = tuple[bool | None, str]
@@ -62,7 +63,7 @@ def machine() -> Iterator[Finding]:
     settings = config.load().settings
     device = pick_device(settings)
     memory, disk = total_memory(device), free_disk(Path.cwd())
-    yield True, f"{os.cpu_count()} cores, device {device}"
+    yield True, f"{counted(os.cpu_count() or 1, 'core')}, device {device}"
     yield memory >= 2 * GIB, f"{memory / GIB:.1f} GiB of memory (2 GiB are enough for the bundled model)"
     yield disk >= GIB, f"{disk / GIB:.1f} GiB free on this disk (1 GiB is enough)"
 

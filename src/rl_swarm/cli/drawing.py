@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rl_swarm.plural import counted
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
 from rl_swarm.web.following import Follower
@@ -115,7 +116,7 @@ class Drawing:
         models = ", ".join(named) + (
             f" and {len(told.models) - MOST_MODELS} more" if told.models[MOST_MODELS:] else ""
         )
-        nodes = f"{told.nodes} node{'' if told.nodes == 1 else 's'}"
+        nodes = counted(told.nodes, "node")
         here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
         facts = [here, f"model {models}" if models else ""]
         if told.held_out_now is not None:
@@ -123,8 +124,8 @@ class Drawing:
             facts.append(f"held out {change} ({self.follower.view.held_out_protocol()})")
         if told.from_others is not None:
             facts.append(f"{told.from_others:.0%} learned from others")
-        facts.append(f"{told.rollouts:,} rollouts" if told.rollouts else "")
-        facts.append(f"{told.tokens:,} tokens" if told.tokens else "")
+        facts.append(counted(told.rollouts, "rollout") if told.rollouts else "")
+        facts.append(counted(told.tokens, "token") if told.tokens else "")
         lines = [_line(line) for line in packed([fact for fact in facts if fact], width)]
         if told.reward is not None:
             start = f"reward {_figure(told.reward)}  "

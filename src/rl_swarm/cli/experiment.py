@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rl_swarm.cli import assigned, program, settled
+from rl_swarm.cli import assigned, program, quoted, settled
 from rl_swarm.errors import UserError
+from rl_swarm.plural import counted
 
 app = typer.Typer(
     help="Measure what sharing rollouts is worth: the SAPO experiment, and strategies of your own.",
@@ -136,7 +137,10 @@ def sapo(
         keep_models=keep_models,
         user=settings,
     )
-    console = Console(highlight=False)
+    kinds = {(node.model, node.device): node for run in experiment.runs({}) for node in run.members()}
+    for node in kinds.values():
+        preflight.check(node)
+    console = Console(highlight=False, markup=False)
     stop = catch_signals()
     try:
         path = Runner(experiment, console, stop).run(plan)
@@ -147,7 +151,7 @@ def sapo(
         console.print(
             f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True
         )
-        console.print(f"  {program()} watch {out}", soft_wrap=True)
+        console.print(f"  {program()} watch {quoted(out)}", soft_wrap=True)
     elif stop.is_set():
         console.print(f"Stopped. The same command goes on where it was: {out}", soft_wrap=True)
         sys.exit(130)
@@ -163,6 +167,7 @@ def report(
     """Write the report of one or several experiments again, all arms beside each other."""
     from rl_swarm.experiment.report import write
     from rl_swarm.network.files import LocalFiles
+    from rl_swarm.untrusted import printable
     from rl_swarm.wire import MAX_BYTES
 
     for folder in folders:
@@ -171,7 +176,7 @@ def report(
                 f"{folder}: there is no such directory. Give what `experiment sapo --out` was given."
             )
     path = write(folders, out or folders[0])
-    print(LocalFiles(path.parent).read(path.name, MAX_BYTES).decode(), end="")
+    print(printable(LocalFiles(path.parent).read(path.name, MAX_BYTES).decode(errors="replace")), end="")
 
 
 @app.command()
@@ -185,7 +190,9 @@ def pack(
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such directory. Give what `experiment sapo --out` was given.")
     packed = pack(folder, out)
-    print(f"{len(packed)} runs in {out}. Read them with: {program()} experiment report {out}, or watch {out}")
+    print(
+        f"{counted(len(packed), 'run')} in {out}. Read them with: {program()} experiment report {out}, or watch {out}"
+    )
 
 
 def _rates(text: str) -> list[float]:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.live import Live
 
 from rl_swarm.cli.drawing import Drawing, clock
+from rl_swarm.plural import counted
 from rl_swarm.report import RunView
 from rl_swarm.web import telling
 from rl_swarm.web.records import Overview
@@ -42,7 +43,7 @@ class LiveView:
         if not self.live:
             self._line(told)
         elif now - self.drawn >= DRAW_SECONDS:
-            self.notes = [f"restarted {restarts} times"] if restarts else []
+            self.notes = [f"restarted {counted(restarts, 'time')}"] if restarts else []
             self._draw()
             self.drawn = now
 

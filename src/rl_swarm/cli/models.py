@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_swarm import environments
+from rl_swarm.cli import preflight
 from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import evaluate as score
@@ -17,6 +18,7 @@ from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.policy import Policy
+from rl_swarm.untrusted import printable
 
 
 def evaluate(
@@ -25,12 +27,13 @@ def evaluate(
     """Score a model as a node does, with as many questions and answers unless told otherwise."""
     settings = for_model(model, settings)
     questions, samples = questions or settings.held_out_questions, samples or settings.held_out_samples
+    preflight.check_tasks(settings)
     kind = environments.named(settings.environment)
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(settings.task_list(), settings.partial_rewards)
     try:
         environment.settle(settings)
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         held_out = environment.held_out(questions)
         if not held_out:
             raise UserError(f"The environment {settings.environment!r} has no held-out questions.")
@@ -44,7 +47,7 @@ def evaluate(
     table = Table(
         box=None,
         padding=(0, 2),
-        title=f"{model}: held-out score, {protocol(result.questions, samples)} at temperature {settings.temperature:g}",
+        title=f"{model}: held-out score, {protocol(result.questions, result.samples, result.temperature)}",
         title_justify="left",
     )
     table.add_column("task")
@@ -65,7 +68,7 @@ def chat(model: str, settings: Settings, prompt: str | None) -> None:
     asked = 0
 
     def answer(question: str) -> str:
-        return policy.sample([question], 1, seed=asked)[0][0].text.strip()
+        return printable(policy.sample([question], 1, seed=asked)[0][0].text.strip())
 
     if prompt is not None:
         print(answer(prompt))
@@ -114,7 +117,7 @@ def list_models(settings: Settings, as_json: bool) -> None:
         parameters, needs = f"{row.parameters / 1e6:,.0f} M", f"{row.plan.needed / GIB:.1f} GiB"
         fits = "yes" if row.plan.fits else "no"
         table.add_row(row.model, row.pool, parameters, needs, fits, duration(row.seconds))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)
     console.print(

@@ -18,12 +18,12 @@ COMPARE_SECONDS = 60.0  # until it looks whether there are others whose clocks a
 
 def bootnode(settings: Settings, others: str | None) -> None:
     """Listens until Ctrl-C. It knows no swarm, trains nothing, and keeps only what the DHT gives it to keep."""
-    start_logging(settings, HERE / "logs", "bootnode", terminal=True)
+    known = known_addresses(others) if others else []
+    start_logging(settings, HERE, "bootnode", terminal=True)
     stop = catch_signals()
     identity = Identity.load_or_create(Path(settings.identity_path))
-    known = known_addresses(others) if others else []
     with engine_of(identity, known, settings, HERE) as engine:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         console.print("Others begin here, with the address that they can reach:   (Ctrl-C stops it)")
         for address in engine.addresses:
             console.print(f"  {program()} join p2p://{address}", soft_wrap=True)

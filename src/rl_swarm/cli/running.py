@@ -24,15 +24,17 @@ from rl_swarm.hub import outcomes
 from rl_swarm.identity import Identity
 from rl_swarm.learning import smollm2
 from rl_swarm.manifest import Manifest
-from rl_swarm.network.address import is_url
+from rl_swarm.network.address import is_peer_address, is_url
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import change_roll
+from rl_swarm.plural import counted
 from rl_swarm.presence import only_run_here
 from rl_swarm.private import swarm_folder
 from rl_swarm.report import RunView, run_names
 from rl_swarm.swarm import LocalSwarm, SwarmError, worker_settings
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
+from rl_swarm.untrusted import printable
 from rl_swarm.words import ADJECTIVES, ANIMALS
 from rl_swarm.worker import found
 
@@ -73,9 +75,11 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     if settings.admission == "invited":
         _allow(files, manifest, owner, workers)
     swarm = LocalSwarm(root, coordinator, workers)
-    nodes = f"{settings.nodes} node{'' if settings.nodes == 1 else 's'}"
     begin = "Going on with" if resumed else "Starting"
-    say(console, f"{begin} {nodes} in {root}   (Ctrl-C stops {'it' if settings.nodes == 1 else 'them'})")
+    say(
+        console,
+        f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops {'it' if settings.nodes == 1 else 'them'})",
+    )
     if smollm2.needs_converting(settings.model):
         say(console, f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
     if settings.hub_repo and settings.hf_token:
@@ -85,7 +89,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     try:
         _tend(swarm, root, settings, private_log, console, interrupted)
     except SwarmError:  # what cannot work as it is set leaves no folder behind
-        if new and not has_begun(root):
+        if new and not _has_worked(root, manifest, settings):
             _remove(root, manifest, settings)
         raise
     view = RunView(root)
@@ -95,7 +99,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
         say(console, _stopped(view, root))
         sys.exit(INTERRUPTED)
     print_summary(view, time.monotonic() - started, console)
-    for outcome in outcomes(root):
+    for outcome in outcomes(root, workers):
         say(console, plain(outcome, LONGEST_PATH))
 
 
@@ -109,8 +113,9 @@ def _tend(
 ) -> None:
     """Runs the swarm until it has finished or is interrupted; its nodes have saved then, whatever happens here."""
     try:
-        if not interrupted.is_set():
-            swarm.start(interrupted)
+        swarm.start(interrupted)
+        if interrupted.is_set():
+            return
         with (
             dashboard.beside(root, settings, private_log, console, interrupted),
             LiveView(RunView(root), console) as live,
@@ -149,7 +154,7 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
         return
     if view.state.phase == "finished":
         raise UserError(
-            f"{root} has finished all its {view.state.round + 1} rounds. Start a new run: rl-swarm up"
+            f"{root} has finished, round {view.state.round + 1} was its last. Start a new run: {program()} up"
         )
     members = view.state.members
     played = [node for node in view.nodes.values() if node.peer and node.peer.peer_id in members]
@@ -176,11 +181,19 @@ def _has_checkpoint(view: RunView, node: str, settings: Settings) -> bool:
     return bool(own.names(f"{node}/checkpoints")) or bool(view.checkpoints(node))
 
 
+def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
+    """Tells whether anything was done in a run, by what is private of it: others may have changed the folder."""
+    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    begun = bool(own.names("coordinator"))  # its state or its history
+    return begun or any(own.names(f"{node}/checkpoints") for node in own.names(""))
+
+
 def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
     """Removes a run, and what is private of it."""
     if manifest is not None:
         own = swarm_folder(settings, root, manifest.swarm())
         LocalFiles(own.parent).remove(own.name)
+        private.remember_swarm(settings, root, "")
     LocalFiles(root.parent).remove(root.name)
 
 
@@ -194,6 +207,8 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
     """One process of a swarm, with its log on the terminal."""
     from rl_swarm import worker
 
+    if is_peer_address(str(address)):
+        raise UserError(f"{address} is the address of a peer. Write p2p:// before it: p2p://{address}")
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     if role == "coordinator":
@@ -205,8 +220,8 @@ def alone(role: str, address: Path | str, settings: Settings) -> None:
 
 def list_runs(root: Path) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("run", "phase", "round", "nodes", "held out"):
-        table.add_column(title, no_wrap=title != "run", overflow="fold")
+    for title in ("run", "phase", "round", "nodes", "held out", "mean of"):
+        table.add_column(title, no_wrap=title not in ("run", "mean of"), overflow="fold")
     for folder in _runs(root):
         view = RunView(folder)
         view.refresh()
@@ -217,9 +232,14 @@ def list_runs(root: Path) -> None:
             else ""
         )
         held_out = f"{start:.3f} → {now:.3f}" if start is not None and now is not None else ""
-        table.add_row(marked(str(folder), LONGEST_PATH), view.phase, rounds, str(len(view.nodes)), held_out)
+        asked = view.held_out_protocol() if held_out else ""
+        name = marked(str(folder), LONGEST_PATH)
+        table.add_row(name, view.phase, rounds, str(len(view.nodes)), held_out, asked)
     console = Console(highlight=False)
-    console.print(table if table.row_count else f"No runs in {root}. Start one: {program()} up")
+    if table.row_count:
+        console.print(table)
+    else:
+        say(console, plain(f"No runs in {root}. Start one: {program()} up", LONGEST_PATH))
 
 
 def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
@@ -233,7 +253,7 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
         if any(node.alive for node in view.nodes.values()):
             raise UserError(f"--remove {name}: it is running. Stop it first.")
         _remove(folder, view.manifest, settings)
-        print(f"removed {folder}")
+        print(printable(f"removed {folder}"))
 
 
 def _runs(root: Path) -> list[Path]:

@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rl_swarm.cli import program
+from rl_swarm.cli import preflight, program
 from rl_swarm.cli.models import for_model
 from rl_swarm.config import Settings
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.evaluation import HeldOut
+from rl_swarm.evaluation import HeldOut, protocol
 from rl_swarm.evaluation import evaluate as score
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.warmup import RATE, WarmUpError, make_examples, save, step_count, train
+from rl_swarm.plural import counted
 from rl_swarm.rollouts import Completion
 
 
@@ -49,8 +50,9 @@ def warmup(
     as_json: bool,
 ) -> None:
     out = out or Path("models") / f"{Path(model).name}-warm"
+    preflight.check(replace(settings, model=model))
     prepare(out)
-    console = Console(highlight=False, stderr=as_json)
+    console = Console(highlight=False, markup=False, stderr=as_json)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -76,7 +78,8 @@ def prepare(out: Path) -> None:
     if out.exists():
         raise WarmUpError(f"--out {out}: it exists already. Give another directory, or remove it first.")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True)
+        out.rmdir()
     except OSError as error:
         raise WarmUpError(f"--out {out} cannot be written: {error.strerror}.") from error
 
@@ -142,10 +145,11 @@ def _warm_up(
 
 
 def _print(result: WarmUp, settings: Settings, console: Console) -> None:
+    asked = result.before
     table = Table(
         box=None,
         padding=(0, 2),
-        title=f"{result.model}, {result.before.questions} held-out questions before and after",
+        title=f"{result.model}: held-out score before and after, {protocol(asked.questions, asked.samples, asked.temperature)}",
         title_justify="left",
     )
     table.add_column("task")
@@ -169,7 +173,7 @@ def _print(result: WarmUp, settings: Settings, console: Console) -> None:
     if result.left_out:
         console.print(f"Without an example answer, and so left out: {', '.join(result.left_out)}.")
     console.print(
-        f"{result.steps} steps on {result.examples} examples in {result.seconds:.0f} s; "
+        f"{counted(result.steps, 'step')} on {counted(result.examples, 'example')} in {result.seconds:.0f} s; "
         f"loss {result.loss_before:.2f} → {result.loss_after:.2f}"
     )
     tasks = (

@@ -179,8 +179,8 @@ class Job(msgspec.Struct, frozen=True):
     def read(cls, folder: Path) -> "Job | None":
         """What a folder is a run of; None if it is none."""
         try:
-            return msgspec.json.decode(LocalFiles(folder).read(FILE, MAX_BYTES), type=cls)
-        except FileNotFoundError:
+            return msgspec.json.decode(files_of(folder).read(FILE, MAX_BYTES), type=cls)
+        except (FileNotFoundError, NotADirectoryError):  # a link in its place is none either
             return None
         except (OSError, msgspec.DecodeError) as error:
             raise UserError(f"{folder / FILE} cannot be read: {error}.") from error
@@ -191,9 +191,16 @@ def is_experiment(address: str | Path) -> bool:
     return any(job_folders(Path(address) / kind) for kind in (RUNS, TUNING))
 
 
+def files_of(run: Path) -> LocalFiles:
+    """Returns the files of a run. Of `<experiment>/runs/<run>` the user named the experiment; the rest is in it."""
+    if run.parent.name in (RUNS, TUNING):
+        return LocalFiles(run.parent.parent).below(f"{run.parent.name}/{run.name}")
+    return LocalFiles(run)
+
+
 def job_folders(folder: Path) -> list[Path]:
     """Lists the directories in a folder that are runs of an experiment."""
-    files, found = LocalFiles(folder), []
+    files, found = LocalFiles(folder.parent).below(folder.name), []
     for name in files.names(""):
         with suppress(OSError):
             files.stat(f"{name}/{FILE}")

@@ -299,7 +299,8 @@ class Swarm:
         except FileNotFoundError:
             data = self.files.read(_state(number), MAX_BYTES)
         state = unseal(data, State)
-        if (state.swarm, state.peer_id) != (self.manifest.swarm(), self.signer.peer_id):
+        signed = (state.swarm, state.peer_id, state.round)
+        if signed != (self.manifest.swarm(), self.signer.peer_id, number + 1):
             raise Rejected("owner", "not signed by this user")
         return state
 

@@ -20,7 +20,7 @@ from msgspec.structs import astuple
 
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
-from rl_swarm.experiment.arms import Arm, Job
+from rl_swarm.experiment.arms import Arm, Job, files_of
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, new_lines
 
@@ -94,7 +94,7 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run | None":
         """The run in a folder, as far as all its nodes have got; None where there is none."""
-        job, files = Job.read(folder), LocalFiles(folder)
+        job, files = Job.read(folder), files_of(folder)
         if is_packed(folder):
             logs = _unpacked(folder)
         else:
@@ -143,7 +143,7 @@ def logged(files: LocalFiles) -> list[str]:
 def is_packed(folder: Path) -> bool:
     """Tells whether a run is kept as one small file."""
     try:
-        return LocalFiles(folder).stat(PACKED).st_size > 0
+        return files_of(folder).stat(PACKED).st_size > 0
     except OSError:
         return False
 
@@ -152,7 +152,7 @@ def _unpacked(folder: Path) -> list[NodeLog]:
     path = folder / PACKED
     try:
         decompressor = lzma.LZMADecompressor(memlimit=MOST_MEMORY)
-        data = decompressor.decompress(LocalFiles(folder).read(PACKED, MOST_PACKED), MOST_UNPACKED)
+        data = decompressor.decompress(files_of(folder).read(PACKED, MOST_PACKED), MOST_UNPACKED)
         if not decompressor.eof:
             raise UserError(f"{path} cannot be read: it is cut off, or too large.")
         found = msgspec.json.decode(data, type=list[tuple[list[list[int | float]], list[HeldOutLine]]])

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import Run
+from rl_swarm.plural import counted
 
 SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan
 
@@ -84,10 +85,14 @@ class Shown:
         self.since: tuple[float, float] | None = None  # when they were, and what was left then
         self.at_once = 1
         self.said = -1
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[says]}"))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[says]}", markup=False),
+        )
         self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
-        what = "learning rates" if jobs[0].tuning else "runs"
-        self.all = self.bars.add_task(f"{len(jobs)} {what}", total=1.0, says="")
+        what = "learning rate" if jobs[0].tuning else "run"
+        self.all = self.bars.add_task(counted(len(jobs), what), total=1.0, says="")
         self.tasks: dict[str, TaskID] = {}
 
     def expect(self, costs: Costs, at_once: int) -> None:

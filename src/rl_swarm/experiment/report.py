@@ -12,7 +12,7 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import measures, text
-from rl_swarm.experiment.arms import RUNS, job_folders
+from rl_swarm.experiment.arms import RUNS, files_of, job_folders
 from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.wire import MAX_BYTES
@@ -88,7 +88,7 @@ def read_rates(folder: Path) -> dict[str, Tuned]:
 
 def _read(path: Path, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(LocalFiles(path.parent).read(path.name, MAX_BYTES), type=kind)
+        return msgspec.json.decode(files_of(path.parent).read(path.name, MAX_BYTES), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -112,7 +112,7 @@ def pack(folder: Path, out: Path) -> list[Run]:
         run.pack(packed)
         for source, target, name in ((run.folder, packed, MACHINE), (folder, LocalFiles(out), RATES)):
             with suppress(FileNotFoundError):
-                target.write(name, LocalFiles(source).read(name, MAX_BYTES))
+                target.write(name, files_of(source).read(name, MAX_BYTES))
     return found
 
 

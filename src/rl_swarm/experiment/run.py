@@ -25,13 +25,14 @@ from rl_swarm.config import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import report
-from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences
+from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
 from rl_swarm.experiment.measures import Run
 from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
 from rl_swarm.experiment.report import Tuned
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest, read_state
+from rl_swarm.plural import counted
 from rl_swarm.swarm import SHARED, uses_gpu
 from rl_swarm.telemetry.logs import start_logging
 from rl_swarm.wire import Rejected
@@ -250,7 +251,7 @@ class Runner:
         tuning = sum(job.tuning for job in left)
         short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
-            f"Plan: {len(left)} runs{short}, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
+            f"Plan: {counted(len(left), 'run')}{short}, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
             f"{child.told.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
             "if the machine has nothing else to do."
         )
@@ -330,7 +331,7 @@ def _kind(job: Job) -> str:
 
 
 def is_finished(folder: Path) -> bool:
-    files = LocalFiles(folder)
+    files = files_of(folder)
     try:
         return read_state(files, read_manifest(files)).phase == "finished"
     except (OSError, Rejected):
@@ -383,7 +384,7 @@ def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, 
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = obey_parent(pipe)
     try:
-        start_logging(user, files.root, job.name, terminal=False)
+        start_logging(user, files, job.name, terminal=False)
         play(job, files, user, stop, keep_models, pipe)
     except UserError as error:
         log.error("%s", error)

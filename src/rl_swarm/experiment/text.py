@@ -6,6 +6,7 @@ from typing import Any
 from rl_swarm import strategies
 from rl_swarm.experiment import paper
 from rl_swarm.experiment.measures import SKILL, percent
+from rl_swarm.plural import counted
 
 Arms = Mapping[str, Mapping[str, Any]]  # by label, as in report.json
 
@@ -48,8 +49,8 @@ def head(numbers: Mapping[str, Any]) -> list[str]:
     if machine:
         gpu = f", {machine['gpu']}" if "gpu" in machine else ""
         made = f"played on {machine['processor']}, {machine['cores']} cores{gpu}; {made}"
-    about = [_one_of(arms, "nodes", " nodes"), _one_of(arms, "rounds", " rounds"), _one_of(arms, "model")]
-    about += [_one_of(arms, "generations", " answers to a question")]
+    about = [_one_of(arms, "nodes", "node"), _one_of(arms, "rounds", "round"), _one_of(arms, "model")]
+    about += [f"{_one_of(arms, 'generations', 'answer')} to a question"]
     parts = [
         f"{', '.join(about)}, seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}; {made}.",
         _what(arms),
@@ -77,7 +78,8 @@ def _narrow(arms: Arms) -> str:
 
 def _one_of(arms: Arms, name: str, unit: str = "") -> str:
     """A number that all arms have in common; or all that there are."""
-    return " or ".join(dict.fromkeys(str(arm[name]) for arm in arms.values())) + unit
+    *others, last = dict.fromkeys(arm[name] for arm in arms.values())
+    return " or ".join([*map(str, others), counted(last, unit) if unit else str(last)])
 
 
 def _what(arms: Arms) -> str:

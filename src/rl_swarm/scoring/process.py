@@ -87,7 +87,9 @@ class ScoringProcess:
             request = {"do": "score", "items": items[len(scores) :]}
             try:
                 for score in self._ask(who, request, SCORE_SECONDS, left):
-                    scores.append(float(score))
+                    if len(scores) == len(items):
+                        raise Rejected("score", "more scores than answers")
+                    scores.append(typed(score, float))
                 break
             except ScorerGone:
                 gone += 1
@@ -95,6 +97,11 @@ class ScoringProcess:
                     raise TaskError("the scoring process ends again and again") from None
             except ScorerBroke:
                 scores.append(0.0)
+            except Rejected as error:  # it says what no scorer says: whatever it is, it is replaced
+                log.warning("the scoring process gave no scores: %s", error)
+                self.close()
+                self.restarts += 1
+                scores[:] = [0.0] * len(items)
         self._count_late(len(items) - len(scores), "answers", seconds)
         return scores
 

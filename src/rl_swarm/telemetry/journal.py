@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_swarm.network.files import Files, LocalFiles
-from rl_swarm.network.shared_log import SharedLog
+from rl_swarm.network.shared_log import MAX_LOG, SharedLog
 from rl_swarm.untrusted import json_line
 from rl_swarm.wire import Rejected, decode
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from rl_swarm.telemetry.sinks import Feed
 
 MAX_READ = 64 << 20  # bytes of a log at a time
-METRICS, EVENTS = "metrics.jsonl", "training_events.jsonl"
+LONGEST_LINE = 4 << 20  # bytes
+SHORTEST_MEAN = 48  # bytes of a line on average, in what is a log of ours
+MAX_UNREADABLE = 1000  # lines at a time; after those, the rest is not looked at
+METRICS, EVENTS = LOGS = "metrics.jsonl", "training_events.jsonl"
 Digests = dict[str, tuple[int, str]]  # of logs by their names: how many bytes, and the SHA-256 of those
 
 
@@ -31,7 +34,7 @@ class Journal:
     ) -> None:
         self.feeds = feeds  # who else gets the metrics
         self.files, self.folder = files, folder
-        self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in (METRICS, EVENTS)}
+        self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in LOGS}
 
     def metrics(self, kind: str, **values: object) -> None:
         self._append(METRICS, {"kind": kind, "timestamp": time.time(), **values})
@@ -100,10 +103,14 @@ def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[
     """Reads the records past byte `after`, and tells where the next read goes on. Lines that cannot be read are left
     out: in a shared folder anybody may have written them."""
     lines, after = new_lines(files, path, after)
-    records = []
+    records, unreadable = [], 0
     for line in lines:
-        with suppress(Rejected):
+        try:
             records.append(decode(line))
+        except Rejected:
+            unreadable += 1
+            if unreadable > MAX_UNREADABLE:
+                break
     return records, after
 
 
@@ -111,12 +118,18 @@ def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes]
     """Reads the lines past byte `after` as they were written, and tells where the next read goes on. A half-written last
     one waits."""
     try:
-        if files.stat(path).st_size <= after:  # most logs have nothing new
+        size = files.stat(path).st_size
+        if size <= after or size > MAX_LOG:  # most logs have nothing new, and what is larger is none
             return [], after
         data = files.read(path, MAX_READ, after)[:MAX_READ]
     except OSError:
         return [], after
     whole, newline, _ = data.rpartition(b"\n")
+    if not newline and len(data) > LONGEST_LINE:  # no line of ours: it is passed over
+        return [b""], after + len(data)
+    count = whole.count(b"\n")
+    if count > MAX_UNREADABLE and len(whole) < SHORTEST_MEAN * count:  # nor are these
+        return [b""], after + len(whole) + len(newline)
     return whole.splitlines(), after + len(whole) + len(newline)
 
 

@@ -51,20 +51,22 @@ class SwarmLog(logging.FileHandler):
             return
 
 
-def start_logging(settings: Settings, root: Path, who: str, terminal: bool) -> Path:
+def start_logging(settings: Settings, root: Path | LocalFiles, who: str, terminal: bool) -> Path:
     """Sets up the package's loggers for this process, and returns the private log file behind `logs/swarm.log`.
 
     A line names the thread that wrote it: a process of several nodes has one for each.
     """
     threading.current_thread().name = who
-    private = log_file(settings, root)
+    # A directory may be the one that the user is in: there nothing is repaired.
+    files = root if isinstance(root, LocalFiles) else LocalFiles(root, repair=False)
+    private = log_file(settings, files.root)
     logging.raiseExceptions = False  # a log line that cannot be written is no reason to cover the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     package = logging.getLogger("rl_swarm")
     package.setLevel(level)
     package.propagate = False
     package.handlers.clear()
-    file = SwarmLog(private, LocalFiles(root, repair=False))  # it may be the directory that the user is in
+    file = SwarmLog(private, files)
     file.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(threadName)s: %(message)s"))
     package.addHandler(file)
     if terminal:

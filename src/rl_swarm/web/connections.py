@@ -105,7 +105,7 @@ class Connections:
                 return False
             oldest = next((each for each in self._open[most] if each.waits_for), next(iter(self._open[most])))
             self.release(oldest, most)
-            oldest.transport.abort()
+            oldest.drop()
         self.shares.take(source)
         self._open[source][connection] = None
         return True
@@ -150,6 +150,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.source, self.admitted = "", False
         self.waits_for = ""  # of the client: "head", "body" or nothing
         self._request: object = None
+        self._cycles: list[Any] = []  # requests that are under way
         self._received = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._taking: asyncio.TimerHandle | None = None
@@ -166,7 +167,24 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().connection_made(transport)
         self._look()
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
+
+    def drop(self) -> None:
+        """Let the client go, whatever it waits for."""
+        self._disconnect()
+        self.transport.abort()
+
+    def _disconnect(self) -> None:
+        """Tell every request that its client has gone: uvicorn tells the last one, and an event stream before it would stay."""
+        getattr(self, "pipeline", []).clear()
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._disconnect()
         for timer in (self._deadline, self._taking):
             if timer:
                 timer.cancel()
@@ -219,6 +237,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.close()
         if self.transport.get_write_buffer_size() or not self.transport.is_closing():
             self.transport.abort()
+        self._disconnect()
 
     def _take(self) -> None:
         waiting = self.transport.get_write_buffer_size()
@@ -226,7 +245,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def _taken(self, before: int) -> None:
         if self.transport.get_write_buffer_size() > before - TAKE_BYTES:
-            self.transport.abort()
+            self.drop()
         else:
             self._take()
 

@@ -17,6 +17,10 @@ log = logging.getLogger(__name__)
 PAUSE_SECONDS = 1.0  # between looks
 LONGEST_PAUSE = 5.0
 IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
+READ_SECONDS, FIRST_SECONDS = (
+    2.0,
+    10.0,
+)  # that a look, and the first one, spend on logs; the rest waits for the next
 MOST_EVENTS = 2000  # remembered of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
@@ -71,6 +75,7 @@ class Follower(Looking):
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._reports = Reports()
         self._trouble = ""  # why it could not be read, said once
+        self._last = ""  # the node whose log was read last
         self._place: Place | None = None  # in the run, when it was looked at last
 
     def _read(self) -> bool:
@@ -86,10 +91,14 @@ class Follower(Looking):
             return False
         place = _place(view.state)
         changed, self._place = place != self._place, place
-        for node in list(view.nodes.values()):  # one at a time: all logs together may not fit into memory
+        deadline = self.clock() + (READ_SECONDS if self.version else FIRST_SECONDS)
+        for node in self._in_turn():  # one at a time: all logs together may not fit into memory
             view.refresh_node(node)
             with self.lock:
                 changed |= self._take(node)
+            self._last = node.node
+            if self.clock() > deadline:
+                break
         if view.address.is_url:
             reports = self._reports.read(view)
             with self.lock:
@@ -97,6 +106,13 @@ class Follower(Looking):
                     add(report, self.tracks[report.node], view.manifest.stages if view.manifest else 1)
             changed |= bool(reports)
         return changed
+
+    def _in_turn(self) -> list[NodeView]:
+        """Begins with the nodes that the last look had no time for."""
+        nodes = list(self.view.nodes.values())
+        names = [node.node for node in nodes]
+        begin = names.index(self._last) + 1 if self._last in names else 0
+        return [*nodes[begin:], *nodes[:begin]]
 
     def _take(self, node: NodeView) -> bool:
         """Hands what the view has read of a node to its track; whether there was anything."""

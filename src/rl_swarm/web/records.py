@@ -29,6 +29,7 @@ class Overview:
     reward_by_stage: list[float | None]  # the same in every stage; empty where a round has one
     held_out_start: float | None
     held_out_now: float | None
+    held_out_protocol: str  # what these are the mean of
     from_others: float | None  # share of the groups learned from
     logs: bool  # whether the nodes' logs are at hand
     unreadable_lines: int  # of these logs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST
-from rl_swarm.report import RunView, run_names
+from rl_swarm.report import RunView
 from rl_swarm.web import telling
 from rl_swarm.web.curves import Curves, filled, mean_of
 from rl_swarm.web.following import Follower
@@ -15,6 +15,7 @@ from rl_swarm.web.records import Line, Lines, RunPage, RunRow
 
 MOST_OPEN = 32  # runs that are kept in memory
 MOST_LISTED = 1000
+MOST_LOOKED_AT = 10_000  # folders in which a run is looked for
 
 
 class Runs:
@@ -33,9 +34,9 @@ class Runs:
         if self.root is None:
             return [self.here.view.address.name] if self.here else []
         files = LocalFiles(self.root)
-        found = [name for name in run_names(files) if _is_name(name)]
-        found.sort(key=lambda name: _changed(files, name), reverse=True)
-        return found[:MOST_LISTED]
+        when = {name: _changed(files, name) for name in files.names("")[:MOST_LOOKED_AT] if _is_name(name)}
+        found = [(changed, name) for name, changed in when.items() if changed is not None]
+        return [name for _, name in sorted(found, reverse=True)[:MOST_LISTED]]
 
     def get(self, name: str) -> Follower | None:
         """A run of the list, looked at now."""
@@ -44,7 +45,7 @@ class Runs:
         if self.root is None or not _is_name(name):
             return None
         folder = self.root / name
-        if not _changed(LocalFiles(self.root), name):
+        if _changed(LocalFiles(self.root), name) is None:
             return None
         with self._opening:
             found = self._open.setdefault(name, Follower(RunView(folder)))
@@ -96,9 +97,9 @@ def _is_name(name: str) -> bool:
     return name.isprintable() and not name.startswith(".") and not {"/", "\\"}.intersection(name)
 
 
-def _changed(files: LocalFiles, name: str) -> float:
-    """Tells when a run was founded; 0 if it was not."""
+def _changed(files: LocalFiles, name: str) -> float | None:
+    """Tells when a run was founded; None if it was not."""
     try:
         return files.stat(f"{name}/{MANIFEST}").st_mtime
     except OSError:
-        return 0.0
+        return None

@@ -59,6 +59,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             reward_by_stage=_by_stage(follower, manifest.stages if manifest else 1),
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
+            held_out_protocol=view.held_out_protocol(),
             from_others=taken / (own + taken) if own + taken else None,
             logs=any(node.rounds or node.held_out for node in nodes),
             unreadable_lines=sum(node.unreadable_lines for node in nodes),

@@ -38,7 +38,7 @@ export class Chart {
       this.read(this.plot);
     } else this.draw(names, [data.rounds, ...rows]);
     const last = (data.mean ?? rows[0] ?? []).filter((value) => value !== null).at(-1);
-    this.place.setAttribute("aria-label", `${this.label}. ${data.lines.length} lines, the latest value is ${shown(last)}.`);
+    this.place.setAttribute("aria-label", `${this.label}. Lines: ${data.lines.length}, the latest value is ${shown(last)}.`);
   }
 
   draw(names = this.names, values = this.plot?.data) {

@@ -52,7 +52,7 @@ export function overview() {
       fact("Models trained", String(about.nodes), about.models.join(", ")),
       fact("Tasks", String(about.tasks.length), "kinds of questions"),
       fact("Reward", score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
-      fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}`),
+      fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}; ${about.held_out_protocol}`),
       fact("From others", percent(about.from_others), "of what was learned"),
       fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
       fact("Rollouts", count(about.rollouts), "questions answered"),
