@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lints, checks types and runs the tests, three files at a time: many tests wait for processes
+# Sets up what is missing, then lints, checks types and runs the tests, three at a time: many tests wait for processes
 # most of the time. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
