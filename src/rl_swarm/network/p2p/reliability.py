@@ -6,8 +6,10 @@ that nobody signed. Debts shrink slowly. Who owes too much is not asked, as long
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 FREE_SECONDS, FREE_TIMES = 0.5, 4.0  # by which an answer may be late, at least, and beside the quickest third
 MAX_DEBT = 2.0  # seconds; beyond it a peer is not asked
@@ -41,15 +43,21 @@ class Reliability:
     def _is_slow(self, peer: Any) -> bool:
         return self._debt(peer) > MAX_DEBT or self._waiting[peer] >= MAX_WAITING
 
-    def asking(self, peer: Any) -> None:
-        """Notes that a peer is asked; `asked` has to follow."""
+    async def ask(self, peer: Any, question: Awaitable[T]) -> T | None:
+        """Waits for a peer's answer and notes how long it took. A question that is given up was not answered."""
+        began, answer = self.clock(), None
         self._waiting[peer] += 1
+        try:
+            answer = await question
+        finally:
+            self._waiting[peer] -= 1
+            if self._waiting[peer] <= 0:
+                del self._waiting[peer]
+            self.asked(peer, self.clock() - began, bool(answer))
+        return answer
 
     def asked(self, peer: Any, seconds: float, answered: bool) -> None:
         """Notes how long a peer took, and whether it answered."""
-        self._waiting[peer] -= 1
-        if self._waiting[peer] <= 0:
-            del self._waiting[peer]
         late = seconds - max(FREE_SECONDS, FREE_TIMES * self.usual())
         self.took.pop(peer, None)
         teller = self._told_by.pop(peer, None)
@@ -76,6 +84,10 @@ class Reliability:
         self._debts.pop(peer, None)
         self._debts[peer] = debt, self.clock()
         _forget(self._debts)
+
+    def forgive(self) -> None:
+        """Drops all debts."""
+        self._debts.clear()
 
     def _debt(self, peer: Any) -> float:
         debt, since = self._debts.get(peer, (0.0, 0.0))

@@ -138,10 +138,7 @@ def guard(protocol: Any, quota: DhtQuota, reliability: Reliability) -> None:
     async def call_find(peer: Any, keys: Any) -> Any:
         if reliability.is_left_out(peer):
             return None
-        began = reliability.clock()
-        reliability.asking(peer)
-        answer = await find(peer, keys)
-        reliability.asked(peer, reliability.clock() - began, answer is not None)
+        answer = await reliability.ask(peer, find(peer, keys))
         if answer is None:
             return None
         told = {

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rl_swarm.network.p2p.reliability import Reliability
@@ -65,12 +65,8 @@ class Table:
             if peer != self.node.peer_id:
                 if self.reliability is not None and self.reliability.is_left_out(peer):
                     return None
-                began = self.clock()
-                if self.reliability is not None:
-                    self.reliability.asking(peer)
-                answer = await protocol.call_store(peer, [key_id], [packed], expires, subkeys=[subkey])
-                if self.reliability is not None:
-                    self.reliability.asked(peer, self.clock() - began, bool(answer))
+                storing = protocol.call_store(peer, [key_id], [packed], expires, subkeys=[subkey])
+                answer = await (storing if self.reliability is None else self.reliability.ask(peer, storing))
                 return None if not answer else bool(answer[0])
             return bool(protocol.storage.store(key_id, packed, expires, subkey=subkey))
 
@@ -153,7 +149,7 @@ class Table:
             return []
         if age > SMALL_SECONDS[0]:
             self._everybody = self.clock() - SMALL_SECONDS[0] / 2, everybody
-            self._go_on(asyncio.ensure_future(self._search(place)))
+            self._begin(self._search(place))
         return [everybody[node] for node in sorted(everybody, key=place.__xor__)]
 
     async def _search(self, place: Any) -> dict[Any, Any]:
@@ -173,7 +169,7 @@ class Table:
             for node in nearest:
                 if node not in asked and node != me and len(asked) < MAX_SEARCHED:
                     asked.add(node)
-                    running[asyncio.ensure_future(self.node.protocol.call_find(near[node], [place]))] = node
+                    running[self._begin(self.node.protocol.call_find(near[node], [place]))] = node
             waited_for = [task for task, node in running.items() if node in nearest and node not in there]
             if not waited_for:
                 break
@@ -195,18 +191,18 @@ class Table:
                     there[late] = near[late]
                 else:
                     gone.add(late)
-        for task in running:
-            self._go_on(task)
         nearest = sorted(there, key=place.__xor__)[:CANDIDATES]
         keepers = {node: there[node] for node in nearest}
         is_small = 1 < len(keepers) < CANDIDATES
         self._everybody = (self.clock(), keepers) if is_small else (-math.inf, {})
         return keepers
 
-    def _go_on(self, task: asyncio.Task[Any]) -> None:
-        """Lets a task end in the background. Nothing else would keep it."""
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a task that ends in the background, whoever gives up waiting for it. Nothing else would keep it."""
+        task = asyncio.ensure_future(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
+        return task
 
     def _patience(self) -> float:
         usual = self.reliability.usual() if self.reliability is not None else 0.0
@@ -248,7 +244,7 @@ class Table:
         while len(answers) < enough and (left or running):
             while left and len(answers) + len(running) - late < wanted:
                 peer = left.pop(0)
-                running[asyncio.ensure_future(answer_of(peer))] = peer
+                running[self._begin(answer_of(peer))] = peer
             # Where nobody is left, somebody has to answer.
             patience = self._patience() if left or answers else None
             done, _ = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -259,6 +255,4 @@ class Table:
                 if answer is not None:
                     answers.append((peer, answer))
             late = min(late, len(running)) if done else len(running)
-        for task in running:
-            self._go_on(task)
         return answers
