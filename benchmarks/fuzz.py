@@ -26,6 +26,8 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -70,11 +72,7 @@ class Slice:
         self.process = context.Process(
             target=work, args=(name, seed, seconds, cases, failures_to, theirs), name=f"fuzz {name}"
         )
-        # It inherits what is blocked, from its first moment on: Ctrl-C is for the parent.
-        resource_tracker.ensure_running()  # which would unblock it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def hear(self) -> bool:
@@ -105,6 +103,17 @@ class Slice:
         self.result.failures.append(f"{self.result.target}: {why} {about}")
 
 
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Puts Ctrl-C off. A process that is started meanwhile never hears of it: it is for the parent."""
+    resource_tracker.ensure_running()  # which would unblock it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run(
     targets: list[str], seconds: float, cases: float, processes: int, seed: int, failures_to: Path
 ) -> list[Result]:
@@ -118,7 +127,8 @@ def run(
     try:
         while waiting or running:
             while waiting and len(running) < processes:
-                running.append(Slice(*waiting.popleft(), failures_to))
+                with without_interrupts():
+                    running.append(Slice(*waiting.popleft(), failures_to))
             wait([each.connection for each in running], 5.0)
             for each in [each for each in running if not each.hear()]:
                 running.remove(each)

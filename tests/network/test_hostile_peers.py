@@ -4,6 +4,7 @@ import asyncio
 import struct
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from hostile_peers import IdleStreams, Swarm, attacker, fill
@@ -117,8 +118,15 @@ def test_at_a_bootnode_the_manifest_is_taken_that_most_peers_tell_of(tmp_path, n
                 files = swarm.files(node)
                 files.hand_on(MANIFEST, signed)
                 files._leave(MANIFEST, signed)
-            found = await_manifest(newcomer, settings, threading.Event())
-        assert found is not None and found[0] == swarm.manifest
+            found = []
+
+            def is_told_of_by_most() -> bool:
+                with suppress(NetworkError):  # not all of them have been heard yet, on a busy machine
+                    found.append(await_manifest(newcomer, settings, threading.Event()))
+                return bool(found)
+
+            until(is_told_of_by_most)
+        assert found[0] is not None and found[0][0] == swarm.manifest
     finally:
         swarm.close()
 

@@ -466,12 +466,19 @@ def test_a_search_for_keepers_goes_on_without_one_that_never_answers(swarm):
 
 def test_who_has_many_answers_outstanding_is_not_asked_for_more():
     told = Told()
-    for _ in range(4):
+
+    async def ask():
+        answered = asyncio.get_running_loop().create_future()
+        for _ in range(4):
+            assert told.left_out() == []
+            asking = asyncio.ensure_future(told.reliability.ask("slow", asyncio.shield(answered)))
+            await asyncio.sleep(0)
+        assert told.left_out() == ["slow"]
+        answered.set_result(True)
+        await asking
         assert told.left_out() == []
-        told.reliability.asking("slow")
-    assert told.left_out() == ["slow"]
-    told.reliability.asked("slow", 0.1, True)
-    assert told.left_out() == []
+
+    asyncio.run(ask())
 
 
 def test_who_sends_what_cannot_be_read_is_left_out_for_a_moment():
