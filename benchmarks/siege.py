@@ -117,23 +117,27 @@ def play(options: argparse.Namespace, folder: Path) -> tuple[Siege, dict[str, fl
             beside.end()
         for swarm in swarms.values():
             swarm.stop()
-    since, until, shifted = figures
+    since, until, shifted, own = figures
     common = set(swarms["attack"].scores()) & set(swarms["control"].scores())
     at = max(common, default=None)
-    sides = {name: side_of(swarm, since, until, shifted[name], at) for name, swarm in swarms.items()}
+    sides = {
+        name: side_of(swarm, since, until, shifted[name], own[name], at) for name, swarm in swarms.items()
+    }
     harm = harm_done(swarms["attack"], outside, before)
     return Siege(sides["attack"], sides["control"], at, (), harm, ended(hostile[0], folder)), used, swarms
 
 
 def measure(
     options: argparse.Namespace, swarms: dict[str, Swarm], hostile: Beside, burners: Beside, wanted: Any
-) -> tuple[float, float, dict[str, float]]:
-    """Watches both swarms for the time of the siege; gives its begin and end and what the processes beside them used."""
+) -> tuple[float, float, dict[str, float], dict[str, tuple[float, float]]]:
+    """Watches both swarms for the time of the siege; gives its begin and end, and the processor time of the processes
+    beside them and of their own."""
     first, second = (set(swarm.cores) for swarm in swarms.values())
     hostile.begin()
     burners.begin()
     burned = dict(zip(burners.children, wanted, strict=True))
     since, started = time.time(), time.monotonic()
+    before = {name: swarm.used() for name, swarm in swarms.items()}
     seconds, weigh_at, swap_at, told_at, killed = options.minutes * 60, 0.0, options.swap, 0.0, False
     while (passed := time.monotonic() - started) < seconds:
         used = hostile.used()
@@ -162,10 +166,14 @@ def measure(
             progress(f"{passed:4.0f} s: {at}; hostile {sum(used.values()):.0f} s of processor time")
         time.sleep(LOOK_SECONDS)
     shifted = {"attack": sum(hostile.used().values()), "control": sum(burners.used().values())}
-    return since, time.time(), shifted
+    after = {name: swarm.used() for name, swarm in swarms.items()}
+    own = {name: (all_[0] - before[name][0], all_[1] - before[name][1]) for name, all_ in after.items()}
+    return since, time.time(), shifted, own
 
 
-def side_of(swarm: Swarm, since: float, until: float, beside: float, at: int | None) -> Side:
+def side_of(
+    swarm: Swarm, since: float, until: float, beside: float, own: tuple[float, float], at: int | None
+) -> Side:
     whys = swarm.ended_rounds(since, until)
     memory, largest = thirds(swarm.memory)
     answered = [look for look in swarm.looks if look is not None]
@@ -177,6 +185,7 @@ def side_of(swarm: Swarm, since: float, until: float, beside: float, at: int | N
         largest=largest,
         score=None if at is None else swarm.scores()[at],
         beside_seconds=beside,
+        own_seconds=own,
         restarts=swarm.restarts(),
         dashboard=(len(swarm.looks), len(swarm.looks) - len(answered)),
         dashboard_worst=max(answered, default=0.0),
@@ -244,6 +253,8 @@ def print_siege(siege: Siege, used: dict[str, float]) -> None:
     row(f"held-out score after round {siege.round}", *scores)
     row("dashboard, unanswered of looks", *(f"{s.dashboard[1]} of {s.dashboard[0]}" for s in both))
     row("dashboard, slowest answer", *(f"{side.dashboard_worst:.1f} s" for side in both))
+    for name, which in (("processor time of a round", 0), ("of it the daemons'", 1)):
+        row(name, *(f"{side.own_seconds[which] / max(1, side.rounds):.2f} s" for side in both))
     row("nodes started again", *(str(side.restarts) for side in both))
     row("processor time beside it", *(f"{side.beside_seconds:.0f} s" for side in both))
     refused = [", ".join(f"{why} {count}" for why, count in side.refused.items()) or "none" for side in both]

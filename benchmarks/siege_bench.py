@@ -89,6 +89,13 @@ class Swarm:
     def family(self) -> list[int]:
         return [] if self.process is None else Processes.now().family(self.process.pid)
 
+    def used(self) -> tuple[float, float]:
+        """Processor time of all its processes, and of its libp2p daemons among them."""
+        now = Processes.now()
+        family = [] if self.process is None else now.family(self.process.pid)
+        daemons = [pid for pid in family if command_of(pid) == "p2pd"]
+        return sum(now.seconds[pid] for pid in family), sum(now.seconds[pid] for pid in daemons)
+
     def round(self) -> int:
         try:
             state = json.loads((self.private / "coordinator/state/current_state.json").read_text())
@@ -208,6 +215,12 @@ def thirds(memory: Sequence[dict[int, float]]) -> tuple[tuple[float, float], flo
     pids = {pid for each in memory[-part:] for pid in each}
     largest = max(sum(each.get(pid, 0.0) for each in memory[-part:]) / part for pid in pids)
     return (first, last), largest
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def pss(pid: int) -> float:

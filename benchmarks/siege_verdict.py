@@ -28,6 +28,7 @@ class Side:
     largest: float  # MiB of the largest process in the last third
     score: float | None  # held-out, mean of the nodes, at the round that both reached
     beside_seconds: float  # processor time of the hostile processes, or of those that burn as much
+    own_seconds: tuple[float, float] = (0.0, 0.0)  # of its own processes, and of its daemons among them
     restarts: int = 0  # of nodes
     dashboard: tuple[int, int] = (0, 0)  # looks, and how many were not answered
     dashboard_worst: float = 0.0  # seconds

@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,9 @@ from hypothesis import settings
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=100)
 settings.load_profile("steady")
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under `nohup`; what a test starts would inherit that
+    signal.signal(signal.SIGHUP, lambda signum, frame: None)
 
 # Tests of these files share nothing and start processes: each goes to whichever worker is free. All other files stay whole.
 SPREAD = (

@@ -85,10 +85,6 @@ class Reliability:
         self._debts[peer] = debt, self.clock()
         _forget(self._debts)
 
-    def forgive(self) -> None:
-        """Drops all debts."""
-        self._debts.clear()
-
     def _debt(self, peer: Any) -> float:
         debt, since = self._debts.get(peer, (0.0, 0.0))
         return max(0.0, debt - PAID_RATE * (self.clock() - since))
