@@ -20,7 +20,14 @@ from rl_swarm.network.folder import report_folder
 from rl_swarm.network.p2p.engine import WHAT_TIME, Engine
 from rl_swarm.network.p2p.notices import Notice, acceptable, key_of
 from rl_swarm.network.p2p.reliability import PAID_RATE, WORST_DEBT, Reliability
-from rl_swarm.network.p2p.requests import MAX_REFUSED, STRANGER_RATE, STRANGERS_RATE, PendingCalls, Requests
+from rl_swarm.network.p2p.requests import (
+    MAX_REFUSED,
+    STRANGER_RATE,
+    STRANGERS_RATE,
+    PendingCalls,
+    Requests,
+    write_message,
+)
 from rl_swarm.network.p2p.storage import StrictSerializer, place_of
 from rl_swarm.network.p2p.table import Table
 from rl_swarm.wire import seal
@@ -512,3 +519,33 @@ def test_an_answer_with_more_bytes_than_a_key_may_have_is_not_read():
             records.store(str(number), b"x" * 10_000, time.time() + 500)
     with pytest.raises(ValueError, match="no dictionary"):
         StrictSerializer.loads(MSGPackSerializer.dumps(records))
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 16383, 16384, 2 << 20])
+def test_a_message_to_the_daemon_is_written_at_once_as_hivemind_reads_it(size):
+    from google.protobuf.wrappers_pb2 import BytesValue
+    from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
+
+    message, writes = BytesValue(value=b"x" * size), []
+
+    class Stream:
+        write = staticmethod(writes.append)
+
+        async def drain(self):
+            pass
+
+    async def read():
+        await write_message(Stream(), message)
+        reader, read = asyncio.StreamReader(), BytesValue()
+        reader.feed_data(b"".join(writes))
+        await read_pbmsg_safe(reader, read)
+        return read
+
+    assert asyncio.run(read()) == message and len(writes) == 1
+
+
+def test_the_engine_writes_so_to_its_daemon():
+    from hivemind.p2p.p2p_daemon_bindings import control
+
+    with attacker():
+        assert control.write_pbmsg is write_message

@@ -32,7 +32,7 @@ from rl_swarm.network.p2p.late import LateAnswers
 from rl_swarm.network.p2p.notices import acceptable
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.reliability import Reliability
-from rl_swarm.network.p2p.requests import BoundedHandlers, PendingCalls, Requests
+from rl_swarm.network.p2p.requests import BoundedHandlers, PendingCalls, Requests, write_message
 from rl_swarm.network.p2p.streams import Stream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
 from rl_swarm.wire import Rejected
@@ -242,6 +242,7 @@ class Engine:
             with _locks_without_names():
                 from hivemind.dht.node import DHTNode
             from hivemind.p2p import P2P
+            from hivemind.p2p.p2p_daemon_bindings import control as bindings
             from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
             from rl_swarm.network.p2p.storage import guard, place_of
@@ -249,6 +250,7 @@ class Engine:
             raise EngineError(f"{MISSING} ({error})") from error
         # Its daemon's lines quote what peers say, and tell of nothing that a user could do.
         logging.getLogger("hivemind").setLevel(logging.CRITICAL + 1)
+        bindings.write_pbmsg = write_message
 
         started, said = list[Any](), list[str]()  # what the daemon said
 

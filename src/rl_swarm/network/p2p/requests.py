@@ -5,6 +5,7 @@ budget is counted in kilobytes that come and pages that go, and grows again with
 one, so that many identities get no more work done than a few.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -107,3 +108,20 @@ class PendingCalls(dict[Any, Any]):
     def __contains__(self, call: object) -> bool:
         future = self.get(call)
         return future is not None and not future.done()
+
+
+async def write_message(stream: asyncio.StreamWriter, message: Any) -> None:
+    """Writes a message to the daemon at once. hivemind writes every byte of its length by itself, and each of them wakes
+    the daemon."""
+    data = message.SerializeToString()
+    stream.write(_varint(len(data)) + data)
+    await stream.drain()
+
+
+def _varint(number: int) -> bytes:
+    """Writes a number as protobuf does: seven bits a byte, the lowest first, and whether more follow."""
+    written = bytearray()
+    while number > 0x7F:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*written, number])
