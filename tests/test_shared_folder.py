@@ -94,6 +94,22 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def replaced(path: Path, put: Callable[[Path], object]) -> None:
+    """Puts something else in place of what a swarm goes on writing to."""
+    with tempfile.TemporaryDirectory(dir=path.parent.parent, ignore_cleanup_errors=True) as room:
+        other = Path(room) / "new"
+        put(other)
+        for attempt in range(1000):  # the swarm may write there again at once
+            with suppress(FileNotFoundError):
+                path.rename(Path(room) / f"old-{attempt}")
+            try:
+                other.rename(path)
+                return
+            except OSError:
+                continue
+    raise AssertionError(f"{path} could not be replaced")
+
+
 def junk_rollouts(address: Path, node: str, number: int) -> bytes:
     """A publication with a right digest, a junk signature, and a command for a peer id."""
     fields = {"peer_id": COMMAND, "kind": "rollouts", "node": node, "round": number, "stage": 0}
@@ -110,11 +126,9 @@ def test_a_log_that_is_a_link_to_a_start_file_of_a_shell_writes_no_command_there
         nodes = [path.parent.name for path in logs(tmp_path / "r")]
         for name in ("training_events.jsonl", "metrics.jsonl"):
             for path in logs(tmp_path / "r", name):
-                path.unlink(missing_ok=True)
-                path.symlink_to(profile)
+                replaced(path, lambda path: path.symlink_to(profile))
         log = tmp_path / "r" / "logs" / "swarm.log"
-        log.unlink()
-        log.symlink_to(profile)
+        replaced(log, lambda path: path.symlink_to(profile))
         for number in range(9):
             for node in nodes:
                 path = tmp_path / "r" / rollouts_path(number, 0, node)
@@ -137,12 +151,9 @@ def test_a_log_that_is_a_pipe_stops_nobody(tmp_path: Path, put) -> None:
         until_round(tmp_path / "r", 1)
         for name in ("training_events.jsonl", "metrics.jsonl"):
             for path in logs(tmp_path / "r", name):
-                path.unlink(missing_ok=True)
-                put(path)
-        (tmp_path / "r" / "logs" / "swarm.log").unlink()
-        put(tmp_path / "r" / "logs" / "swarm.log")
-        (tmp_path / "r" / "state" / "history.jsonl").unlink(missing_ok=True)
-        put(tmp_path / "r" / "state" / "history.jsonl")
+                replaced(path, put)
+        replaced(tmp_path / "r" / "logs" / "swarm.log", put)
+        replaced(tmp_path / "r" / "state" / "history.jsonl", put)
         assert begin(tmp_path, "status", "r", "--json").wait(timeout=400) == 0
     finally:
         finish(process)
@@ -158,8 +169,7 @@ def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:
     try:
         until_round(tmp_path / "r", 1)
         for path in [*logs(tmp_path / "r"), tmp_path / "r" / "logs" / "swarm.log"]:
-            path.unlink(missing_ok=True)
-            os.mkfifo(path)
+            replaced(path, os.mkfifo)
         reached = state(tmp_path / "r")["round"]
         until_round(tmp_path / "r", reached + 2)
         process.send_signal(signal.SIGINT)
@@ -184,14 +194,7 @@ def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path: Path, folders: l
     try:
         until_round(tmp_path / "r", 2)
         for name in folders:
-            folder = tmp_path / "r" / name
-            for _ in range(100):  # its nodes write there all the time
-                shutil.rmtree(folder, ignore_errors=True)
-                try:
-                    folder.symlink_to(outside, target_is_directory=True)
-                    break
-                except FileExistsError:
-                    continue
+            replaced(tmp_path / "r" / name, lambda path: path.symlink_to(outside, target_is_directory=True))
     finally:
         finish(process)
     assert tree(outside) == before
@@ -304,18 +307,6 @@ def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: i
     assert weights and not (folder / "checkpoints").is_symlink()
 
 
-def replaced(path: Path, put: Callable[[Path], object]) -> None:
-    """Puts something else in place of what a swarm goes on writing to."""
-    for _ in range(100):
-        shutil.rmtree(path, ignore_errors=True)
-        path.unlink(missing_ok=True)
-        try:
-            put(path)
-            return
-        except FileExistsError:
-            continue
-
-
 def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
     user = Settings(
         identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"), model="tiny"
@@ -388,14 +379,10 @@ def test_a_run_goes_on_whatever_lies_in_place_of_its_state_and_is_known_to_have_
     process = begin(tmp_path, *UP, "--rounds", "2000", "--set", "checkpoint_every=1")
     try:
         until_round(tmp_path / "r", 3)
-        shutil.rmtree(tmp_path / "r" / "state", ignore_errors=True)
-        deep = tmp_path / "r" / "state" / "current_state.json"
-        for _ in range(100):  # the coordinator writes there
-            try:
-                (deep / "/".join("d" * 20)).mkdir(parents=True, exist_ok=True)
-                break
-            except (FileExistsError, NotADirectoryError):
-                deep.unlink(missing_ok=True)
+        replaced(
+            tmp_path / "r" / "state" / "current_state.json",
+            lambda path: (path / "/".join("d" * 20)).mkdir(parents=True),
+        )
         until_round(tmp_path / "r", 6)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=400)
@@ -442,10 +429,8 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
         folder = tmp_path / "out" / "runs" / "one"
         if swarm.done == 1:
             for path in logs(folder):
-                path.unlink()
-                path.symlink_to(outside / "precious")
-            shutil.rmtree(folder / "checkpoints")
-            (folder / "checkpoints").symlink_to(outside)
+                replaced(path, lambda path: path.symlink_to(outside / "precious"))
+            replaced(folder / "checkpoints", lambda path: path.symlink_to(outside))
         if swarm.done == 3:
             stop.set()
 
@@ -505,13 +490,9 @@ def test_what_a_url_swarm_keeps_on_this_machine_is_attacked_in_vain(tmp_path: Pa
         until(lambda: any(tmp_path.glob("runs/attacked-*/logs/*/metrics.jsonl")) or worker.poll() is not None)
         assert worker.poll() is None, worker.communicate()[0]
         (path,) = tmp_path.glob("runs/attacked-*/logs/*/metrics.jsonl")
-        path.unlink()
-        path.symlink_to(precious)
-        folder = path.parents[2]
-        os.mkfifo(path.with_name("pipe"))
-        os.replace(path.with_name("pipe"), path.with_name("training_events.jsonl"))
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        (folder / "checkpoints").symlink_to(tmp_path / "outside")
+        replaced(path, lambda path: path.symlink_to(precious))
+        replaced(path.with_name("training_events.jsonl"), os.mkfifo)
+        replaced(path.parents[2] / "checkpoints", lambda path: path.symlink_to(tmp_path / "outside"))
         store = RemoteFiles(url)
         for number in range(20):
             store.write(f"peers/junk-{number}.json", b"{}")
