@@ -94,7 +94,7 @@ class Engine:
         self.quota, self.answer, self.relay, self.map_ports = quota, answer, relay, map_ports
         self.is_member: Callable[[str], bool] = lambda peer_id: False
         self.reachability = reachability
-        self.loop = asyncio.new_event_loop()
+        self.loop = _new_event_loop()
         self.thread = threading.Thread(target=self._run, name="p2p", daemon=True)
         # Mode 0700. The path of a socket has to be short.
         short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
@@ -430,6 +430,15 @@ class Engine:
         finally:
             self.streams.leave(stream)
             writer.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Makes a loop of libuv's, which takes half the processor time, where hivemind and so uvloop is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 @contextmanager
