@@ -6,9 +6,11 @@ from rl_swarm.network import conductor, folder
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    """A drive's faults last a tenth of a second here, so pauses after them are as short."""
+    """A drive's faults last a tenth of a second here, so pauses after them are as short. So are pauses after a peer that
+    did not answer: on a busy machine that happens to an honest one."""
     for module in (folder, conductor):
         monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr("rl_swarm.network.p2p.engine.SILENT_SECONDS", (0.2, 1.0))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from swarms import (
     LOOPBACK,
     OWNER,
     AmongPeers,
+    Background,
     engine_of,
     eventually,
     identity_of,
@@ -122,6 +123,16 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
             engine.start()
     assert f"P2P_LISTEN={where}" in str(error.value)
     assert not engine.folder.exists()
+
+
+def test_engines_of_one_process_can_start_at_the_same_time():
+    engines = [Engine(Identity.new(), **ALONE) for _ in range(8)]
+    starting = [Background(one.start) for one in engines]
+    try:
+        assert [thread.result() for thread in starting] == engines
+    finally:
+        for one in engines:
+            one.close()
 
 
 def test_a_trace_of_the_daemon_is_not_shown(caplog):

@@ -40,6 +40,7 @@ from rl_swarm.wire import Rejected
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _importing = threading.Lock()
+_starting = threading.Lock()  # of a daemon: uvloop refuses to, while another loop of this process starts one
 
 STREAM = "/rl-swarm/documents/1"
 WHAT_TIME = b"?time"  # a request that every peer answers, whatever else it has: seconds since 1970
@@ -276,19 +277,20 @@ class Engine:
         with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(self.identity.libp2p())
         try:
-            self.p2p = await Daemon.create(
-                identity_path=str(key),
-                host_maddrs=list(self.listen),
-                announce_maddrs=list(self.announce) or None,
-                nat_port_map=self.map_ports,
-                auto_nat=self.relay,
-                use_relay=self.relay,
-                use_auto_relay=self.relay,
-                trusted_relays=relays,
-                force_reachability=self.reachability,
-                check_if_identity_free=False,
-                startup_timeout=START_SECONDS - 5,
-            )
+            with _starting:
+                self.p2p = await Daemon.create(
+                    identity_path=str(key),
+                    host_maddrs=list(self.listen),
+                    announce_maddrs=list(self.announce) or None,
+                    nat_port_map=self.map_ports,
+                    auto_nat=self.relay,
+                    use_relay=self.relay,
+                    use_auto_relay=self.relay,
+                    trusted_relays=relays,
+                    force_reachability=self.reachability,
+                    check_if_identity_free=False,
+                    startup_timeout=START_SECONDS - 5,
+                )
         except (P2PDaemonError, OSError, ValueError) as error:
             for daemon in started:  # so that nothing of it is left when the loop is closed
                 await daemon.shutdown()
