@@ -39,7 +39,8 @@ READ = {
     ),
 }
 FAMILIES = frozenset(READ)
-# Names, types and tokens; how weights began; dropout, which is off here; what `generate` does; notes of other tools.
+# Names, types and tokens; how weights began; dropout, which is off here; what `generate` does; how several devices would
+# share the model, which some versions note while they load it; notes of other tools.
 IRRELEVANT = _names(
     """architectures auto_map dtype finetuning_task id2label label2id model_type name_or_path num_labels problem_type
     task_specific_params tokenizer_class torch_dtype transformers_version
@@ -51,6 +52,7 @@ IRRELEVANT = _names(
     length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
     output_past output_scores remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
     temperature top_k top_p typical_p use_cache
+    base_model_ep_plan base_model_fsdp_plan base_model_pp_plan base_model_tp_plan
     gradient_checkpointing ignore_keys_at_rope_validation is_llama_config pretraining_tp transformers.js_config
     unsloth_fixed unsloth_version"""
 )
