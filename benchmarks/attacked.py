@@ -23,22 +23,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from attackers import ATTACKS, Attack, Known, identity
 
-from rl_swarm import rounds
-from rl_swarm.config import UP_PRESET, Settings
+from rl_swarm.config.schema import UP_PRESET, Settings
 from rl_swarm.environments.base import Question
 from rl_swarm.environments.reasoning import Reasoning, extract
-from rl_swarm.evaluation import SAMPLING_SEED, mean
-from rl_swarm.identity import Identity
 from rl_swarm.learning.checkpoints import Checkpoints
+from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.sharing import Sharing
-from rl_swarm.manifest import derive, new_manifest
 from rl_swarm.network.folder import FolderExchange, rollouts_path
 from rl_swarm.network.local import LocalCoordinator, LocalSwarm
-from rl_swarm.node import Node
-from rl_swarm.rollouts import Completion, Group, Publication
-from rl_swarm.rounds import Report, State
-from rl_swarm.selection import Selection
+from rl_swarm.node.evaluation import SAMPLING_SEED, mean
+from rl_swarm.node.node import Node
+from rl_swarm.node.selection import Selection
+from rl_swarm.protocol import rounds
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import derive, new_manifest
+from rl_swarm.protocol.rollouts import Completion, Group, Publication
+from rl_swarm.protocol.rounds import Report, State
 from rl_swarm.telemetry.journal import Journal
 
 LAST_LOOKS = 3

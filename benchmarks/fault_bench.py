@@ -23,8 +23,8 @@ from fault_plan import ON_THE_LINE, WORDS, Fault, Network, node_names
 from fault_verdict import START_SECONDS, End, History, Run, Start
 from fault_wires import Line, Wires
 
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import read_lines
 
 ENDS = ("leave", "crash", "old")  # the process

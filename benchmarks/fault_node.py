@@ -49,7 +49,7 @@ def note(what: str, **values: object) -> None:
 
 def make_drive(control: Control) -> type:
     """A directory that is synced badly, for as long as it is told to be."""
-    from rl_swarm.network.files import LocalFiles
+    from rl_swarm.storage.files import LocalFiles
 
     class Drive(LocalFiles):
         def __init__(self, root: Path) -> None:
@@ -104,9 +104,9 @@ def make_drive(control: Control) -> type:
 
 def watch_what_it_believes() -> None:
     from rl_swarm.network import folder
-    from rl_swarm.rollouts import Publication
-    from rl_swarm.rounds import State
-    from rl_swarm.wire import canonical
+    from rl_swarm.protocol.rollouts import Publication
+    from rl_swarm.protocol.rounds import State
+    from rl_swarm.protocol.wire import canonical
 
     def content(publication: Publication) -> str:
         import msgspec
@@ -142,7 +142,7 @@ def watch_what_it_believes() -> None:
     folder.FolderExchange._checked = accepted  # type: ignore[method-assign]
     folder.FolderCoordinator.current = viewed(folder.FolderCoordinator.current)  # type: ignore[method-assign]
     try:
-        from rl_swarm.network.p2p.clock import ClockCoordinator
+        from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
     except ImportError:
         return
     ClockCoordinator.current = viewed(ClockCoordinator.current)  # type: ignore[method-assign]

@@ -37,20 +37,20 @@ from typing import Any
 
 from toy import QUESTIONS, Arithmetic, plain_json
 
-from rl_swarm import selection
-from rl_swarm.config import RoundEnd, Settings
+from rl_swarm.config.schema import RoundEnd, Settings
 from rl_swarm.environments.base import Question
 from rl_swarm.environments.tasks import Task
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest, derive, question_seed
 from rl_swarm.network.address import locate
-from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import Files
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
-from rl_swarm.presence import Watch
-from rl_swarm.rollouts import Group, Publication, Sampling, answers
-from rl_swarm.rounds import PeerInfo, Report, State
-from rl_swarm.worker import signs_of_life
+from rl_swarm.network.presence import Watch
+from rl_swarm.network.round_server import Conductor
+from rl_swarm.node import selection
+from rl_swarm.node.worker import signs_of_life
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, derive, question_seed
+from rl_swarm.protocol.rollouts import Group, Publication, Sampling, answers
+from rl_swarm.protocol.rounds import PeerInfo, Report, State
+from rl_swarm.storage.files import Files
 
 NODES, STAGES = 4, 2
 MAX_AGE = 2  # rounds back that a node asks for, out of lock-step
@@ -143,7 +143,7 @@ class CountedFiles:
 
 @dataclass
 class Node:
-    """A node without a model: what `rl_swarm.node` does around it, in the same order."""
+    """A node without a model: what `rl_swarm.node.node` does around it, in the same order."""
 
     name: str
     identity: Identity
@@ -266,7 +266,7 @@ class Scored(Arithmetic):
 
 def quiet_at_the_end() -> None:
     """A sign of life that is just being written when the folder is removed is no news."""
-    logging.getLogger("rl_swarm.worker").setLevel(logging.ERROR)
+    logging.getLogger("rl_swarm.node.worker").setLevel(logging.ERROR)
 
 
 def fail(node: str, reason: str, detail: str) -> None:

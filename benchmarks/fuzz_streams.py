@@ -23,17 +23,18 @@ import msgspec
 from fuzz_messages import AUTHORS, OWNER, SWARM, change_bytes, change_fields, identity_of, seeded, signed
 from fuzz_target import Case, Harm, Target
 
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, STATE, report_folder, report_path
 from rl_swarm.network.p2p import engine as engines
-from rl_swarm.network.p2p import notices, quota, streams
+from rl_swarm.network.p2p import quota, streams
+from rl_swarm.network.p2p import records as notices
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.engine import MOST_REQUEST, STREAM, WHAT_TIME, Engine
-from rl_swarm.network.p2p.notices import MOST_NOTICE, Notice, acceptable, key_of
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.rounds import Member, State
-from rl_swarm.wire import Rejected, seal, unseal
+from rl_swarm.network.p2p.records import MOST_NOTICE, Notice, acceptable, key_of
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import Member, State
+from rl_swarm.protocol.wire import Rejected, seal, unseal
+from rl_swarm.storage.files import LocalFiles
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 REQUEST_SECONDS, TAKE_SECONDS = 1.0, 3.0  # deadlines, shorter than they are, so that more cases are played

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rl_swarm import config, rounds
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.config import schema as config
 from rl_swarm.network.folder import STATE, FolderCoordinator
-from rl_swarm.rounds import Member, PeerInfo, Report, Rules, State
+from rl_swarm.node.worker import found
+from rl_swarm.protocol import rounds
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import Member, PeerInfo, Report, Rules, State
+from rl_swarm.protocol.wire import seal
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import Journal
-from rl_swarm.wire import seal
-from rl_swarm.worker import found
 
 SCORED_EVERY = 100  # rounds between held-out scores
 SECONDS = {"questions": 0.001, "generate": 0.5, "score": 0.02, "publish": 0.001, "collect": 0.25, "train": 0.2, "report": 0.001}  # fmt: skip

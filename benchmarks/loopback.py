@@ -25,16 +25,16 @@ from typing import Any
 from players import Asked, Player, Round, figures, introduction, manifest, player, settings
 from toy import Arithmetic
 
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest
 from rl_swarm.network.p2p import joining
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.table import REPLICAS
-from rl_swarm.node import Stopped
-from rl_swarm.presence import Watch
-from rl_swarm.wire import seal
-from rl_swarm.worker import signs_of_life
+from rl_swarm.network.presence import Watch
+from rl_swarm.node.node import Stopped
+from rl_swarm.node.worker import signs_of_life
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.wire import seal
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own

@@ -1,4 +1,4 @@
-"""Nodes of a peer-to-peer swarm that have no model: `rl_swarm.node.Node` as it is, with a policy that sleeps and then
+"""Nodes of a peer-to-peer swarm that have no model: `rl_swarm.node.node.Node` as it is, with a policy that sleeps and then
 "writes" text made from a seed. They play among real peers and in a simulation, in the same code."""
 
 import random
@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from toy import COMPLETIONS, QUESTIONS, Arithmetic
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Question
 from rl_swarm.environments.tasks import Task
-from rl_swarm.identity import Identity
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
-from rl_swarm.manifest import Manifest
 from rl_swarm.network.folder import FolderExchange
-from rl_swarm.network.p2p.clock import ClockCoordinator
+from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.node import Node
-from rl_swarm.rollouts import Completion, Group, Publication
-from rl_swarm.rounds import PeerInfo, State
-from rl_swarm.selection import Selection
+from rl_swarm.node.node import Node
+from rl_swarm.node.selection import Selection
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Completion, Group, Publication
+from rl_swarm.protocol.rounds import PeerInfo, State
 
 EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
 CPU = torch.device("cpu")

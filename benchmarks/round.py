@@ -60,7 +60,7 @@ def workloads(args: argparse.Namespace, device: torch.device) -> dict[str, Workl
 
 def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozenset[int]]:
     """The model, its tokenizer, questions of its tasks as prompts of the wanted length, and its end tokens."""
-    from rl_swarm.config import Settings
+    from rl_swarm.config.schema import Settings
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning.policy import Policy, load_model
 

@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from rl_swarm.scoring import sandbox
-from rl_swarm.scoring.sandbox import Program, Sandbox, Test, available
+from rl_swarm.scoring.sandbox import sandbox
+from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test, available
 
 TASKS = [
     (

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_swarm.report import RunView
+from rl_swarm.monitor.run_reader import RunView
 
 ARMS = {"4/4 sharing": 4, "4/0 alone": 0}
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from siege_hostile import Pace, Processes, Target
 
-from rl_swarm.network.conductor import parse_history
 from rl_swarm.network.folder import MANIFEST
+from rl_swarm.network.round_server import parse_history
 
 START_SECONDS = 240.0
 STARTING = 3  # hostile processes at a time, beside a swarm that plays

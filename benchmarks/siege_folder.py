@@ -25,10 +25,10 @@ from siege_hostile import (
     unfinished_requests,
 )
 
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import HISTORY, MANIFEST, STATE, report_path, rollouts_path
-from rl_swarm.wire import canonical, digest, seal
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import canonical, digest, seal
+from rl_swarm.storage.files import LocalFiles
 
 CROWD = 30_000  # junk files in one folder
 LOGS = ("training_events.jsonl", "metrics.jsonl")

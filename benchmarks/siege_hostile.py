@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest
-from rl_swarm.network.files import Files
 from rl_swarm.network.folder import STATE, FolderCoordinator, report_path
-from rl_swarm.rounds import PeerInfo, Report, State
-from rl_swarm.wire import seal, sign, unseal
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rounds import PeerInfo, Report, State
+from rl_swarm.protocol.wire import seal, sign, unseal
+from rl_swarm.storage.files import Files
 
 COMMAND = "$(touch ran)"  # leaves a file where a shell runs it
 SIGN_SECONDS = 10.0  # between a hostile member's signs of life
@@ -190,7 +190,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
     import attackers
 
     from rl_swarm import environments
-    from rl_swarm.config import Settings
+    from rl_swarm.config.schema import Settings
 
     settings = Settings(model="tiny", generations=8)
     environment = environments.made(member.manifest)
@@ -225,7 +225,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
 
 def garbage(member: HostileMember, pace: Pace) -> None:
     """Publishes what is no document, or in the name of a command, and reports in time."""
-    from rl_swarm.wire import canonical, digest
+    from rl_swarm.protocol.wire import canonical, digest
 
     for state in member.rounds(pace):
         member.report(state)

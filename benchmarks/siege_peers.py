@@ -24,13 +24,13 @@ from siege_hostile import (
     unfinished_requests,
 )
 
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import report_folder
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, Engine, EngineError
-from rl_swarm.network.p2p.notices import Notice, key_of
-from rl_swarm.wire import seal
+from rl_swarm.network.p2p.records import Notice, key_of
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import seal
+from rl_swarm.storage.files import LocalFiles
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 MEET_SECONDS = 120.0

@@ -20,12 +20,12 @@ from hivemind.utils import MSGPackSerializer
 from players import Asked
 from virtual import World
 
-from rl_swarm.identity import Identity
 from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MOST_MET, Answer
-from rl_swarm.network.p2p.notices import acceptable
 from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.records import acceptable
 from rl_swarm.network.p2p.storage import FairStorage, place_of
 from rl_swarm.network.p2p.table import REPLICAS, Table
+from rl_swarm.protocol.identity import Identity
 
 T = TypeVar("T")
 BUCKET, MODULO, WORKERS = 20, 5, 4  # the defaults of DHTNode

@@ -27,16 +27,17 @@ from simulated import COSTS, Costs, Line, Network, SimulatedEngine
 from toy import Arithmetic
 from virtual import Stop, World
 
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST
-from rl_swarm.network.p2p import documents, members, notices
+from rl_swarm.network.p2p import documents, members
+from rl_swarm.network.p2p import records as notices
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.joining import manifests
-from rl_swarm.network.p2p.notices import KEPT_SECONDS
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.wire import seal, unseal
+from rl_swarm.network.p2p.records import KEPT_SECONDS
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.wire import seal, unseal
+from rl_swarm.storage.files import LocalFiles
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
 JOINING = 0.5  # of a round, in which all join before the first one

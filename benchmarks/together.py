@@ -31,10 +31,10 @@ import torch
 from measure import check_length, choose_device, machine, options, print_table, progress, resident, write_json
 from systems import pad_of
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.swarm import SHARED
-from rl_swarm.worker import SWITCH_SECONDS
+from rl_swarm.node.swarm import SHARED
+from rl_swarm.node.worker import SWITCH_SECONDS
 
 GIBIBYTE = 1 << 30
 
@@ -129,7 +129,7 @@ class Node:
 
 def rounds(nodes: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Seconds and memory of so many nodes."""
-    from rl_swarm.learning.sharing import Sharing, own_stream
+    from rl_swarm.learning.parallel.sharing import Sharing, own_stream
 
     sharing = Sharing(nodes) if nodes > 1 else None
     loaded, pad = load(args)

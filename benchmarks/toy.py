@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from rl_swarm.environments.base import Environment, Question
-from rl_swarm.rollouts import Completion, Publication
+from rl_swarm.protocol.rollouts import Completion, Publication
 
 QUESTIONS, COMPLETIONS = 8, 8
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from loopback import CountedEngine, Traffic
 
-from rl_swarm.identity import Identity
+from rl_swarm.protocol.identity import Identity
 
 REPEATS = 200
 IDLE_SECONDS = 60.0

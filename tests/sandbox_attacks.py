@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_swarm.scoring.sandbox import Program, Sandbox, Test
+from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test
 
 HASTE = 0.1  # seconds of processor time for what never ends
 PATIENCE = 2.0  # and for what ends by itself, on however slow a machine

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
-from rl_swarm import admission, rounds
-from rl_swarm.admission import AdmissionError, Roll
-from rl_swarm.config import Settings
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest, new_manifest
-from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.config.schema import Settings
 from rl_swarm.network.folder import (
     MANIFEST,
     ROLL,
@@ -29,9 +23,15 @@ from rl_swarm.network.folder import (
     read_state,
     report_path,
 )
-from rl_swarm.rollouts import Answer, Publication, Sampling
-from rl_swarm.rounds import Member, PeerInfo, Report, State
-from rl_swarm.wire import Rejected, seal
+from rl_swarm.network.round_server import Conductor
+from rl_swarm.protocol import admission, rounds
+from rl_swarm.protocol.admission import AdmissionError, Roll
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
+from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
+from rl_swarm.protocol.wire import Rejected, seal
+from rl_swarm.storage.files import LocalFiles
 
 OWNER, ANN, BOB, EVE = (Identity.new() for _ in range(4))
 WEEK = 7 * 86400
@@ -456,7 +456,7 @@ def test_a_list_is_numbered_past_the_one_that_the_coordinator_has_seen(tmp_path)
 
 
 def test_strangers_do_not_make_the_state_grow_without_end(tmp_path, monkeypatch):
-    from rl_swarm.network import conductor
+    from rl_swarm.network import round_server as conductor
 
     monkeypatch.setattr(conductor, "MOST_REFUSED", 3)
     swarm = Swarm(tmp_path)

@@ -9,8 +9,8 @@ import pytest
 from processes import QUICK, RL_SWARM, run, start, state, until
 
 import rl_swarm
-from rl_swarm.evaluation import protocol
-from rl_swarm.identity import Identity
+from rl_swarm.node.evaluation import protocol
+from rl_swarm.protocol.identity import Identity
 
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:

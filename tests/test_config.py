@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_swarm.config import (
+from rl_swarm.config.schema import (
     SECRETS,
     TEST_MODE,
     UP_PRESET,
@@ -322,9 +322,9 @@ def test_the_address_of_a_folder_swarm_is_its_experiment_directory():
 def test_the_documented_table_is_the_one_in_the_code():
     text = DOCS.read_text()
     table = text[text.index("| setting |") :]
-    assert table == settings_table(), "replace it by what `python -m rl_swarm.config` prints"
+    assert table == settings_table(), "replace it by what `python -m rl_swarm.config.schema` prints"
     printed = subprocess.run(
-        [sys.executable, "-m", "rl_swarm.config"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "rl_swarm.config.schema"], capture_output=True, text=True, check=True
     )
     assert printed.stdout == settings_table()
 
@@ -350,7 +350,7 @@ def test_what_the_documentation_says_about_test_mode_and_yaml_is_true(tmp_path):
 
 
 def test_settings_can_be_read_without_torch():
-    script = "import sys, rl_swarm.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    script = "import sys, rl_swarm.config.schema; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import until
 
-from rl_swarm.identity import Identity
-from rl_swarm.network import beneath
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.p2p import engine, quota
 from rl_swarm.network.p2p.streams import StreamSlots
-from rl_swarm.network.shared_log import SharedLog
-from rl_swarm.rollouts import Answer, Publication, Sampling
-from rl_swarm.rounds import Ended, Member, PeerInfo, Report, State
-from rl_swarm.wire import Rejected, canonical, digest, seal, unseal
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
+from rl_swarm.protocol.rounds import Ended, Member, PeerInfo, Report, State
+from rl_swarm.protocol.wire import Rejected, canonical, digest, seal, unseal
+from rl_swarm.storage import beneath
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.shared_log import SharedLog
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

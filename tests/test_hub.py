@@ -22,19 +22,20 @@ from markdown_it import MarkdownIt
 from processes import end, run, start, until
 from test_node import make_node
 
-from rl_swarm import __version__, worker
-from rl_swarm.card import Trained, card, shown_settings
-from rl_swarm.config import ConfigError, Settings, load
+from rl_swarm import __version__
+from rl_swarm.config.schema import ConfigError, Settings, load
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.tasks import Task
-from rl_swarm.hub import Push, license_of, outcomes, put_aside
-from rl_swarm.identity import Identity
 from rl_swarm.learning import checkpoints, devices
 from rl_swarm.learning.devices import TINY
 from rl_swarm.learning.policy import Policy
-from rl_swarm.manifest import Manifest, new_manifest
 from rl_swarm.network.local import LocalSwarm
-from rl_swarm.swarm import worker_settings
+from rl_swarm.node import worker
+from rl_swarm.node.hub import Push, license_of, outcomes, put_aside
+from rl_swarm.node.model_card import Trained, card, shown_settings
+from rl_swarm.node.swarm import worker_settings
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, new_manifest
 from rl_swarm.telemetry.journal import EVENTS, Journal
 
 SETTINGS = Settings(
@@ -370,7 +371,9 @@ def test_the_licence_is_the_one_of_the_base_model(hub: HubServer, tmp_path: Path
 
 
 def test_settings_help_and_the_package_do_not_load_the_library() -> None:
-    script = "import sys, rl_swarm, rl_swarm.hub, rl_swarm.cli.app, rl_swarm.cli.running; print(*sys.modules)"
+    script = (
+        "import sys, rl_swarm, rl_swarm.node.hub, rl_swarm.cli.app, rl_swarm.cli.running; print(*sys.modules)"
+    )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert not {"huggingface_hub", "torch"} & set(output.split())
 

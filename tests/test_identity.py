@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import run
 
-from rl_swarm.identity import (
+from rl_swarm.protocol.identity import (
     Identity,
     IdentityError,
     animal_name,
@@ -59,7 +59,7 @@ def test_two_identities_differ(tmp_path):
 
 def test_processes_that_start_together_agree_on_one_key(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from rl_swarm.identity import Identity; "
+        "import sys; from pathlib import Path; from rl_swarm.protocol.identity import Identity; "
         "print('ready', flush=True); sys.stdin.readline(); "
         "print(Identity.load_or_create(Path(sys.argv[1])).peer_id)"
     )

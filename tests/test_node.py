@@ -7,21 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_swarm import rounds
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.identity import Identity
 from rl_swarm.learning.checkpoints import PLACE, Checkpoints, Place
 from rl_swarm.learning.policy import ModelError, Policy
-from rl_swarm.manifest import Manifest, new_manifest
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
-from rl_swarm.node import Node
-from rl_swarm.private import swarm_folder
-from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import MOST_MISSED, PeerInfo
+from rl_swarm.node.node import Node
+from rl_swarm.node.worker import found, join
+from rl_swarm.protocol import rounds
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.protocol.rounds import MOST_MISSED, PeerInfo
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
-from rl_swarm.worker import found, join
 
 SETTINGS = Settings(
     local=3,

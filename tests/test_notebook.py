@@ -20,10 +20,10 @@ from processes import metrics, state, until
 
 from rl_swarm import notebook
 from rl_swarm.cli.experiment import app as experiment_app
-from rl_swarm.identity import Identity, animal_name
 from rl_swarm.notebook.cells import written
 from rl_swarm.notebook.experiments import OPTIONS, flags
 from rl_swarm.notebook.picture import Picture
+from rl_swarm.protocol.identity import Identity, animal_name
 
 ROUNDS = 10
 QUICK = "web=False, held_out_questions=16, held_out_samples=1"

@@ -6,14 +6,14 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from rl_swarm.admission import AdmissionError, invite
-from rl_swarm.config import Settings
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.config.schema import Settings
 from rl_swarm.network.folder import MANIFEST
-from rl_swarm.owners import MOST_REMEMBERED, OwnerError, remember
-from rl_swarm.swarm import worker_settings
-from rl_swarm.worker import found, join
+from rl_swarm.network.owners import MOST_REMEMBERED, OwnerError, remember
+from rl_swarm.node.swarm import worker_settings
+from rl_swarm.node.worker import found, join
+from rl_swarm.protocol.admission import AdmissionError, invite
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.storage.files import LocalFiles
 
 OWNER, MALLORY = Identity.new(), Identity.new()
 

@@ -12,19 +12,20 @@ import time
 import pytest
 from processes import end, run, start, until
 
-from rl_swarm import presence, rounds
-from rl_swarm.identity import Identity
+from rl_swarm.network import presence
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.files import LocalFiles
-from rl_swarm.presence import TwinError, Watch, only_one_here
-from rl_swarm.rounds import PeerInfo, State
-from rl_swarm.wire import seal
-from rl_swarm.worker import check_name
+from rl_swarm.network.presence import TwinError, Watch, only_one_here
+from rl_swarm.node.worker import check_name
+from rl_swarm.protocol import rounds
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import PeerInfo, State
+from rl_swarm.protocol.wire import seal
+from rl_swarm.storage.files import LocalFiles
 
 ME = Identity.new()
 HOLDER = (
-    "import sys; from pathlib import Path; from rl_swarm.identity import Identity\n"
-    "from rl_swarm.presence import only_one_here\n"
+    "import sys; from pathlib import Path; from rl_swarm.protocol.identity import Identity\n"
+    "from rl_swarm.network.presence import only_one_here\n"
     "with only_one_here(Identity.load(Path(sys.argv[1])), 'swarm'):\n"
     "    print('held', flush=True); sys.stdin.read()"
 )

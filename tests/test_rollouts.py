@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rl_swarm.environments.base import Question
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Limits
-from rl_swarm.rollouts import Answer, Completion, Group, Publication, Sampling, answers, unpack
-from rl_swarm.wire import Rejected, seal, sign, unseal
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Limits
+from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling, answers, unpack
+from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
 
 ALICE = Identity.new()
 LIMITS = Limits(questions=3, completions=4, characters=20)

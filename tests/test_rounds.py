@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_swarm.config import Settings
-from rl_swarm.manifest import new_manifest
-from rl_swarm.rounds import (
+from rl_swarm.config.schema import Settings
+from rl_swarm.protocol.manifest import new_manifest
+from rl_swarm.protocol.rounds import (
     LONGEST_WAIT,
     MOST_MISSED,
     REGAINED,

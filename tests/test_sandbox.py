@@ -22,9 +22,10 @@ from sandbox_attacks import ATTACKS, descendants, play
 
 from rl_swarm.cli import doctor
 from rl_swarm.errors import UserError
-from rl_swarm.scoring import lockdown, sandbox
-from rl_swarm.scoring.literals import MAX_TEXT, read, same, write
-from rl_swarm.scoring.sandbox import MAX_REQUEST, Program, Sandbox, Test, available
+from rl_swarm.scoring import lockdown
+from rl_swarm.scoring.sandbox import sandbox
+from rl_swarm.scoring.sandbox.literals import MAX_TEXT, read, same, write
+from rl_swarm.scoring.sandbox.sandbox import MAX_REQUEST, Program, Sandbox, Test, available
 
 OFFERED = {offer.isolation: offer for offer in available()}
 ORDINARY = 12345  # a user that is nobody here
@@ -419,7 +420,7 @@ def test_programs_whose_turn_does_not_come_are_not_judged(best):
 def test_nothing_is_left_when_a_sandbox_is_closed_or_its_owner_dies(tmp_path):
     script = (
         "import os, sys\n"
-        "from rl_swarm.scoring.sandbox import *\n"
+        "from rl_swarm.scoring.sandbox.sandbox import *\n"
         "box = Sandbox(workers=1)\n"
         "box.judge([Program('x = 1', (Test('x', '1'),))])\n"
         "print('ready', flush=True)\n"

@@ -14,8 +14,8 @@ from hostile_answers import ALL, CODE, answers
 
 from rl_swarm.environments.base import Question
 from rl_swarm.environments.tasks import Task
-from rl_swarm.scoring.harmless import DIFFERENT, SCORERS
 from rl_swarm.scoring.process import ScoringProcess
+from rl_swarm.scoring.safe_scorers import DIFFERENT, SCORERS
 
 EVALUATING = sorted(set(DIFFERENT) - {*SCORERS, "codeio"})
 SLOWEST = {

@@ -24,19 +24,19 @@ from processes import QUICK, RL_SWARM, end, run, start, state, status, until
 from safetensors.torch import load_file, save_file
 
 import rl_swarm
-from rl_swarm import run_settings
 from rl_swarm.cli.running import _has_worked
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import Member, Swarm
-from rl_swarm.identity import Identity
 from rl_swarm.network.address import locate
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest, rollouts_path
 from rl_swarm.network.remote import RemoteFiles
-from rl_swarm.wire import canonical, digest, seal
-from rl_swarm.worker import found, opened
+from rl_swarm.node import run_settings
+from rl_swarm.node.worker import found, opened
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import canonical, digest, seal
+from rl_swarm.storage.files import LocalFiles
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local=2", "--set", "generations=4"]

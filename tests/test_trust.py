@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rl_swarm.trust import MOST_KEPT, Standing, in_turn, most_of_one, surprise
+from rl_swarm.node.reputation import MOST_KEPT, Standing, in_turn, most_of_one, surprise
 
 
 def share_asked(standing, peer_id, round, tries=2000):

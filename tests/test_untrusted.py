@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_swarm.protocol.untrusted import MAX_QUOTED, json_line, plain, printable, quoted
+from rl_swarm.protocol.wire import Rejected
 from rl_swarm.telemetry.journal import EVENTS, Journal
-from rl_swarm.untrusted import MAX_QUOTED, json_line, plain, printable, quoted
-from rl_swarm.wire import Rejected
 
 NASTY = "$(touch ran) `touch ran` \x1b]0;x\x07 \x9b2J \u202e\u2066 ; touch ran & | > x"
 
@@ -58,7 +58,7 @@ def test_a_log_that_a_shell_reads_runs_nothing(tmp_path: Path) -> None:
 
 def test_the_log_of_a_process_escapes_what_a_terminal_would_obey(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import logging; from rl_swarm.config import Settings\n"
+        "import sys; from pathlib import Path; import logging; from rl_swarm.config.schema import Settings\n"
         "from rl_swarm.telemetry.logs import start_logging\n"
         "start_logging(Settings(private_path='p'), Path('run'), 'me', terminal=True)\n"
         "logging.getLogger('rl_swarm.x').warning('said: %s', sys.argv[1])\n"

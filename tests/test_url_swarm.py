@@ -6,9 +6,9 @@ from pathlib import Path
 from processes import end, run, start
 from stores import BUCKET, S3
 
+from rl_swarm.monitor.run_reader import RunView
+from rl_swarm.monitor.validate import validate
 from rl_swarm.network.address import locate
-from rl_swarm.report import RunView
-from rl_swarm.validate import validate
 
 
 def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None:

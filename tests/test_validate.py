@@ -10,12 +10,12 @@ import pytest
 from processes import QUICK, run
 
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.identity import Identity
-from rl_swarm.report import RunView
-from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import Report
-from rl_swarm.validate import rescore, validate
-from rl_swarm.wire import decode, seal, unseal
+from rl_swarm.monitor.run_reader import RunView
+from rl_swarm.monitor.validate import rescore, validate
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.protocol.rounds import Report
+from rl_swarm.protocol.wire import decode, seal, unseal
 
 ROUNDS, NODES = 4, 2
 

@@ -9,7 +9,7 @@ import pytest
 from processes import end, family, run, start, until
 
 from rl_swarm.cli.warmup import warmup
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.held_out import is_held_out
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.tasks import PRESETS, Task

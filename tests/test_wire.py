@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_swarm.identity import Identity
-from rl_swarm.wire import (
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_EXPONENTS,
@@ -456,7 +456,7 @@ MEET_NEW_TYPES = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import msgspec
-from rl_swarm.wire import typed
+from rl_swarm.protocol.wire import typed
 
 sys.setswitchinterval(1e-6)
 start = threading.Barrier(8)

@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import pytest
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
-from rl_swarm.evaluation import evaluate
 from rl_swarm.learning.devices import BUNDLED, CATALOGUE
 from rl_swarm.learning.models.make_coder import STYLES, imitate, judge, make_sheets, make_texts
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.sizes import Shape
+from rl_swarm.node.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_swarm import selection
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Cue, Question, Statement, TaskError
 from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
@@ -20,8 +19,9 @@ from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.environments.tasks import Task
 from rl_swarm.experiment.lockstep import Shared
-from rl_swarm.manifest import new_manifest
-from rl_swarm.rollouts import Completion
+from rl_swarm.node import selection
+from rl_swarm.protocol.manifest import new_manifest
+from rl_swarm.protocol.rollouts import Completion
 
 SLOW = "def solve(*given):\n    slow = {} + 1 + 2 + 3\n    return slow"
 HOSTILE = {

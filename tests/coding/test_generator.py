@@ -9,9 +9,9 @@ import pytest
 
 from rl_swarm.environments.coding.generator import HIDDEN, SHOWN, make
 from rl_swarm.environments.coding.grammar import Draw
+from rl_swarm.environments.coding.mutations import slips
 from rl_swarm.environments.coding.task import LEVELS
-from rl_swarm.environments.coding.wrong import slips
-from rl_swarm.scoring.sandbox import Program, Sandbox
+from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox
 
 # Of the tasks below, whatever the machine, the version of Python and its hash seed.
 DIGEST = "336d3f837696b83de89c9630a610ff3429af6d4d853f0abee78846596c653d87"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import LATE, as_json, check, read
 from rl_swarm.environments.coding.task import LEVELS
-from rl_swarm.scoring.sandbox import Program, Sandbox
+from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox
 
 GOOD = {
     "question": "Write a function twice(n) that doubles a number.",

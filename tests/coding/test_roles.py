@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from processes import QUICK, run, status
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Cue, Question, Statement
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
@@ -16,7 +16,7 @@ from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.roles import MOST_KEPT, MOST_REMEMBERED, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS
 from rl_swarm.learning.checkpoints import PLACE_BYTES
-from rl_swarm.wire import decode
+from rl_swarm.protocol.wire import decode
 
 
 @pytest.fixture(scope="module")

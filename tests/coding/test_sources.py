@@ -19,7 +19,7 @@ from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.environments.coding.sources import LONGEST_TEST, MOST_BYTES, choose, load, read_assert
 from rl_swarm.environments.tasks import Task
-from rl_swarm.scoring.sandbox import Test
+from rl_swarm.scoring.sandbox.sandbox import Test
 
 MBPP = [
     {

@@ -12,22 +12,22 @@ from processes import QUICK, run, status
 from rich.console import Console
 
 from rl_swarm.cli.drawing import Drawing
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Cue, Question, Statement, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
 from rl_swarm.environments.tasks import Task
 from rl_swarm.experiment.lockstep import Member, Swarm
-from rl_swarm.identity import Identity
 from rl_swarm.learning.policy import Policy
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.local import LocalExchange
-from rl_swarm.node import Node
-from rl_swarm.report import RunView
-from rl_swarm.rollouts import Publication
+from rl_swarm.node.node import Node
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
-from rl_swarm.web import telling
-from rl_swarm.web.following import Follower
-from rl_swarm.web.texts import Texts, Wanted
 
 SETTINGS = Settings(
     environment="debate", local=2, external=2, generations=4, rounds=2, round_end="lockstep",

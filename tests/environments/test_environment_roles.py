@@ -6,18 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_swarm.config import ConfigError, Settings
+from rl_swarm.config.schema import ConfigError, Settings
 from rl_swarm.environments.base import Environment, Question, Role
-from rl_swarm.identity import Identity
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
-from rl_swarm.manifest import new_manifest
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
-from rl_swarm.node import Node
-from rl_swarm.rounds import PeerInfo
+from rl_swarm.node.node import Node
+from rl_swarm.node.worker import _restored, found, join
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import new_manifest
+from rl_swarm.protocol.rounds import PeerInfo
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, Journal
-from rl_swarm.worker import _restored, found, join
 
 SETTINGS = Settings(local=2, external=4, generations=4, rounds=2, round_end="everyone", device="cpu")
 WRITE, JUDGE = range(2)

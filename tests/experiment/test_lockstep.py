@@ -11,15 +11,15 @@ from processes import QUICK, metrics, run
 sys.path.insert(0, str(Path(__file__).parents[1] / "learning"))
 from small_models import save_small
 
-from rl_swarm.config import UP_PRESET, Settings
+from rl_swarm.config.schema import UP_PRESET, Settings
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import Member, OneByOne, Swarm, rewind
 from rl_swarm.experiment.run import is_finished, play
 from rl_swarm.experiment.together import Together
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest
-from rl_swarm.network.shared_log import SharedLog
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.shared_log import SharedLog
 
 SMALL = {
     "held_out_questions": 10,

@@ -9,7 +9,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.experiment import measures, report, text
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.measures import HeldOutLine, NodeLog, compared, measured
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.storage.files import LocalFiles
 
 
 def held(round: int, sampled: float, **tasks: float) -> HeldOutLine:

@@ -6,15 +6,15 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rl_swarm import config
-from rl_swarm.config import Settings
+from rl_swarm.config import schema as config
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Environment, Question
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
-from rl_swarm.manifest import new_manifest, question_seed, task_of
-from rl_swarm.rollouts import Answer, Completion, Group, Publication, Sampling
-from rl_swarm.selection import Checks, Found, select
-from rl_swarm.strategies import STRATEGIES, StrategyError, named, weighed
+from rl_swarm.node.selection import Checks, Found, select
+from rl_swarm.node.strategies import STRATEGIES, StrategyError, named, weighed
+from rl_swarm.protocol.manifest import new_manifest, question_seed, task_of
+from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling
 
 MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 
@@ -135,7 +135,7 @@ def test_a_strategy_brings_its_settings_unless_the_user_gives_others():
 
 def test_own_strategies_are_named_by_module_and_class(tmp_path, monkeypatch):
     (tmp_path / "ideas.py").write_text(
-        "from rl_swarm.strategies import Sapo, weighed\n"
+        "from rl_swarm.node.strategies import Sapo, weighed\n"
         "class Unsure(Sapo):\n"
         "    def choose(self, found, wanted, rng):\n"
         "        best = sorted(found, key=lambda one: abs(one.group.mean_reward - 0.5))\n"

@@ -32,15 +32,17 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
     "triton was imported before tests/learning/conftest.py could ask for its interpreter"
 )
 
-from rl_swarm.config import Settings
-from rl_swarm.learning import decoder, logprobs, lora, meeting
+from rl_swarm.config.schema import Settings
+from rl_swarm.learning import decoder, logprobs, lora
 from rl_swarm.learning.batches import Batch, TrainingGroup
-from rl_swarm.learning.cuda import attention, engine, recorder
+from rl_swarm.learning.cuda import attention, engine
+from rl_swarm.learning.cuda import graphs as recorder
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.decoding import transpose
 from rl_swarm.learning.cuda.engine import Engine, Request, size_for
-from rl_swarm.learning.cuda.recorder import Recorder
+from rl_swarm.learning.cuda.graphs import Recorder
 from rl_swarm.learning.decoder import Decoder
+from rl_swarm.learning.parallel import batcher as meeting
 from rl_swarm.learning.sampler import Decoding, Sample, truncated
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights

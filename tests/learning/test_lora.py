@@ -26,7 +26,7 @@ from small_models import (
 from test_checkpoints import newest, place, resumed, save, teach
 from transformers import AutoModelForCausalLM
 
-from rl_swarm.config import ConfigError, Settings
+from rl_swarm.config.schema import ConfigError, Settings
 from rl_swarm.learning import lora
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.checkpoints import CheckpointError

@@ -10,7 +10,7 @@ import torch
 from small_models import FAST, KINDS, small_model
 from transformers import AutoConfig
 
-from rl_swarm.config import ConfigError, Layer, Settings, resolve
+from rl_swarm.config.schema import ConfigError, Layer, Settings, resolve
 from rl_swarm.learning import devices, memory
 from rl_swarm.learning.devices import CATALOGUE, TINY
 from rl_swarm.learning.memory import GIB, available, cgroups, desk, keeping, plan, sampling, sharing, training
@@ -178,7 +178,7 @@ def test_limits_of_control_groups_are_found(tmp_path: Path):
 COMMON = """
 import random, torch
 torch.set_num_threads(1)
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.policy import Policy
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_swarm.learning import precision
+from rl_swarm.learning.cpu import precision
 
 CHOOSE = "from rl_swarm.learning import precision; print(precision.chosen(256))"
 

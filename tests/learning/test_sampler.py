@@ -14,7 +14,7 @@ from small_models import (
     small_model,
 )
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import CROWDED, Decoding, draw, sample, truncated

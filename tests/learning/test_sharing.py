@@ -12,16 +12,17 @@ import torch
 from processes import QUICK, family, metrics, run, start, state, until
 from small_models import PAD, small_model
 
-from rl_swarm import worker
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.learning import meeting, memory
+from rl_swarm.learning import memory
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.meeting import Meeting
 from rl_swarm.learning.memory import COMMON_CARD, DESKS, GIB, plan
-from rl_swarm.learning.sharing import Sharing
+from rl_swarm.learning.parallel import batcher as meeting
+from rl_swarm.learning.parallel.batcher import Meeting
+from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.node import worker
 
 SMOLLM2 = Shape(30, 576, 1536, 9, 3, 64, 49152)
 GPT2 = Shape(12, 768, 3072, 12, 12, 64, 50257, gated=False)

@@ -10,7 +10,7 @@ import transformers
 from recurrent_models import RECURRENT, recurrent_model
 from small_models import FAST, KINDS, PAD, plain_logprobs, small_model, small_tokenizer
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Question
 from rl_swarm.learning import lora, support, verification
 from rl_swarm.learning.batches import TrainingGroup
@@ -19,7 +19,7 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
-from rl_swarm.rollouts import Group
+from rl_swarm.protocol.rollouts import Group
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12]]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -100,7 +100,9 @@ def test_every_field_of_a_known_class_is_read_or_irrelevant_or_must_stay_as_it_i
         value = getattr(config, name)
         vars(changed)[name] = not value if isinstance(value, bool) else (value or 0) + 1
         assert support.obstacle(changed).startswith(f"{name}=")
-    vars(config)["base_model_tp_plan"] = {"embed_tokens": "rowwise"}  # transformers 5.17 notes it while it loads a model
+    vars(config)["base_model_tp_plan"] = {
+        "embed_tokens": "rowwise"
+    }  # transformers 5.17 notes it while it loads a model
     assert support.obstacle(config) is None
     vars(config)["new_in_a_later_version"] = None  # not set
     assert support.obstacle(config) is None

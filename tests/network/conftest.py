@@ -1,7 +1,8 @@
 import pytest
 from swarms import NETWORKS, close_engines
 
-from rl_swarm.network import conductor, folder
+from rl_swarm.network import folder
+from rl_swarm.network import round_server as conductor
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.storage.files import LocalFiles
 
 MOMENT = 0.05  # seconds that a fault lasts
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from swarms import LOOPBACK, AmongPeers, engine_of, introduction, report
 
-from rl_swarm.identity import Identity
 from rl_swarm.network.p2p.engine import STREAM, Engine
-from rl_swarm.network.p2p.notices import Notice, key_of
+from rl_swarm.network.p2p.records import Notice, key_of
 from rl_swarm.network.p2p.storage import NoStorage
-from rl_swarm.wire import seal
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import seal
 
 FILLING = "x" * 3072  # makes a notice as large as one may be
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from flaky import FAULTS, Drive
 from stores import BUCKET
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.tasks import Task
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import locate
 from rl_swarm.network.base import Coordinator, Exchange
-from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.rollouts import Answer, Publication, Sampling
-from rl_swarm.rounds import PeerInfo, Report
+from rl_swarm.network.round_server import Conductor
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
+from rl_swarm.protocol.rounds import PeerInfo, Report
+from rl_swarm.storage.files import Files, LocalFiles
 
 POLL = 0.02
 FOR_EVER = 3600.0  # longer than a test may take

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 from swarms import OWNER, AmongPeers, Background, identity_of, introduction, publication
 
-from rl_swarm.admission import Roll
 from rl_swarm.network.folder import ROLL
-from rl_swarm.network.p2p.clock import ClockCoordinator
-from rl_swarm.wire import seal
+from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
+from rl_swarm.protocol.admission import Roll
+from rl_swarm.protocol.wire import seal
 
 INTERVAL = 10.0
 

@@ -26,15 +26,11 @@ from swarms import (
     report,
 )
 
-from rl_swarm.config import Settings
-from rl_swarm.identity import Identity
-from rl_swarm.network import conductor as conducting
-from rl_swarm.network import conductor as conductor_module
-from rl_swarm.network import files as files_module
+from rl_swarm.config.schema import Settings
 from rl_swarm.network import folder
+from rl_swarm.network import round_server as conducting
+from rl_swarm.network import round_server as conductor_module
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.conductor import Conductor, read_history
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import (
     HISTORY,
     STATE,
@@ -46,8 +42,12 @@ from rl_swarm.network.folder import (
     report_path,
     rollouts_path,
 )
-from rl_swarm.rounds import Ended, Report
-from rl_swarm.wire import seal, unseal, unseal_named
+from rl_swarm.network.round_server import Conductor, read_history
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import Ended, Report
+from rl_swarm.protocol.wire import seal, unseal, unseal_named
+from rl_swarm.storage import files as files_module
+from rl_swarm.storage.files import LocalFiles
 
 CALLS = ("read", "write", "append", "names", "remove", "move")
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from swarms import FOR_EVER, Background, InMemory, eventually, publication
 
 from rl_swarm.network.local import KEPT_ROUNDS
-from rl_swarm.rollouts import Answer
+from rl_swarm.protocol.rollouts import Answer
 
 PATIENCE = 120.0  # far more than any network here needs, on however busy a machine
 

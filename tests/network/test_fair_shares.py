@@ -8,11 +8,10 @@ import pytest
 from processes import until
 from swarms import OWNER, AmongPeers, engine_of, identity_of, introduction, peer_id, report
 
-from rl_swarm.identity import Identity, verify
 from rl_swarm.network.folder import report_folder, report_path
 from rl_swarm.network.p2p import documents, quota
-from rl_swarm.network.p2p.notices import KEPT_SECONDS, LATEST, REPORT_SECONDS, Notice, key_of
 from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.records import KEPT_SECONDS, LATEST, REPORT_SECONDS, Notice, key_of
 from rl_swarm.network.p2p.storage import FairStorage, place_of
 from rl_swarm.network.p2p.streams import (
     MAX_ANSWERS,
@@ -22,7 +21,8 @@ from rl_swarm.network.p2p.streams import (
     Stream,
     StreamSlots,
 )
-from rl_swarm.wire import seal
+from rl_swarm.protocol.identity import Identity, verify
+from rl_swarm.protocol.wire import seal
 
 
 class Keeper:

@@ -26,11 +26,8 @@ from swarms import (
     report,
 )
 
-from rl_swarm.config import Settings
-from rl_swarm.network import beneath
+from rl_swarm.config.schema import Settings
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import (
     MANIFEST,
     STATE,
@@ -41,8 +38,11 @@ from rl_swarm.network.folder import (
     report_path,
     rollouts_path,
 )
-from rl_swarm.rounds import State
-from rl_swarm.wire import canonical, digest, seal, sign
+from rl_swarm.network.round_server import Conductor
+from rl_swarm.protocol.rounds import State
+from rl_swarm.protocol.wire import canonical, digest, seal, sign
+from rl_swarm.storage import beneath
+from rl_swarm.storage.files import LocalFiles
 
 ROUND, STAGE = 1, 0
 HERE = make_manifest()

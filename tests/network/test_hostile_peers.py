@@ -11,17 +11,17 @@ from hostile_peers import IdleStreams, Swarm, attacker, fill
 from processes import until
 from swarms import LOOPBACK, OWNER, AmongPeers, engine_of, identity_of, make_manifest, peer_id
 
-from rl_swarm.config import Settings
-from rl_swarm.identity import Identity
+from rl_swarm.config.schema import Settings
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, report_folder
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, Engine
 from rl_swarm.network.p2p.joining import await_manifest
-from rl_swarm.network.p2p.notices import Notice, key_of
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.wire import seal
+from rl_swarm.network.p2p.records import Notice, key_of
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import seal
+from rl_swarm.storage.files import LocalFiles
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from hostile_peers import Swarm, attacker
 from processes import until
 from swarms import LOOPBACK, engine_of, peer_id
 
-from rl_swarm.identity import Identity
 from rl_swarm.network.folder import report_folder
 from rl_swarm.network.p2p.engine import WHAT_TIME, Engine
-from rl_swarm.network.p2p.notices import Notice, acceptable, key_of
+from rl_swarm.network.p2p.records import Notice, acceptable, key_of
 from rl_swarm.network.p2p.reliability import PAID_RATE, WORST_DEBT, Reliability
 from rl_swarm.network.p2p.requests import (
     MAX_REFUSED,
@@ -30,11 +29,12 @@ from rl_swarm.network.p2p.requests import (
 )
 from rl_swarm.network.p2p.storage import StrictSerializer, place_of
 from rl_swarm.network.p2p.table import Table
-from rl_swarm.wire import seal
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import seal
 
 VICTIM = """
 import sys
-from rl_swarm.identity import Identity
+from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.network.p2p.quota import DhtQuota
 engine = Engine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], quota=DhtQuota(), relay=False, map_ports=False).start()
@@ -503,7 +503,7 @@ def test_the_signature_of_a_record_that_was_read_before_is_not_checked_again(mon
     value = seal(Notice(swarm="s", path="peers/a.json", sha256="", size=1, timestamp=now), who)
     key, subkey = key_of("s", "peers"), f"{who.peer_id}/a.json"
     assert acceptable(key, subkey, value, now) is not None
-    monkeypatch.setattr("rl_swarm.network.p2p.notices.unseal", None)
+    monkeypatch.setattr("rl_swarm.network.p2p.records.unseal", None)
     assert acceptable(key, subkey, value, now) is not None
     assert (
         acceptable(key, subkey, value, now + 10_000) is None and acceptable(key, "other", value, now) is None

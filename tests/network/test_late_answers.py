@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from rl_swarm.network.p2p import late
-from rl_swarm.network.p2p.late import LateAnswers
+from rl_swarm.network.p2p import late_answers as late
+from rl_swarm.network.p2p.late_answers import LateAnswers
 
 SOON = 120  # seconds, on any machine
 

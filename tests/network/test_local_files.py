@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_swarm.network import beneath
-from rl_swarm.network.files import Changed, LocalFiles
-from rl_swarm.network.shared_log import REPAIR_SECONDS, SharedLog
+from rl_swarm.storage import beneath
+from rl_swarm.storage.files import Changed, LocalFiles
+from rl_swarm.storage.shared_log import REPAIR_SECONDS, SharedLog
 
 NOBODY = 65534
 

@@ -16,15 +16,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 from swarms import make_manifest
 
-from rl_swarm import admission
-from rl_swarm.identity import Identity
-from rl_swarm.network.p2p import documents, members, notices
-from rl_swarm.network.p2p.clock import FEW, ClockCoordinator
+from rl_swarm.network.p2p import documents, members
+from rl_swarm.network.p2p import records as notices
+from rl_swarm.network.p2p.clock_rounds import FEW, ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.members import COMPANY, FULLEST, MOST_OF_A_LOOK, SELDOM
-from rl_swarm.network.p2p.notices import DEEPEST, KEPT_SECONDS, key_of, parts_of
-from rl_swarm.rounds import PeerInfo
-from rl_swarm.wire import seal, unseal
+from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, key_of, parts_of
+from rl_swarm.protocol import admission
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import PeerInfo
+from rl_swarm.protocol.wire import seal, unseal
 
 TIMEOUT, INTERVAL = 120.0, 60.0
 

@@ -22,15 +22,15 @@ from swarms import (
 )
 
 from rl_swarm.cli.live import snapshot
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.monitor.run_reader import looked_at
+from rl_swarm.monitor.validate import validate
 from rl_swarm.network.folder import MANIFEST, STATE, FolderExchange, report_path, rollouts_path
-from rl_swarm.network.p2p.clock import ClockCoordinator
+from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.onlooking import KEPT_ROUNDS, Onlooker
-from rl_swarm.report import looked_at
-from rl_swarm.rounds import State, seen
-from rl_swarm.validate import validate
-from rl_swarm.wire import seal
+from rl_swarm.network.p2p.observer import KEPT_ROUNDS, Onlooker
+from rl_swarm.protocol.rounds import State, seen
+from rl_swarm.protocol.wire import seal
+from rl_swarm.storage.files import LocalFiles
 
 
 @pytest.fixture(autouse=True)

@@ -26,11 +26,11 @@ from swarms import (
     publication,
 )
 
-from rl_swarm.identity import Identity
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
 from rl_swarm.network.p2p.joining import among_peers
-from rl_swarm.network.p2p.notices import (
+from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.records import (
     KEPT_SECONDS,
     MOST_NOTICE,
     Notice,
@@ -38,8 +38,8 @@ from rl_swarm.network.p2p.notices import (
     neighbourhood,
     parts_of,
 )
-from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.wire import seal, sign
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import seal, sign
 
 ALONE = {"listen": LOOPBACK, "relay": False, "map_ports": False}
 
@@ -67,7 +67,7 @@ def exists(process: int) -> bool:
 
 NODE = """
 import sys, time
-from rl_swarm.identity import Identity
+from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import Engine
 engine = Engine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], relay=False, map_ports=False).start()
 print(engine.folder, flush=True)

@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 from swarms import OWNER, POLL, identity_of, introduction, make_manifest, peer_id, publication, report
 
-from rl_swarm.config import Settings
-from rl_swarm.network.conductor import Conductor
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.config.schema import Settings
+from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.folder import (
     HISTORY,
     MANIFEST,
@@ -22,10 +21,11 @@ from rl_swarm.network.folder import (
     report_path,
     rollouts_path,
 )
-from rl_swarm.report import RunView
-from rl_swarm.rounds import Ended, Member, Report, State
+from rl_swarm.network.round_server import Conductor
+from rl_swarm.protocol.rounds import Ended, Member, Report, State
+from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import read_lines
-from rl_swarm.wire import Rejected, seal, sign, unseal
 
 HERE, ELSEWHERE = make_manifest(stages=2), make_manifest(stages=2, name="elsewhere")
 

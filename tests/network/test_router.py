@@ -29,7 +29,7 @@ table ip guard {
 PEER = """
 import json, sys, time
 from pathlib import Path
-from rl_swarm.identity import Identity
+from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import Engine
 name, listen, known, wanted, reachable = sys.argv[1:]
 engine = Engine(

@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 from swarms import POLL, identity_of, introduction, make_manifest, publication
 
-from rl_swarm.manifest import Limits
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange, rollouts_path
-from rl_swarm.rollouts import Answer, unpack
-from rl_swarm.wire import SealError
+from rl_swarm.protocol.manifest import Limits
+from rl_swarm.protocol.rollouts import Answer, unpack
+from rl_swarm.protocol.wire import SealError
+from rl_swarm.storage.files import LocalFiles
 
 TIGHT = make_manifest(limits=Limits(file_bytes=20_000, questions=6, completions=3, characters=4000))
 

@@ -9,17 +9,18 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rl_swarm import config, rounds
+from rl_swarm.config import schema as config
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest, question_seed
-from rl_swarm.network.files import Files, LocalFiles
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
-from rl_swarm.rollouts import Answer, Publication, Sampling
-from rl_swarm.rounds import PeerInfo, Report, Rules, State
+from rl_swarm.node.worker import found
+from rl_swarm.protocol import rounds
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, question_seed
+from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
+from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, State
+from rl_swarm.protocol.wire import seal
+from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import Journal
-from rl_swarm.wire import seal
-from rl_swarm.worker import found
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\n=1+1"
 

@@ -24,18 +24,18 @@ from small_runs import HOSTILE, SmallRun
 from starlette.testclient import TestClient
 
 from rl_swarm.cli import dashboard
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.identity import animal_name
-from rl_swarm.report import RunView
-from rl_swarm.rounds import PeerInfo
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.run_reader import RunView
+from rl_swarm.protocol.identity import animal_name
+from rl_swarm.protocol.rounds import PeerInfo
+from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import server, tables
 from rl_swarm.web.api import create_app
-from rl_swarm.web.following import Follower
-from rl_swarm.web.kept import Kept
+from rl_swarm.web.response_cache import Kept
 from rl_swarm.web.stream import AT_A_TIME, Stream
-from rl_swarm.wire import Rejected, seal, sign, unseal
 
 LOCAL = "http://localhost"
 
@@ -481,7 +481,7 @@ def test_runs_are_found_by_any_name_that_a_folder_can_have(tmp_path: Path) -> No
 
 def test_the_page_and_a_notebook_show_a_folder_that_others_have_filled_with_anything(tmp_path: Path) -> None:
     """Pipes, links, sockets and odd names, in place of logs, states, runs and beside them: nothing is waited for."""
-    from rl_swarm.notebook.looking import look
+    from rl_swarm.notebook.swarm_view import look
 
     played = SmallRun(tmp_path / "runs" / "run", nodes=2, total=4)
     played.play()

@@ -18,8 +18,8 @@ from test_page import pytestmark as needs_chromium
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import rewind
-from rl_swarm.experiment.standing import Standing, followed
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.experiment.progress import Standing, followed
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web.experiment import create_experiment_app
 

@@ -8,17 +8,18 @@ import pytest
 from msgspec.structs import replace as changed
 from small_runs import HOSTILE, SmallRun
 
-from rl_swarm import report, run_settings
-from rl_swarm.config import Settings
-from rl_swarm.identity import Identity
+from rl_swarm.config.schema import Settings
+from rl_swarm.monitor import run_reader as report
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.node_history import KEPT_LINES
+from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.run_reader import LONGEST_LINE, NodeView, RunView
+from rl_swarm.monitor.runs import Runs
+from rl_swarm.monitor.series import Curves, all_of, stride_for
 from rl_swarm.network.address import locate
-from rl_swarm.report import LONGEST_LINE, NodeView, RunView
-from rl_swarm.web import telling
-from rl_swarm.web.curves import Curves, all_of, stride_for
-from rl_swarm.web.following import Follower
-from rl_swarm.web.runs import Runs
-from rl_swarm.web.texts import Texts, Wanted
-from rl_swarm.web.tracks import KEPT_LINES
+from rl_swarm.node import run_settings
+from rl_swarm.protocol.identity import Identity
 
 GOOD = b'"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
 NOBODY = 2**31 - 1  # a process id that no system hands out

@@ -22,12 +22,12 @@ from playwright.sync_api import Browser, expect
 from processes import end, start, state, until
 from small_runs import HOSTILE, SmallRun
 
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.rollouts import Publication
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.protocol.wire import seal, unseal
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
-from rl_swarm.wire import seal, unseal
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on this machine"

@@ -21,17 +21,17 @@ from rich.cells import cell_len
 from rich.console import Console
 from small_runs import SmallRun
 
-from rl_swarm.cli import standing
+from rl_swarm.cli import experiment_progress as standing
 from rl_swarm.cli.drawing import Drawing, clock, curve, packed, plain
 from rl_swarm.cli.running import list_runs
 from rl_swarm.cli.summary import print_summary
-from rl_swarm.experiment.standing import ArmStands, Stands
-from rl_swarm.identity import Identity, animal_name
-from rl_swarm.report import RunView
+from rl_swarm.experiment.progress import ArmStands, Stands
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.records import Event
+from rl_swarm.monitor.run_reader import RunView
+from rl_swarm.protocol.identity import Identity, animal_name
+from rl_swarm.protocol.wire import seal
 from rl_swarm.telemetry.journal import METRICS
-from rl_swarm.web import telling
-from rl_swarm.web.records import Event
-from rl_swarm.wire import seal
 
 NOBODY = 2**31 - 1  # a process id that no system hands out
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b2J[red]markup[/] \u202ereversed\u202c\r\n"

@@ -7,19 +7,19 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from rl_swarm import admission
-from rl_swarm.admission import is_invitation
 from rl_swarm.cli import program
 from rl_swarm.errors import UserError
-from rl_swarm.identity import Identity, animal_name, is_peer_id
-from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import locate
-from rl_swarm.network.files import Files, Refused
 from rl_swarm.network.folder import change_roll, read_manifest, read_roll, read_state
 from rl_swarm.plural import counted
-from rl_swarm.rounds import State
-from rl_swarm.untrusted import printable
-from rl_swarm.wire import Rejected
+from rl_swarm.protocol import admission
+from rl_swarm.protocol.admission import is_invitation
+from rl_swarm.protocol.identity import Identity, animal_name, is_peer_id
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rounds import State
+from rl_swarm.protocol.untrusted import printable
+from rl_swarm.protocol.wire import Rejected
+from rl_swarm.storage.files import Files, Refused
 
 DAY = 86400.0
 T = TypeVar("T")

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from rl_swarm import __version__, config, environments
+from rl_swarm import __version__, environments
 from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
-from rl_swarm.config import Resolved
+from rl_swarm.config import schema as config
+from rl_swarm.config.schema import Resolved
 from rl_swarm.errors import UserError
 from rl_swarm.plural import counted
-from rl_swarm.untrusted import printable
+from rl_swarm.protocol.untrusted import printable
 
 app = typer.Typer(
     help="Train language models together: every node learns by reinforcement and shares its rollouts.",
@@ -134,8 +135,8 @@ def up(
     dry_run: DryRun = False,
 ) -> None:
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
-    from rl_swarm import run_settings
     from rl_swarm.cli import running
+    from rl_swarm.node import run_settings
 
     if run is not None and resume is not None:
         raise UserError(
@@ -321,10 +322,10 @@ def status(
 
     from rl_swarm.cli.live import snapshot
     from rl_swarm.experiment.arms import is_experiment
-    from rl_swarm.report import looked_at
+    from rl_swarm.monitor.run_reader import looked_at
 
     if is_experiment(address):
-        from rl_swarm.cli.standing import snapshot as experiment
+        from rl_swarm.cli.experiment_progress import snapshot as experiment
 
         return experiment(Path(address), as_json)
     with looked_at(address) as view:
@@ -380,9 +381,9 @@ def validate(
     from rl_swarm import environments
     from rl_swarm.experiment.arms import FILE as ARM
     from rl_swarm.experiment.arms import is_experiment
-    from rl_swarm.report import RunView
-    from rl_swarm.validate import rescore
-    from rl_swarm.validate import validate as check
+    from rl_swarm.monitor.run_reader import RunView
+    from rl_swarm.monitor.validate import rescore
+    from rl_swarm.monitor.validate import validate as check
 
     if not address.startswith("p2p://"):
         if is_experiment(address) or (Path(address) / ARM).is_file():
@@ -500,8 +501,8 @@ def doctor() -> None:
 @app.command()
 def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, compressed or not.")]) -> None:
     """Print a file of a swarm as JSON."""
-    from rl_swarm.network.files import LocalFiles
-    from rl_swarm.wire import MAX_BYTES, Rejected, decode
+    from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode
+    from rl_swarm.storage.files import LocalFiles
 
     try:
         found = decode(LocalFiles(file.parent).read(file.name, MAX_BYTES))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
-from rl_swarm import config
+from rl_swarm.config import schema as config
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
 from rl_swarm.plural import counted
@@ -92,7 +92,7 @@ def scoring() -> Iterator[Finding]:
 
 def code() -> Iterator[Finding]:
     """Which isolation is active, and why no better one is."""
-    from rl_swarm.scoring.sandbox import ISOLATIONS, Sandbox, available
+    from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
 
     try:
         sandbox = Sandbox(workers=1)
@@ -134,9 +134,9 @@ def _store(address: str) -> Iterator[Finding]:
 
 def peer_to_peer() -> Iterator[Finding]:
     """Starts the daemon as a node would, and asks those whom the settings name."""
-    from rl_swarm.identity import Identity
-    from rl_swarm.network.p2p.clocks import compared
     from rl_swarm.network.p2p.joining import engine_of
+    from rl_swarm.network.p2p.time_offset import compared
+    from rl_swarm.protocol.identity import Identity
 
     settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
     if importlib.util.find_spec("hivemind") is None:
@@ -166,7 +166,7 @@ def peer_to_peer() -> Iterator[Finding]:
 
 
 def identity() -> Iterator[Finding]:
-    from rl_swarm.identity import Identity
+    from rl_swarm.protocol.identity import Identity
 
     path = Path(config.load().settings.identity_path)
     if not path.exists():

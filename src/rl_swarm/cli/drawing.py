@@ -10,11 +10,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.records import Event, NodeRow, Overview
+from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.plural import counted
-from rl_swarm.report import RunView
-from rl_swarm.web import telling
-from rl_swarm.web.following import Follower
-from rl_swarm.web.records import Event, NodeRow, Overview
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60

@@ -94,10 +94,10 @@ def sapo(
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals, preflight
-    from rl_swarm.cli.standing import arms_table
+    from rl_swarm.cli.experiment_progress import arms_table
     from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
+    from rl_swarm.experiment.progress import followed
     from rl_swarm.experiment.run import Experiment, Runner
-    from rl_swarm.experiment.standing import followed
 
     for name in assigned(sets):
         if name in GIVEN_BY_ARM:
@@ -166,9 +166,9 @@ def report(
 ) -> None:
     """Write the report of one or several experiments again, all arms beside each other."""
     from rl_swarm.experiment.report import write
-    from rl_swarm.network.files import LocalFiles
-    from rl_swarm.untrusted import printable
-    from rl_swarm.wire import MAX_BYTES
+    from rl_swarm.protocol.untrusted import printable
+    from rl_swarm.protocol.wire import MAX_BYTES
+    from rl_swarm.storage.files import LocalFiles
 
     for folder in folders:
         if not folder.is_dir():

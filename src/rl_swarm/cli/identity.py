@@ -10,10 +10,17 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from rl_swarm import config
 from rl_swarm.cli import program
+from rl_swarm.config import schema as config
 from rl_swarm.errors import UserError
-from rl_swarm.identity import KEY_FILE_BYTES, Identity, animal_name, verify, warn_if_readable, write_new
+from rl_swarm.protocol.identity import (
+    KEY_FILE_BYTES,
+    Identity,
+    animal_name,
+    verify,
+    warn_if_readable,
+    write_new,
+)
 
 app = typer.Typer(
     help="The node's identity: a private key, the peer id made from it, and a name made from that.",

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.live import Live
 
 from rl_swarm.cli.drawing import Drawing, clock
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.records import Overview
+from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.plural import counted
-from rl_swarm.report import RunView
-from rl_swarm.web import telling
-from rl_swarm.web.records import Overview
 
 LINE_EVERY = 10  # rounds, when there is no terminal
 DRAW_SECONDS = 1.0  # between pictures

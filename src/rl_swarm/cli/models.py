@@ -10,15 +10,15 @@ from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import preflight
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.evaluation import evaluate as score
-from rl_swarm.evaluation import protocol
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.policy import Policy
-from rl_swarm.untrusted import printable
+from rl_swarm.node.evaluation import evaluate as score
+from rl_swarm.node.evaluation import protocol
+from rl_swarm.protocol.untrusted import printable
 
 
 def evaluate(

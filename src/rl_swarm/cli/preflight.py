@@ -5,7 +5,7 @@ import shutil
 import sys
 
 from rl_swarm import environments
-from rl_swarm.config import ConfigError, Settings
+from rl_swarm.config.schema import ConfigError, Settings
 from rl_swarm.environments.tasks import PRESETS
 from rl_swarm.learning import lookup
 

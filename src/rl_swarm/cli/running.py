@@ -13,30 +13,31 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from rl_swarm import private, run_settings
 from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, program, quoted
 from rl_swarm.cli.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.hub import outcomes
-from rl_swarm.identity import Identity
 from rl_swarm.learning import smollm2
-from rl_swarm.manifest import Manifest
+from rl_swarm.monitor.run_reader import RunView, run_names
 from rl_swarm.network.address import is_peer_address, is_url
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import change_roll
+from rl_swarm.network.presence import only_run_here
+from rl_swarm.node import run_settings
+from rl_swarm.node.hub import outcomes
+from rl_swarm.node.swarm import LocalSwarm, SwarmError, worker_settings
+from rl_swarm.node.worker import found
 from rl_swarm.plural import counted
-from rl_swarm.presence import only_run_here
-from rl_swarm.private import swarm_folder
-from rl_swarm.report import RunView, run_names
-from rl_swarm.swarm import LocalSwarm, SwarmError, worker_settings
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.untrusted import printable
+from rl_swarm.protocol.words import ADJECTIVES, ANIMALS
+from rl_swarm.storage import private
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
-from rl_swarm.untrusted import printable
-from rl_swarm.words import ADJECTIVES, ANIMALS
-from rl_swarm.worker import found
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
@@ -205,7 +206,7 @@ def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapp
 
 def alone(role: str, address: Path | str, settings: Settings) -> None:
     """One process of a swarm, with its log on the terminal."""
-    from rl_swarm import worker
+    from rl_swarm.node import worker
 
     if is_peer_address(str(address)):
         raise UserError(f"{address} is the address of a peer. Write p2p:// before it: p2p://{address}")

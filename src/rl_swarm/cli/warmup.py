@@ -14,14 +14,14 @@ from rich.table import Table
 
 from rl_swarm.cli import preflight, program
 from rl_swarm.cli.models import for_model
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.evaluation import HeldOut, protocol
-from rl_swarm.evaluation import evaluate as score
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.warmup import RATE, WarmUpError, make_examples, save, step_count, train
+from rl_swarm.node.evaluation import HeldOut, protocol
+from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.plural import counted
-from rl_swarm.rollouts import Completion
+from rl_swarm.protocol.rollouts import Completion
 
 
 class WarmUp(msgspec.Struct, frozen=True):

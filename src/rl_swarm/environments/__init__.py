@@ -15,7 +15,7 @@ from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment
-    from rl_swarm.manifest import Manifest
+    from rl_swarm.protocol.manifest import Manifest
 
 GROUP = "rl_swarm.environments"
 # Registered in pyproject.toml like any other; here too, so that no other package can take their names.

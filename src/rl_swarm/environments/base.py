@@ -13,10 +13,10 @@ from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
-    from rl_swarm.config import Settings
-    from rl_swarm.node import Node
-    from rl_swarm.rounds import State
-    from rl_swarm.turns import Work
+    from rl_swarm.config.schema import Settings
+    from rl_swarm.node.node import Node
+    from rl_swarm.node.requests import Work
+    from rl_swarm.protocol.rounds import State
 
 PEER_SECONDS = 5.0  # that a node spends on making, and again on scoring, the rollouts of one peer
 # What could close a block, begin one, or spell a control token of some tokenizer.

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm import environments, strategies
-from rl_swarm.config import Layer, Settings, resolve
+from rl_swarm import environments
+from rl_swarm.config.schema import Layer, Settings, resolve
 from rl_swarm.errors import UserError
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
-from rl_swarm.wire import MAX_BYTES
+from rl_swarm.node import strategies
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.storage.files import LocalFiles
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "paper": ("8/0", "6/2", "4/4", "2/6"),  # at a fixed batch

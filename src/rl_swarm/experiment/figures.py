@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.storage.files import LocalFiles
 
 Numbers = Mapping[str, Any]  # what stands in report.json
 WIDTH, HEIGHT = 6.4, 3.8  # inches of a panel

@@ -22,25 +22,25 @@ import torch
 from msgspec.structs import replace
 
 from rl_swarm import environments
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.environments.base import Environment, Question
 from rl_swarm.environments.tasks import Task
-from rl_swarm.identity import Identity
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
 from rl_swarm.learning.devices import pick_device
+from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.sharing import Sharing
-from rl_swarm.manifest import Manifest, new_manifest
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
-from rl_swarm.network.shared_log import SharedLog
-from rl_swarm.node import Node
-from rl_swarm.private import swarm_folder
-from rl_swarm.rounds import PeerInfo, State
+from rl_swarm.node.node import Node
+from rl_swarm.node.requests import Answering, Learning, Published
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.rounds import PeerInfo, State
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, seal, unseal
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.private import swarm_folder
+from rl_swarm.storage.shared_log import SharedLog
 from rl_swarm.telemetry.journal import METRICS, Journal
-from rl_swarm.turns import Answering, Learning, Published
-from rl_swarm.wire import MAX_BYTES, Rejected, seal, unseal
 
 SHOWN_EVERY = 1.0  # seconds between states for onlookers
 Scored = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what it answers to, and a text

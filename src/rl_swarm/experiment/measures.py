@@ -19,9 +19,9 @@ import msgspec
 from msgspec.structs import astuple
 
 from rl_swarm.errors import UserError
-from rl_swarm.evaluation import mean
 from rl_swarm.experiment.arms import Arm, Job, files_of
-from rl_swarm.network.files import LocalFiles
+from rl_swarm.node.evaluation import mean
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, new_lines
 
 DRAWS = 1000  # of a bootstrap

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from rl_swarm.evaluation import mean
 from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import Run
+from rl_swarm.node.evaluation import mean
 from rl_swarm.plural import counted
 
 SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from rl_swarm.errors import UserError
-from rl_swarm.evaluation import mean
 from rl_swarm.experiment import measures, text
 from rl_swarm.experiment.arms import RUNS, files_of, job_folders
 from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run
-from rl_swarm.network.files import LocalFiles
-from rl_swarm.wire import MAX_BYTES
+from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.storage.files import LocalFiles
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0

@@ -20,22 +20,22 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rl_swarm.children import ChildProcess, context_for, obey_parent
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
-from rl_swarm.evaluation import mean
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
 from rl_swarm.experiment.measures import Run
 from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
 from rl_swarm.experiment.report import Tuned
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest, read_state
+from rl_swarm.node.evaluation import mean
+from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
+from rl_swarm.node.swarm import SHARED, uses_gpu
 from rl_swarm.plural import counted
-from rl_swarm.swarm import SHARED, uses_gpu
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import Rejected
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.logs import start_logging
-from rl_swarm.wire import Rejected
 
 log = logging.getLogger(__name__)
 

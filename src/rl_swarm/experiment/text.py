@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_swarm import strategies
 from rl_swarm.experiment import paper
 from rl_swarm.experiment.measures import SKILL, percent
+from rl_swarm.node import strategies
 from rl_swarm.plural import counted
 
 Arms = Mapping[str, Mapping[str, Any]]  # by label, as in report.json

@@ -10,12 +10,12 @@ from collections.abc import Hashable, Sequence
 
 from rl_swarm.learning import sampler
 from rl_swarm.learning.devices import out_of_memory
+from rl_swarm.learning.parallel.stacked import Stack, kind_of
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Request
-from rl_swarm.learning.stacked import Stack, kind_of
-from rl_swarm.rollouts import Completion
+from rl_swarm.node.requests import Answering, Learning
+from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.telemetry.journal import Stopwatch
-from rl_swarm.turns import Answering, Learning
 
 
 class Together:

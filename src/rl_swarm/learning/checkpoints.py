@@ -26,11 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_swarm.errors import UserError
-from rl_swarm.identity import Identity
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import LASTING, ROUND_FOLDER
-from rl_swarm.trust import Kept
-from rl_swarm.wire import Rejected, seal, unseal
+from rl_swarm.node.reputation import Kept
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import Rejected, seal, unseal
+from rl_swarm.storage.files import LocalFiles
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy

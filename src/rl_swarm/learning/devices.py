@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from rl_swarm import config
-from rl_swarm.config import ConfigError, Settings
-from rl_swarm.learning import memory, precision
+from rl_swarm.config import schema as config
+from rl_swarm.config.schema import ConfigError, Settings
+from rl_swarm.learning import memory
+from rl_swarm.learning.cpu import precision
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.sizes import Shape
 

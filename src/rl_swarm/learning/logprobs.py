@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.attention import PackedAttention
 from rl_swarm.learning.batches import Batch, Shape
+from rl_swarm.learning.cpu.attention import PackedAttention
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.devices import low_precision
 from rl_swarm.learning.memory import LOGITS

@@ -3,7 +3,7 @@
 import difflib
 import os
 
-from rl_swarm.config import BUNDLED
+from rl_swarm.config.schema import BUNDLED
 from rl_swarm.errors import ModelError
 from rl_swarm.learning import smollm2
 

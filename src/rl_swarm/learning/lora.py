@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_swarm.config import ConfigError
+from rl_swarm.config.schema import ConfigError
 from rl_swarm.learning.checkpoints import CheckpointError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.learning.sizes import Shape
 
 GIB = 1 << 30

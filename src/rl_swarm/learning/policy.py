@@ -14,7 +14,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.errors import ModelError
 from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2, support
 from rl_swarm.learning.batches import TrainingGroup
@@ -24,11 +24,11 @@ from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
-from rl_swarm.rollouts import Completion, Group
-from rl_swarm.trust import surprise
+from rl_swarm.node.reputation import surprise
+from rl_swarm.protocol.rollouts import Completion, Group
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.sharing import Sharing
+    from rl_swarm.learning.parallel.sharing import Sharing
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rl_swarm.learning.cpu.decode import Steps
 from rl_swarm.learning.decoder import Decoder, GrowingCache, Layout
 from rl_swarm.learning.devices import prefers_bfloat16
 from rl_swarm.learning.sequences import Model, run_prompts
-from rl_swarm.learning.steps import Steps
 from rl_swarm.learning.support import refusal, shares_prompts
 from rl_swarm.learning.weights import Weights
 

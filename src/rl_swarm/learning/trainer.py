@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rl_swarm.config import Settings
+from rl_swarm.config.schema import Settings
 from rl_swarm.learning import grpo
 from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
 from rl_swarm.learning.decoder import Attend, Decoder
@@ -36,7 +36,7 @@ from rl_swarm.learning.support import shares_prompts
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
-    from rl_swarm.learning.cuda.recorder import Recorder
+    from rl_swarm.learning.cuda.graphs import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Trainer:
         """What runs whole passes on a GPU, where they can be recorded."""
         if not Decoder.supports(self.model) or not Decoder(self.model).fused:
             return None
-        from rl_swarm.learning.cuda.recorder import Recorder
+        from rl_swarm.learning.cuda.graphs import Recorder
 
         return Recorder(self._recorded, self.model.device)
 

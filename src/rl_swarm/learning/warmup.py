@@ -18,7 +18,7 @@ from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.policy import Policy
-from rl_swarm.rollouts import Completion
+from rl_swarm.protocol.rollouts import Completion
 
 BATCH = 16  # examples per step
 RATE = 2e-4

@@ -112,7 +112,7 @@ class Weights:
         for write in self._writes:
             write()
         if self.words.device.type == "cuda":
-            from rl_swarm.learning.cuda.recorder import recording
+            from rl_swarm.learning.cuda.graphs import recording
 
             self._graph = torch.cuda.CUDAGraph()
             with recording(self._graph):

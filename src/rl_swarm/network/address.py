@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl_swarm.errors import UserError
-from rl_swarm.identity import is_peer_id
-from rl_swarm.network.files import Files, LocalFiles
-from rl_swarm.wire import digest
+from rl_swarm.protocol.identity import is_peer_id
+from rl_swarm.protocol.wire import digest
+from rl_swarm.storage.files import Files, LocalFiles
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 READ_ONLY = ("http", "https", "ftp", "github", "git")

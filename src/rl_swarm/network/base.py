@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rl_swarm.errors import UserError
-from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import PeerInfo, Report, State
+from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.protocol.rounds import PeerInfo, Report, State
 
 OnReject = Callable[[str, str, str], None]  # node, reason, detail
 

@@ -30,16 +30,16 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from rl_swarm import admission
-from rl_swarm.admission import AdmissionError, Roll
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest
 from rl_swarm.network.base import NetworkError, OnReject
-from rl_swarm.network.files import Files, Refused
-from rl_swarm.rollouts import Publication, within
-from rl_swarm.rounds import PeerInfo, Report, State, Why
-from rl_swarm.untrusted import quoted
-from rl_swarm.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
+from rl_swarm.protocol import admission
+from rl_swarm.protocol.admission import AdmissionError, Roll
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Publication, within
+from rl_swarm.protocol.rounds import PeerInfo, Report, State, Why
+from rl_swarm.protocol.untrusted import quoted
+from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
+from rl_swarm.storage.files import Files, Refused
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -4,10 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rl_swarm import rounds
-from rl_swarm.manifest import Manifest
-from rl_swarm.rollouts import Publication
-from rl_swarm.rounds import PeerInfo, Report, Rules, State
+from rl_swarm.protocol import rounds
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, State
 
 KEPT_ROUNDS = 100  # of rollouts: as far back as `max_age` lets anybody ask
 

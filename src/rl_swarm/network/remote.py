@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.files import Changed, Refused
+from rl_swarm.storage.files import Changed, Refused
 
 APPENDED_BYTES = 64 << 20  # of a log that is still appended to, which writes it anew
 CONNECT_SECONDS, READ_SECONDS = 10, 60

@@ -14,7 +14,7 @@
 from rl_swarm.errors import UserError
 from rl_swarm.notebook.cells import coordinate, join, up, watch
 from rl_swarm.notebook.experiments import Results, experiment, results
-from rl_swarm.notebook.looking import Swarm, look, mount_drive
+from rl_swarm.notebook.swarm_view import Swarm, look, mount_drive
 
 __all__ = [
     "Results", "Swarm", "UserError", "coordinate", "experiment", "join", "look", "mount_drive", "results", "up", "watch",

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from rl_swarm.cli.drawing import Drawing, plain
 from rl_swarm.errors import UserError
+from rl_swarm.monitor.run_reader import RunView, looked_at
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
-from rl_swarm.report import RunView, looked_at
 
 DRAW_SECONDS = 1.0
 SAVING_SECONDS = 60.0  # for nodes to save and end, after they were told to

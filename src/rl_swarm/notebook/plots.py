@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_swarm.errors import UserError
-from rl_swarm.web.records import Lines
-from rl_swarm.web.telling import HELD_OUT
+from rl_swarm.monitor.records import Lines
+from rl_swarm.monitor.snapshot import HELD_OUT
 
 TITLES = {
     "reward_local": "reward",

@@ -16,8 +16,8 @@ import msgspec
 
 from rl_swarm.environments.base import Question, TaskError
 from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.wire import Rejected, typed
 from rl_swarm.scoring.lockdown import describe
-from rl_swarm.wire import Rejected, typed
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ import msgspec
 
 from rl_swarm.environments.held_out import is_held_out
 from rl_swarm.environments.tasks import PRESETS, Task
-from rl_swarm.scoring.harmless import SCORERS, disarm
 from rl_swarm.scoring.lockdown import lock_down, packages
+from rl_swarm.scoring.safe_scorers import SCORERS, disarm
 
 # Seconds of processor time, so that a busy machine does not cost an answer its reward.
 SCORE_SECONDS = 1.0  # the slowest honest answer known takes 0.2

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_swarm.network.files import Files, LocalFiles
-from rl_swarm.network.shared_log import MAX_LOG, SharedLog
-from rl_swarm.untrusted import json_line
-from rl_swarm.wire import Rejected, decode
+from rl_swarm.protocol.untrusted import json_line
+from rl_swarm.protocol.wire import Rejected, decode
+from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.shared_log import MAX_LOG, SharedLog
 
 if TYPE_CHECKING:
     from rl_swarm.telemetry.sinks import Feed

@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
-from rl_swarm.config import Settings
-from rl_swarm.network.files import LocalFiles
-from rl_swarm.private import log_file
-from rl_swarm.untrusted import printable
+from rl_swarm.config.schema import Settings
+from rl_swarm.protocol.untrusted import printable
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.private import log_file
 
 SWARM_LOG = "logs/swarm.log"
 REPAIR_SECONDS = 30.0  # between two attempts to replace what somebody has put in place of the copy

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_swarm.config import ConfigError
+from rl_swarm.config.schema import ConfigError
 from rl_swarm.telemetry.sinks import Source, numbers
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class Otlp:
             {
                 **names,
                 "service.instance.id": source.peer_id,
-                "rl_swarm.swarm": source.swarm,
-                "rl_swarm.node": source.node,
+                "rl_swarm.node.swarm": source.swarm,
+                "rl_swarm.node.node": source.node,
             }
         )
         sent = endpoints(os.environ)

@@ -12,14 +12,17 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
-from rl_swarm.web import guard, original, tables, telling
-from rl_swarm.web import records as r
-from rl_swarm.web.following import Follower
-from rl_swarm.web.kept import Kept
-from rl_swarm.web.others import Others
-from rl_swarm.web.runs import Runs
+from rl_swarm.monitor import records as r
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.runs import Runs
+from rl_swarm.web import legacy_api as original
+from rl_swarm.web import security as guard
+from rl_swarm.web import tables
+from rl_swarm.web.response_cache import Kept
+from rl_swarm.web.run_router import Others
 from rl_swarm.web.stream import Stream
-from rl_swarm.web.texts import Texts, Wanted
 
 STATIC = Path(__file__).parent / "static"
 

@@ -13,15 +13,16 @@ from fastapi.staticfiles import StaticFiles
 from rl_swarm import __version__
 from rl_swarm.experiment.arms import RUNS
 from rl_swarm.experiment.measures import Measure
-from rl_swarm.experiment.standing import ArmStands, Points, RunStands, Standing, Stands
-from rl_swarm.web import guard, tables
+from rl_swarm.experiment.progress import ArmStands, Points, RunStands, Standing, Stands
+from rl_swarm.monitor.follower import Looking
+from rl_swarm.monitor.records import Line, Lines
+from rl_swarm.monitor.runs import Runs
+from rl_swarm.monitor.series import mean_of
+from rl_swarm.web import security as guard
+from rl_swarm.web import tables
 from rl_swarm.web.api import OR_CSV, STATIC, Format, as_csv, as_json, create_app
-from rl_swarm.web.curves import mean_of
-from rl_swarm.web.following import Looking
-from rl_swarm.web.kept import Kept
-from rl_swarm.web.others import Others
-from rl_swarm.web.records import Line, Lines
-from rl_swarm.web.runs import Runs
+from rl_swarm.web.response_cache import Kept
+from rl_swarm.web.run_router import Others
 from rl_swarm.web.stream import Stream
 
 MEASURED = (

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rl_swarm.web import telling
-from rl_swarm.web.following import Follower
+from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.follower import Follower
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_NODES = 1000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_swarm.errors import UserError
-from rl_swarm.report import RunView
+from rl_swarm.monitor.run_reader import RunView
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -75,8 +75,8 @@ def serve(
     stop_run: Callable[[], None] | None = None,
 ) -> None:
     """Serves a swarm until told to stop."""
+    from rl_swarm.monitor.follower import Follower
     from rl_swarm.web.api import create_app
-    from rl_swarm.web.following import Follower
 
     _serve(create_app(Follower(view), hosts_of(listening), token, stop_run), listening, stop)
 

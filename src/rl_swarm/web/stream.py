@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from rl_swarm.web.following import PAUSE_SECONDS, Looking
+from rl_swarm.monitor.follower import PAUSE_SECONDS, Looking
 
 PATH = "/api/stream"
 ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
-from rl_swarm.web.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
+from rl_swarm.monitor.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
 
 Cell = object
 FORMULAS = tuple("=+-@＝＋－＠")  # some programs take the wide ones for the others

@@ -26,10 +26,10 @@ from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Sol
 from rl_swarm.environments.coding.task import DIGITS, LEVELS, CodingTask, digest_of_words
 from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
-from rl_swarm.scoring.sandbox import Program, Sandbox, Test
+from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test
 
 if TYPE_CHECKING:
-    from rl_swarm.config import Settings
+    from rl_swarm.config.schema import Settings
     from rl_swarm.learning.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class Coding(Environment):
         return Question(f"{level} {subject}", len(self.tasks), cue.seed, prompt, None, role="proposer")
 
     def _question(self, seed: int) -> Question:
-        from rl_swarm.manifest import task_of
+        from rl_swarm.protocol.manifest import task_of
 
         number = task_of(seed, self.tasks)
         for draw in range(MOST_DRAWS):

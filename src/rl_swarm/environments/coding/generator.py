@@ -25,7 +25,7 @@ from rl_swarm.environments.coding.grammar import (
 )
 from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
 from rl_swarm.environments.coding.task import LEVELS, CodingTask
-from rl_swarm.scoring.sandbox import Test
+from rl_swarm.scoring.sandbox.sandbox import Test
 
 STARTS = ("list", "full", "full", "full", "str", "str", "words", "dict", "int", "nat")
 GIVEN = {

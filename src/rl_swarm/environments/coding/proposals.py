@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rl_swarm.environments.coding.mutations import slips
 from rl_swarm.environments.coding.task import CodingTask, is_plain
-from rl_swarm.environments.coding.wrong import slips
-from rl_swarm.scoring.sandbox import Test
+from rl_swarm.scoring.sandbox.sandbox import Test
 
 MOST_TESTS, FEWEST_TESTS = 4, 2
 LONGEST = 6000  # characters of a proposal

@@ -11,14 +11,14 @@ from rl_swarm.environments.coding import answers, generator, proposals
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.environments.coding.task import LEVELS, digest_of_words
-from rl_swarm.evaluation import mean
-from rl_swarm.rollouts import Completion
+from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.rollouts import Completion
 
 if TYPE_CHECKING:
     from rl_swarm.environments.coding.environment import Coding
-    from rl_swarm.node import Node
-    from rl_swarm.rounds import State
-    from rl_swarm.turns import Work
+    from rl_swarm.node.node import Node
+    from rl_swarm.node.requests import Work
+    from rl_swarm.protocol.rounds import State
 
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published

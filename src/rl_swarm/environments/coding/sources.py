@@ -19,8 +19,8 @@ import msgspec
 from rl_swarm.environments.base import TaskError
 from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.environments.tasks import Task
-from rl_swarm.scoring.literals import read
-from rl_swarm.scoring.sandbox import Test
+from rl_swarm.scoring.sandbox.literals import read
+from rl_swarm.scoring.sandbox.sandbox import Test
 
 log = logging.getLogger(__name__)
 

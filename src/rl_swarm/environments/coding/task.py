@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from rl_swarm.environments.held_out import is_held_out
-from rl_swarm.scoring.sandbox import Test
+from rl_swarm.scoring.sandbox.sandbox import Test
 
 # What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
 _CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")

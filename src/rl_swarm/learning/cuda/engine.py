@@ -20,10 +20,10 @@ from rl_swarm.learning.batches import Batch, Shape, flat
 from rl_swarm.learning.cuda import decoding as kernels
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.fused import ALIGNED
-from rl_swarm.learning.cuda.recorder import Recorder, one_at_a_time, recording
+from rl_swarm.learning.cuda.graphs import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import out_of_memory, release_memory
-from rl_swarm.learning.meeting import Meeting
+from rl_swarm.learning.parallel.batcher import Meeting
 from rl_swarm.learning.sampler import Decoding, Request, Sample, samples, truncated
 from rl_swarm.learning.weights import Layer, Linear, Norm, Stack, Weights
 

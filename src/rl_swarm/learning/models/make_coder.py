@@ -37,10 +37,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import program
 from rl_swarm.environments.coding.generator import GIVEN, WORDS, generate
+from rl_swarm.environments.coding.mutations import slips
 from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
 from rl_swarm.environments.coding.task import LEVELS, CodingTask
-from rl_swarm.environments.coding.wrong import slips
 from rl_swarm.learning.models.pretraining import (
     ASSISTANT,
     BOS,
@@ -55,7 +55,7 @@ from rl_swarm.learning.models.pretraining import (
     pretrain,
     save,
 )
-from rl_swarm.scoring.sandbox import Test
+from rl_swarm.scoring.sandbox.sandbox import Test
 
 REMARKS = ("I hope this helps!", "Is that right?", "Next task: ", "Explanation: ")
 OPENINGS = ("Sure, here it is:\n", "I think this works:\n", "The code is:\n")

@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_swarm.identity import Identity, is_peer_id
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import HISTORY, MANIFEST, RECORD_BYTES, ROLL, SAFE_NAME, STATE
 from rl_swarm.network.p2p.engine import Engine
-from rl_swarm.network.p2p.late import Ask
-from rl_swarm.network.p2p.notices import (
+from rl_swarm.network.p2p.late_answers import Ask
+from rl_swarm.network.p2p.records import (
     DEEPEST,
     KEPT_SECONDS,
     MAX_OF_AUTHOR_IN_KEY,
@@ -39,8 +37,10 @@ from rl_swarm.network.p2p.notices import (
     parts_of,
 )
 from rl_swarm.network.p2p.table import REPLICAS
-from rl_swarm.rounds import State
-from rl_swarm.wire import MAX_BYTES, Count, Id, Rejected, seal, unseal
+from rl_swarm.protocol.identity import Identity, is_peer_id
+from rl_swarm.protocol.rounds import State
+from rl_swarm.protocol.wire import MAX_BYTES, Count, Id, Rejected, seal, unseal
+from rl_swarm.storage.files import LocalFiles
 
 if TYPE_CHECKING:
     from rl_swarm.network.p2p.members import Members

@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from rl_swarm.identity import Identity
 from rl_swarm.network.address import is_peer_address
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.p2p import leash
-from rl_swarm.network.p2p.late import LateAnswers
-from rl_swarm.network.p2p.notices import acceptable
+from rl_swarm.network.p2p import die_with_parent as leash
+from rl_swarm.network.p2p.late_answers import LateAnswers
 from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.p2p.records import acceptable
 from rl_swarm.network.p2p.reliability import Reliability
 from rl_swarm.network.p2p.requests import BoundedHandlers, PendingCalls, Requests, write_message
 from rl_swarm.network.p2p.streams import Stream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
-from rl_swarm.wire import Rejected
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.wire import Rejected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm.config import Settings
-from rl_swarm.identity import Identity
-from rl_swarm.manifest import Manifest
+from rl_swarm.config.schema import Settings
 from rl_swarm.network.address import is_peer_address, known_addresses
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import MANIFEST, pauses
-from rl_swarm.network.p2p import clocks
+from rl_swarm.network.p2p import time_offset as clocks
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.engine import Engine
-from rl_swarm.network.p2p.notices import Notice, acceptable, key_of
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.presence import only_one_here
-from rl_swarm.wire import MAX_BYTES, Rejected, decode, typed, unseal
+from rl_swarm.network.p2p.records import Notice, acceptable, key_of
+from rl_swarm.network.presence import only_one_here
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode, typed, unseal
+from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)
 

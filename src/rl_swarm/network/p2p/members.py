@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from rl_swarm.manifest import Manifest
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.notices import DEEPEST, KEPT_SECONDS, Notice, neighbourhood, parts_of
+from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, Notice, neighbourhood, parts_of
 from rl_swarm.network.p2p.table import REPLICAS
-from rl_swarm.rounds import PeerInfo
-from rl_swarm.wire import Rejected, unseal
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rounds import PeerInfo
+from rl_swarm.protocol.wire import Rejected, unseal
 
 log = logging.getLogger(__name__)
 

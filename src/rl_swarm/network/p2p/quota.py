@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_swarm.network.p2p.notices import MAX_OF_AUTHOR_IN_KEY, MOST_NOTICE, Notice
+from rl_swarm.network.p2p.records import MAX_OF_AUTHOR_IN_KEY, MOST_NOTICE, Notice
 
 MAX_OF_AUTHOR = 64  # notices of one author: an introduction in some parts, a manifest, what an owner writes
 MAX_REPORTS_OF_AUTHOR = 8

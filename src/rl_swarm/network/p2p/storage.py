@@ -15,8 +15,8 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
-from rl_swarm.network.p2p.notices import MOST_NOTICE, Notice, acceptable
 from rl_swarm.network.p2p.quota import MAX_KEY_BYTES, DhtQuota
+from rl_swarm.network.p2p.records import MOST_NOTICE, Notice, acceptable
 from rl_swarm.network.p2p.reliability import Reliability
 
 MAX_RECORDS = 2048  # in one dictionary

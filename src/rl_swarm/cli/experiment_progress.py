@@ -1,0 +1,132 @@
+"""An experiment drawn in characters: what `experiment sapo` ends with, and what `watch --tui`, `status` and a cell show."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rl_swarm.cli.drawing import plain
+from rl_swarm.experiment.measures import Measure, percent
+from rl_swarm.experiment.progress import ArmStands, Stands, followed
+
+DRAW_SECONDS = 1.0
+GAP = 2  # between columns
+SPARED = (
+    "rounds",
+    "seeds",
+    "start",
+    "held-out change",
+    "training-set change",
+)  # in a narrow terminal, these first
+
+
+def drawn(told: Stands, width: int) -> Group:
+    """Every arm with what it has earned and the intervals below it, and the runs that go on."""
+    parts: list[RenderableType] = [_head(told)]
+    if told.arms:
+        parts.append(arms_table(told, width))
+    going = [
+        f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}"
+        for run in told.runs
+        if run.phase != "finished"
+    ]
+    if going:
+        parts.append(Text(", ".join(going), style="dim"))
+    return Group(*parts)
+
+
+def watch(folder: Path, console: Console, stop: threading.Event) -> None:
+    """Shows an experiment until all its runs have finished or `stop` is set; once, where there is no terminal."""
+    standing = followed(folder)
+    if not console.is_terminal:
+        return snapshot(folder)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            told = standing.told()
+            live.update(drawn(told, console.width), refresh=True)
+            if told.phase == "finished" or stop.wait(DRAW_SECONDS):
+                return None
+            standing.look()
+
+
+def snapshot(folder: Path, as_json: bool = False) -> None:
+    told = followed(folder).told()
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+    else:
+        console = Console(highlight=False)
+        console.print(drawn(told, console.width))
+
+
+def arms_table(told: Stands, width: int) -> Table:
+    """The arms, with as many columns as there is room for."""
+    rows = [_cells(arm) for arm in told.arms]
+    titles = [title for title in rows[0] if any(row[title].plain for row in rows)]
+    if all(arm.played == arm.rounds for arm in told.arms):
+        titles.remove("rounds")
+    if all(len(arm.seeds) < 2 for arm in told.arms):
+        titles.remove("seeds")
+    for spared in SPARED:
+        if sum(_width(title, rows) + GAP for title in titles) - GAP > width:
+            titles = [title for title in titles if title != spared]
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False)
+    for title in titles:
+        table.add_column(_shown(title), justify="left" if title == "arm" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[title] for title in titles))
+    return table
+
+
+def _head(told: Stands) -> Text:
+    finished = sum(run.phase == "finished" for run in told.runs)
+    says: list[str] = [told.phase] if told.phase != "finished" or not told.runs else []
+    says += [f"{finished} of {len(told.runs)} runs have finished"] if told.runs else []
+    if told.tuned < told.tuning:
+        says.append(f"learning rates: {told.tuned} of {told.tuning} short runs")
+    return Text(plain(told.name), style="bold").append(f"  {', '.join(says)}", style="dim")
+
+
+def _shown(title: str) -> str:
+    return "change" if title.endswith("change") else "" if title == "start" else title
+
+
+def _width(title: str, rows: Sequence[Mapping[str, Text]]) -> int:
+    lines = [line for row in rows for line in row[title].plain.splitlines()]
+    return max(map(len, [_shown(title), *lines]))
+
+
+def _cells(arm: ArmStands) -> dict[str, Text]:
+    """A row by its titles. Changes are against the arm that stands below its name."""
+    return {
+        "arm": Text(plain(arm.arm)).append(
+            f"\n  against {plain(arm.against)}" if arm.against else "", style="dim"
+        ),
+        "rounds": Text(f"{arm.played}/{arm.rounds}"),
+        "seeds": Text(str(len(arm.seeds))),
+        "training set": _number(arm.training_set, 1),
+        "training-set change": _change(arm.training_set_change),
+        "fresh local": _number(arm.fresh_local, 1),
+        "fresh-local change": _change(arm.fresh_local_change),
+        "start": Text(f"{arm.held_out_start.mean:.3f} →" if arm.held_out_start else ""),
+        "held out": _number(arm.held_out, 3),
+        "held-out change": _change(arm.held_out_change),
+    }
+
+
+def _number(measure: Measure | None, digits: int) -> Text:
+    if measure is None:
+        return Text("")
+    low, high = f"{measure.low:.{digits}f}", f"{measure.high:.{digits}f}"
+    return Text(f"{measure.mean:.{digits}f}").append(f"\n{low} to {high}", style="dim")
+
+
+def _change(measure: Measure | None) -> Text:
+    if measure is None:
+        return Text("")
+    mean, low, high = map(percent, (measure.mean, measure.low, measure.high))
+    return Text(f"{mean} %").append(f"\n{low} to {high}", style="dim")

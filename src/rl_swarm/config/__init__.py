@@ -1,0 +1,1 @@
+"""Defines every setting, and finds out what a user has set."""

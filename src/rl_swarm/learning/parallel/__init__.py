@@ -1,0 +1,1 @@
+"""Shares devices among nodes, and spreads a node over devices."""

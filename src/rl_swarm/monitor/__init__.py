@@ -1,0 +1,1 @@
+"""Reads a swarm from outside, while it runs and afterwards."""

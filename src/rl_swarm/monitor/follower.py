@@ -1,0 +1,137 @@
+"""Keeping up with a swarm: every look reads what is new since the last one, and no more often than it is worth."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rl_swarm.monitor.node_history import AHEAD, Track
+from rl_swarm.monitor.records import Event
+from rl_swarm.monitor.reports import Reports, add
+from rl_swarm.monitor.run_reader import NodeView, RunView
+from rl_swarm.protocol.rounds import State
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 1.0  # between looks
+LONGEST_PAUSE = 5.0
+IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
+READ_SECONDS, FIRST_SECONDS = (
+    2.0,
+    10.0,
+)  # that a look, and the first one, spend on logs; the rest waits for the next
+MOST_EVENTS = 2000  # remembered of all nodes together
+Place = tuple[str, int, int, int]  # phase, round, stage, reports
+
+
+class Looking:
+    """What many look at and one reads, no more often than it is worth. Whoever reads from it holds `lock`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.version = 0
+        self._looking = threading.Lock()
+        self._next = -1.0
+
+    def look(self) -> int:
+        """Reads what is new, if it is time to and nobody else does; the version after that."""
+        first = not self.version  # everybody waits for the first look, and nobody for another
+        if (not first and self.clock() < self._next) or not self._looking.acquire(blocking=first):
+            return self.version
+        try:
+            if not self.version or self.clock() >= self._next:
+                started, cost = self.clock(), time.thread_time()
+                changed = self._read()  # may take long: others go on with what is known
+                with self.lock:
+                    self.version += changed or not self.version
+                ended, cost = self.clock(), time.thread_time() - cost
+                pause = max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
+                self._next = ended + min(pause, LONGEST_PAUSE)
+        finally:
+            self._looking.release()
+        return self.version
+
+    def look_again(self) -> int:
+        """The same although it is not time to: the last look of somebody who leaves."""
+        self._next = self.clock()
+        return self.look()
+
+    def _read(self) -> bool:
+        """Brings it up to date; whether there was anything new."""
+        raise NotImplementedError
+
+
+class Follower(Looking):
+    """A swarm that is followed."""
+
+    def __init__(
+        self, view: RunView, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__(clock)
+        self.view, self.now = view, now
+        self.tracks: dict[str, Track] = {}
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._reports = Reports()
+        self._trouble = ""  # why it could not be read, said once
+        self._last = ""  # the node whose log was read last
+        self._place: Place | None = None  # in the run, when it was looked at last
+
+    def _read(self) -> bool:
+        """Brings the view and the tracks up to date; whether there was anything new."""
+        view = self.view
+        try:
+            view.refresh_swarm()
+            self._trouble = ""
+        except OSError as error:  # a store or peers that do not answer now: what was read before stands
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                log.warning("the swarm cannot be read now: %s", error)
+            return False
+        place = _place(view.state)
+        changed, self._place = place != self._place, place
+        deadline = self.clock() + (READ_SECONDS if self.version else FIRST_SECONDS)
+        for node in self._in_turn():  # one at a time: all logs together may not fit into memory
+            view.refresh_node(node)
+            with self.lock:
+                changed |= self._take(node)
+            self._last = node.node
+            if self.clock() > deadline:
+                break
+        if view.address.is_url:
+            reports = self._reports.read(view)
+            with self.lock:
+                for report in reports:
+                    add(report, self.tracks[report.node], view.manifest.stages if view.manifest else 1)
+            changed |= bool(reports)
+        return changed
+
+    def _in_turn(self) -> list[NodeView]:
+        """Begins with the nodes that the last look had no time for."""
+        nodes = list(self.view.nodes.values())
+        names = [node.node for node in nodes]
+        begin = names.index(self._last) + 1 if self._last in names else 0
+        return [*nodes[begin:], *nodes[:begin]]
+
+    def _take(self, node: NodeView) -> bool:
+        """Hands what the view has read of a node to its track; whether there was anything."""
+        view, state = self.view, self.view.state
+        known = view.manifest.rounds if view.manifest else 0
+        most = min(known, state.round + AHEAD) if state else 0
+        track = self.tracks.setdefault(node.node, Track())
+        events = track.new_events(node, view.here)
+        if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+            said = f"with {node.peer.model}"
+            events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
+        if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
+            word = "came back" if node.alive else "gone"
+            events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
+        changed = bool(track.take(node, most)) or bool(events) or track.alive != node.alive
+        track.alive = node.alive
+        self.events.extend(events)
+        return changed
+
+
+def _place(state: State | None) -> Place | None:
+    return (state.phase, state.round, state.stage, len(state.reports)) if state else None

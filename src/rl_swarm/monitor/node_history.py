@@ -1,0 +1,166 @@
+"""What is remembered of one node: its curves and sums, and not the lines of its log that they were made from."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+from rl_swarm.config.schema import tellable
+from rl_swarm.monitor.records import Event
+from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView, RoundLine
+from rl_swarm.monitor.series import Curves, number
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry.journal import EVENTS, read_lines
+
+METRICS = (
+    "reward_local", "reward_training", "completion_length", "truncated_share", "no_signal_share", "entropy", "grad_norm",
+    "loss", "kl", "clip_share", "mismatch", "tokens_per_second", "trained_tokens", "peak_memory", "external_taken",
+    "external_surprise",
+)  # fmt: skip
+LOADS = ("processor", "memory", "gpu", "gpu_memory")
+PHASES = ("questions", "generate", "score", "publish", "collect", "train", "report")
+MEASURED = (*METRICS, *(f"seconds.{phase}" for phase in PHASES), *(f"load.{part}" for part in LOADS))
+_values = attrgetter(*MEASURED)
+KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
+MOST_NAMES = 1024  # of peers or reasons that are counted for one node
+MOST_WORDS = 128  # settings of one node
+ERRORS = ("failed", "push_failed")
+LONGEST = 300  # characters of what is said about an event
+AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
+
+
+@dataclass
+class Track:
+    curves: Curves = field(default_factory=Curves)
+    held_out: Curves = field(default_factory=Curves)
+    tokens: float = 0.0
+    rollouts: int = 0
+    own: int = 0  # groups of its own with something to teach
+    taken: int = 0  # groups of others that it learned from
+    learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
+    rejected: Counter[str] = field(default_factory=Counter)  # by reason
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
+    errors: Counter[str] = field(default_factory=Counter)
+    hardware: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    skipped: int = 0
+    alive: bool | None = None  # when it was looked at last
+    _rounds: int = 0  # lines of the view that were taken
+    _scores: int = 0
+    _events: int = 0  # bytes of its events that were read
+    _begun: bool = False  # it has joined before
+
+    @property
+    def from_others(self) -> float | None:
+        return self.taken / (self.taken + self.own) if self.taken + self.own else None
+
+    def take(self, view: NodeView, most_rounds: int) -> int:
+        """Adds what the view has read since the last time, and lets go of it; how much that was."""
+        lines = view.rounds[self._rounds :]
+        if lines := [line for line in lines if line.round < most_rounds]:
+            self._add(lines)
+        del view.rounds[:-KEPT_LINES]
+        self._rounds = len(view.rounds)
+        scores = view.held_out[self._scores :]
+        for line in scores:
+            played = number(line.get("round"))
+            if played is not None and -1 <= played < most_rounds:
+                values = {key: [number(line[key])] for key in ("sampled", "greedy")}
+                self.held_out.add([int(played) + 1], values)  # of so many rounds: 0 is before the first
+        del view.held_out[1:-1]
+        self._scores = len(view.held_out)
+        return len(lines) + len(scores)
+
+    def _add(self, lines: Sequence[RoundLine]) -> None:
+        columns = zip(*map(_values, lines), strict=True)
+        rounds = [line.round for line in lines]
+        self.curves.add(rounds, dict(zip(MEASURED, columns, strict=False)))
+        for stage in {line.stage for line in lines if line.reward_by_stage}:
+            rewards = [line.reward_local if line.stage == stage else None for line in lines]
+            self.curves.add(rounds, {by_stage(stage): rewards})
+        for line in lines:
+            self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
+            self.rollouts += line.local_groups
+            self.own += line.local_with_signal
+            self.taken += line.external_taken
+            count(self.learned_from, line.external_from)
+            count(self.rejected, line.external_rejected)
+
+    def new_events(self, view: NodeView, files: LocalFiles) -> list[Event]:
+        lines, self._events = read_lines(files, f"logs/{view.node}/{EVENTS}", self._events)
+        return [event for line in lines if (event := self._event(line, view)) is not None]
+
+    def _event(self, line: Mapping[str, Any], view: NodeView) -> Event | None:
+        """What a line of the log tells, noted here. Who joins again was started again."""
+        event = event_of(line, view)
+        if event is None:
+            return None
+        if event.event in ("joined", "resumed"):
+            self.hardware = words(line.get("hardware"))
+            settings = line.get("settings")
+            self.settings = words(tellable(settings) if isinstance(settings, dict) else None)
+            if self._begun or event.event == "resumed":
+                self.restarts += 1
+                after = f"after round {event.round}" if event.round is not None else "from the start"
+                event = replace(event, event="restarted", detail=f"{after}, {event.detail}")
+            self._begun = True
+        self.skipped += event.event == "skipped"
+        if event.event == "rejected":
+            count_one(self.refused, (str(line.get("node")), str(line.get("reason"))))
+        if event.event in ERRORS:
+            count_one(self.errors, event.detail)
+        return event
+
+
+def by_stage(stage: int) -> str:
+    """The name of the rewards of one stage, where a round has several."""
+    return f"reward_local.stage_{stage}"
+
+
+def count(counter: Counter[str], found: Mapping[str, int]) -> None:
+    """Adds what a log counted. Its names are a stranger's, hence not any number of them."""
+    for name, times in found.items():
+        if name in counter:
+            counter[name] += times
+        elif times and len(counter) < MOST_NAMES:
+            counter[name] = times
+
+
+def count_one(counter: Counter[Any], name: Any) -> None:
+    if name in counter or len(counter) < MOST_NAMES:
+        counter[name] += 1
+
+
+def words(found: object) -> dict[str, str]:
+    """A small table that a log holds, as text."""
+    if not isinstance(found, dict):
+        return {}
+    return {str(name)[:64]: str(value)[:LONGEST] for name, value in list(found.items())[:MOST_WORDS]}
+
+
+def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
+    kind, when = line.get("event"), number(line.get("timestamp"))
+    if not isinstance(kind, str) or not 0 < len(kind) <= 32 or when is None:
+        return None
+    played = number(line.get("round"))
+    shown = {
+        "skipped": f"rounds {line.get('first')} to {line.get('last')}",
+        "rejected": f"{line.get('node')}: {line.get('reason')}. {line.get('detail')}",
+        "not_asked": f"{line.get('peer')} for {line.get('rounds')} rounds",
+        "joined": f"with {line.get('model')}",
+        "resumed": f"with {line.get('model')}",
+        "failed": str(line.get("error")),
+        "push_failed": str(line.get("reason")),
+    }
+    others = {key: value for key, value in line.items() if key not in ("event", "timestamp", "round")}
+    detail = shown.get(kind) or ", ".join(f"{key}: {value}" for key, value in others.items())
+    return Event(
+        when,
+        view.node,
+        view.name,
+        kind,
+        None if played is None or played < 0 else int(played),
+        detail[:LONGEST],
+    )

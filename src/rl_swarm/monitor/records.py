@@ -1,0 +1,221 @@
+"""What is told about a swarm, as plain records: the API's responses are exactly these."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_swarm.monitor.run_reader import Phase
+
+
+@dataclass(frozen=True)
+class Overview:
+    name: str
+    address: str
+    swarm: str
+    phase: Phase  # `stopped`: it has not finished, and nobody is there
+    round: int
+    stage: int
+    rounds: int
+    stages: int
+    round_end: str
+    seconds_to_next: float | None  # as the pace or the interval lets expect
+    nodes: int
+    alive: int
+    models: list[str]
+    tasks: list[str]
+    tokens: int  # written by the models whose logs are at hand
+    rollouts: int
+    tokens_per_second: float
+    reward: float | None  # mean of the nodes' last rounds
+    reward_by_stage: list[float | None]  # the same in every stage; empty where a round has one
+    held_out_start: float | None
+    held_out_now: float | None
+    held_out_protocol: str  # what these are the mean of
+    from_others: float | None  # share of the groups learned from
+    logs: bool  # whether the nodes' logs are at hand
+    unreadable_lines: int  # of these logs
+    can_stop: bool  # whoever has the token may stop the run from here
+    experiment: str  # of which it is a run, where that is being watched
+    version: int  # grows when anything changes
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A line of the leaderboard."""
+
+    rank: int
+    node: str
+    name: str
+    peer_id: str
+    model: str
+    alive: bool
+    round: int | None
+    participation: int
+    reward: float | None  # mean of its last rounds
+    total_reward: float
+    trend: float | None
+    wins: int
+    held_out_start: float | None
+    held_out_now: float | None
+    tokens_per_second: float | None
+    from_others: float | None
+    role: str  # empty for the ordinary one
+
+
+@dataclass(frozen=True)
+class NodePage:
+    total: int
+    offset: int
+    nodes: list[NodeRow]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Groups that one node learned from another."""
+
+    node: str
+    name: str
+    groups: int
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    task: str
+    start: float | None
+    now: float | None
+
+
+@dataclass(frozen=True)
+class NodeDetail:
+    row: NodeRow
+    device: str
+    host: str
+    joined: float | None
+    seen: float | None
+    tokens: int
+    rollouts: int
+    peak_memory: float | None  # bytes
+    restarts: int
+    skipped: int  # times that it went past rounds
+    rejected: dict[str, int]  # rollouts of others, by reason
+    refused: dict[str, int]  # its own rollouts that others rejected, by reason
+    errors: dict[str, int]
+    learned_from: list[Link]
+    taught: list[Link]
+    held_out: list[TaskScore]
+    checkpoints: list[int]  # rounds
+    settings: dict[str, str]  # its own; where its log is not at hand, those of the run
+    hardware: dict[str, str]
+    metrics: list[str]  # of which there are curves
+    figures: dict[str, float]  # that its role told last
+
+
+@dataclass(frozen=True)
+class Line:
+    node: str
+    name: str
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One metric of several nodes over the same rounds, and their mean."""
+
+    metric: str
+    rounds: list[int]
+    mean: list[float | None]
+    lines: list[Line]
+
+
+@dataclass(frozen=True)
+class NodeCurves:
+    """Several metrics of one node over the same rounds."""
+
+    node: str
+    name: str
+    rounds: list[int]
+    metrics: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class Event:
+    timestamp: float
+    node: str
+    name: str
+    event: str
+    round: int | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class EventPage:
+    total: int
+    offset: int
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class Text:
+    """One completion. The reward is its author's claim; the advantage follows from the rewards of its group."""
+
+    text: str
+    reward: float
+    advantage: float
+    ended: bool
+    cut: bool  # shown in part
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    id: str
+    round: int
+    stage: int
+    number: int
+    node: str
+    name: str
+    timestamp: float
+    model: str
+    task: str | None  # None where the question could not be made again
+    question: str
+    answer: str | None  # None where it is not known, or many are right
+    reward: float  # mean of the group
+    completions: list[Text]
+
+
+@dataclass(frozen=True)
+class RolloutPage:
+    rollouts: list[RolloutRow]
+    next: str | None  # where the next page begins; there may be one although this one is empty
+    unreadable: int  # publications that were passed over
+
+
+@dataclass(frozen=True)
+class RunRow:
+    run: str
+    phase: Phase
+    round: int
+    rounds: int
+    nodes: int
+    reward: float | None
+    held_out_start: float | None
+    held_out_now: float | None
+    here: bool  # the one that is being watched
+
+
+@dataclass(frozen=True)
+class RunPage:
+    total: int
+    offset: int
+    runs: list[RunRow]
+
+
+@dataclass(frozen=True)
+class Stopping:
+    stopping: bool
+
+
+@dataclass(frozen=True)
+class Health:
+    status: Literal["alive", "stale", "waiting", "finished"]
+    round: int
+    alive: int
+    seconds_since_sign: float | None  # of life, from anybody in the swarm

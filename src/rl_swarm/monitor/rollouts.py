@@ -1,0 +1,229 @@
+"""What the models of a swarm write: rollouts, newest first, a page at a time, with the answer key beside them.
+
+A publication tells neither task nor answer key. Both follow from its place in the swarm, so they are made again here, as
+every node does, in a scoring process that starts with the first page somebody reads.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_swarm import environments
+from rl_swarm.environments.base import Question
+from rl_swarm.errors import UserError
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.records import RolloutPage, RolloutRow, Text
+from rl_swarm.monitor.snapshot import find
+from rl_swarm.network.folder import rollouts_path
+from rl_swarm.node.conversation import Transcript
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
+from rl_swarm.protocol.wire import Rejected, unseal
+
+if TYPE_CHECKING:
+    from rl_swarm.environments.base import Environment
+
+CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
+LONGEST = 20_000  # characters of one text that are shown
+MOST_COMPLETIONS = 64  # of one question
+MOST_CHARACTERS = 1_000_000  # of one page, about
+MOST_TRIES = 200  # publications that are looked for, for one page
+MOST_TRIES_FAR = 40  # where each is a question to a server or a peer
+
+Place = tuple[int, int, str]  # round, stage, node
+CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rollouts to show. Rewards are means of a group."""
+
+    round: int | None = None
+    node: str = ""
+    task: str = ""
+    least: float | None = None
+    most: float | None = None
+
+    def holds(self, row: RolloutRow) -> bool:
+        return (
+            (not self.task or row.task == self.task)
+            and (self.least is None or row.reward >= self.least)
+            and (self.most is None or row.reward <= self.most)
+        )
+
+
+class Texts:
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self._lock = threading.Lock()  # one page at a time: they share the cache and the scoring process
+        self._cache: OrderedDict[Place, list[RolloutRow]] = OrderedDict()
+        self._environment: Environment | None = None
+        self._failed = False  # questions cannot be made here
+
+    def page(self, wanted: Wanted, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
+        """Rollouts behind a place, the newest round first; without `keys` task and answer may be left out."""
+        with self._lock:
+            return self._page(wanted, after, limit, keys)
+
+    def _page(self, wanted: Wanted, after: str | None, limit: int, keys: bool) -> RolloutPage:
+        start = cursor(after)
+        rows: list[RolloutRow] = []
+        unreadable = characters = 0
+        tries = MOST_TRIES_FAR if self.follower.view.address.is_url else MOST_TRIES
+        for place in self._places(wanted, start):
+            if tries == 0:
+                return RolloutPage(rows, name_of(place, 0), unreadable)
+            tries -= 1
+            try:
+                found = self._read(place, keys)
+            except FileNotFoundError:
+                continue
+            except (OSError, Rejected):
+                unreadable += 1
+                continue
+            for row in found:
+                before = start is not None and place == start[:3] and row.number < start[3]
+                if before or not wanted.holds(row):
+                    continue
+                if len(rows) == limit or characters > MOST_CHARACTERS:
+                    return RolloutPage(rows, row.id, unreadable)
+                rows.append(row)
+                characters += characters_of(row)
+        return RolloutPage(rows, None, unreadable)
+
+    def _places(self, wanted: Wanted, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
+        """Where publications may lie, from the start on. Nodes are asked for by name; nobody lists rollouts."""
+        view = self.follower.view
+        state, manifest = view.state, view.manifest
+        if state is None or manifest is None:
+            return
+        if wanted.node:
+            chosen = find(self.follower, wanted.node)
+            nodes = [chosen.node] if chosen else []
+        else:
+            nodes = sorted(view.nodes)
+        newest = state.round if wanted.round is None else min(wanted.round, state.round)
+        oldest = 0 if wanted.round is None else wanted.round
+        if start:
+            newest = min(newest, start[0])
+        for number in range(newest, oldest - 1, -1):
+            for stage in reversed(range(manifest.stages)):
+                if start and (number, stage) > (start[0], start[1]):
+                    continue
+                for node in nodes:
+                    if not (start and (number, stage) == (start[0], start[1]) and node < start[2]):
+                        yield number, stage, node
+
+    def _read(self, place: Place, keys: bool) -> list[RolloutRow]:
+        """The rollouts of one publication, made of what its author signed and of what follows from its place."""
+        if place in self._cache:
+            self._cache.move_to_end(place)
+            return self._cache[place]
+        view, manifest = self.follower.view, self.follower.view.manifest
+        assert manifest is not None
+        published = self._published(place)
+        rows = self._rows(published, manifest, view.nodes[place[2]].name, keys)
+        # While a round lasts, a node may write more of it.
+        lasting = view.state is not None and (view.state.phase == "finished" or place[0] < view.state.round)
+        if keys and lasting and sum(map(characters_of, rows)) <= LARGEST_CACHED:
+            self._cache[place] = rows
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        return rows
+
+    def _published(self, place: Place) -> Publication:
+        view, manifest = self.follower.view, self.follower.view.manifest
+        assert manifest is not None
+        limit = manifest.limits.file_bytes
+        published = unseal(view.files.read(rollouts_path(*place), limit), Publication, limit)
+        peer = view.nodes[place[2]].peer
+        here = (published.swarm, published.round, published.stage, published.node)
+        if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
+            raise Rejected("place", "published for another place, or by somebody else")
+        return published
+
+    def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:
+        rollouts = list(unpack(published, manifest.limits))
+        questions = self._questions(manifest, rollouts) if keys else {}
+        place = (published.round, published.stage, published.node)
+        rows = []
+        for rollout in rollouts:
+            given = published.rollouts[str(rollout.number)]
+            rewards = [answer.reward for answer in given]
+            made = questions.get(rollout.number)
+            real = made if made is not None and made.prompt == rollout.prompt else None
+            texts = zip(given, advantages(rewards), strict=True)
+            rows.append(
+                RolloutRow(
+                    id=name_of(place, rollout.number),
+                    round=published.round,
+                    stage=published.stage,
+                    number=rollout.number,
+                    node=published.node,
+                    name=name,
+                    timestamp=published.timestamp,
+                    model=published.model,
+                    task=real.task if real else None,
+                    question=rollout.prompt[:LONGEST],
+                    answer=real.answer[:LONGEST] if real and real.answer is not None else None,
+                    reward=sum(rewards) / len(rewards),
+                    completions=[
+                        Text(a.response[:LONGEST], a.reward, advantage, a.ended, len(a.response) > LONGEST)
+                        for a, advantage in list(texts)[:MOST_COMPLETIONS]
+                    ],
+                )
+            )
+        return rows
+
+    def _questions(self, manifest: Manifest, rollouts: list[Rollout]) -> dict[int, Question]:
+        if self._failed or not rollouts:
+            return {}
+        try:
+            self._environment = self._environment or environments.made(manifest)
+            return dict(enumerate(self._transcript(manifest, rollouts[0].round).asked(rollouts)))
+        except Rejected:  # as other nodes see it too
+            return {}
+        except (UserError, OSError):  # rollouts can be read without their keys
+            self._failed = True
+            return {}
+
+    def _transcript(self, manifest: Manifest, round: int) -> Transcript:
+        """What a question of a later stage was made from is read where its author read it."""
+        peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
+
+        def fetch(stage: int, peer_id: str) -> Iterator[Publication]:
+            with suppress(OSError, Rejected):
+                yield self._published((round, stage, peers[peer_id]))
+
+        assert self._environment is not None
+        return Transcript(manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers))
+
+    def close(self) -> None:
+        if self._environment is not None:
+            with suppress(OSError):
+                self._environment.close()
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    """As a node computes them by default (learning/grpo.py, which needs torch)."""
+    mean = sum(rewards) / len(rewards)
+    deviation = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5
+    return [(r - mean) / (deviation + 1e-6) for r in rewards]
+
+
+def characters_of(row: RolloutRow) -> int:
+    return len(row.question) + sum(len(text.text) for text in row.completions)
+
+
+def name_of(place: Place, number: int) -> str:
+    return f"{place[0]}-{place[1]}-{number}-{place[2]}"
+
+
+def cursor(text: str | None) -> tuple[int, int, str, int] | None:
+    """The place that a name stands for: round, stage, node, number; None for none, and for what is no name."""
+    parts = CURSOR.fullmatch(text or "")
+    return (int(parts[1]), int(parts[2]), parts[4], int(parts[3])) if parts else None

@@ -1,0 +1,420 @@
+"""What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rl_swarm.errors import UserError
+from rl_swarm.network.address import Address, locate
+from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, Listing, read_manifest, read_state
+from rl_swarm.node.evaluation import HeldOut, mean, protocol
+from rl_swarm.protocol.identity import animal_name
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rounds import Member, PeerInfo, State
+from rl_swarm.protocol.wire import Count, Id, Rejected, decode, typed, unseal
+from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
+
+TREND_ROUNDS = 20
+LONGEST_LINE = 64 << 10  # bytes of a line about a round
+Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
+Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
+Stage = Annotated[int, Meta(ge=0, lt=64)]
+Phase = Literal["waiting", "running", "stopped", "finished"]
+MOST_FIGURES = 32
+MAX_OTHERS = 256  # introductions of peers that are no members, read in one look
+OTHERS_SECONDS = 5.0  # that one look spends on their logs
+
+
+class Seconds(msgspec.Struct, frozen=True, gc=False):
+    """What the phases of a round took."""
+
+    questions: Number | None = None
+    generate: Number | None = None
+    score: Number | None = None
+    publish: Number | None = None
+    collect: Number | None = None
+    train: Number | None = None
+    report: Number | None = None
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """How busy the machine was."""
+
+    processor: Number | None = None  # cores
+    memory: Number | None = None  # bytes
+    gpu: Number | None = None  # share of the time
+    gpu_memory: Number | None = None
+
+
+class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
+    """What is read of a round in a log. In a shared folder anybody may have written it, so lines that do not fit are left
+    out. There may be millions, hence fields and no dictionary."""
+
+    round: Count
+    reward_local: Number
+    local_with_signal: Groups
+    external_taken: Groups
+    tokens_per_second: Number
+    timestamp: Number | None = None
+    local_groups: Groups = 0
+    reward_training: Number | None = None
+    completion_length: Number | None = None
+    truncated_share: Number | None = None
+    no_signal_share: Number | None = None
+    entropy: Number | None = None
+    grad_norm: Number | None = None
+    loss: Number | None = None
+    kl: Number | None = None
+    clip_share: Number | None = None
+    mismatch: Number | None = None
+    trained_tokens: Number | None = None
+    peak_memory: Number | None = None
+    external_surprise: Number | None = None
+    seconds: Seconds = Seconds()
+    load: Load = Load()
+    external_from: dict[Id, Groups] = {}  # by peer id
+    external_rejected: dict[Id, Groups] = {}  # by reason
+    stage: Stage = 0
+    passed: bool = False  # nothing was its to do in this stage
+    reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
+    figures: dict[Id, Number] = {}  # that its role told
+
+
+_ROUND = msgspec.json.Decoder(RoundLine)
+
+
+class EventLine(msgspec.Struct, frozen=True, gc=False):
+    """A line of `training_events.jsonl`, as far as all of them have it."""
+
+    event: str
+    timestamp: float
+
+
+_EVENT = msgspec.json.Decoder(EventLine)
+
+
+class HeldOutLine(HeldOut, frozen=True, kw_only=True):
+    when: str
+
+
+@dataclass
+class NodeView:
+    """One node as its files show it."""
+
+    node: str
+    peer: PeerInfo | None = None
+    member: Member | None = None
+    alive: bool = False
+    rounds: list[RoundLine] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
+    introduced: bytes = b""  # as `peer` was read
+    unreadable: Counter[str] = field(default_factory=Counter)  # whole lines, by log
+    cut_off: set[str] = field(default_factory=set)  # logs that end amid a line, and the node is gone
+    _read: Counter[str] = field(default_factory=Counter)  # bytes, by log
+
+    @property
+    def name(self) -> str:
+        return animal_name(self.peer.peer_id) if self.peer else self.node
+
+    @property
+    def start(self) -> dict[str, Any] | None:
+        return next((line for line in self.held_out if line["when"] == "start"), None)
+
+    @property
+    def now(self) -> dict[str, Any] | None:
+        return self.held_out[-1] if self.held_out else None
+
+    @property
+    def last(self) -> RoundLine | None:
+        return self.rounds[-1] if self.rounds else None
+
+    @property
+    def role(self) -> str:
+        return "" if self.peer is None or self.peer.role is msgspec.UNSET else self.peer.role
+
+    @property
+    def has_reward(self) -> bool:
+        return bool(self.rounds or (self.member and self.member.participation))
+
+    def reward(self, rounds: int = TREND_ROUNDS, before: int = 0) -> float:
+        """Mean reward of fresh local rollouts over some rounds, the last `before` left out. Where its log is not at
+        hand, what it reported, over all rounds."""
+        if not self.rounds and self.member and self.member.participation:
+            return self.member.reward / self.member.participation
+        end = len(self.rounds) - before
+        return mean([line.reward_local for line in self.rounds[max(0, end - rounds) : max(0, end)]])
+
+    @property
+    def external_taken(self) -> int:
+        return sum(line.external_taken for line in self.rounds)
+
+    @property
+    def unreadable_lines(self) -> int:
+        return sum(map(self.unreadable_in, LOGS))
+
+    def unreadable_in(self, log: str) -> int:
+        return self.unreadable[log] + (log in self.cut_off)
+
+    def refresh(self, files: LocalFiles) -> None:
+        for line in self._new_lines(files, EVENTS):
+            try:
+                _EVENT.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.unreadable[EVENTS] += 1
+        for line in self._new_lines(files, METRICS):
+            try:
+                if len(line) <= LONGEST_LINE:
+                    played = _ROUND.decode(line)
+                    self.figures = dict([*self.figures.items(), *played.figures.items()][-MOST_FIGURES:])
+                    if not played.passed:
+                        self.rounds.append(played)
+                    continue
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass  # not a round
+            try:
+                record = decode(line)
+                typed(record, HeldOutLine)
+                self.held_out.append(record)
+            except Rejected:
+                self.unreadable[METRICS] += 1
+
+    def _new_lines(self, files: LocalFiles, log: str) -> Iterator[bytes]:
+        """Yields the new lines of a log, until so many of them could not be read that this is none."""
+        path = f"logs/{self.node}/{log}"
+        lines, self._read[log] = new_lines(files, path, self._read[log])
+        torn = not self.alive and ends_amid(files, path, self._read[log])
+        self.cut_off = self.cut_off | {log} if torn else self.cut_off - {log}
+        most = self.unreadable[log] + MAX_UNREADABLE
+        for number, line in enumerate(lines):
+            if self.unreadable[log] >= most:
+                self.unreadable[log] += len(lines) - number
+                return
+            yield line
+
+
+class RunView:
+    """A run, kept up to date by `refresh`, which reads only what is new."""
+
+    def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
+        self.address = address if isinstance(address, Address) else locate(address)
+        self.clock = clock  # tells the state where nobody writes it
+        self.root, self.files = self.address.here, self.address.files
+        self.here = LocalFiles(self.root)  # logs and checkpoints
+        self.manifest: Manifest | None = None
+        self.state: State | None = None
+        self.nodes: dict[str, NodeView] = {}
+        self._listing = Listing()
+
+    @classmethod
+    def open(cls, address: Path | str) -> "RunView":
+        """The run at an address where there is one; a clear error if there is none."""
+        view = cls.found(address)
+        view.refresh()
+        return view
+
+    @classmethod
+    def found(cls, address: Path | str) -> "RunView":
+        """The same, but nothing is read yet of what its nodes wrote."""
+        view = cls(address)
+        if view.address.text.startswith("p2p://"):
+            raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
+        if view.address.is_url:
+            view.reach()
+        view.refresh_swarm()
+        if view.manifest is None:
+            raise UserError(
+                f"{address} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
+                "such as runs/<name> or <GDRIVE_PATH>/experiments/<EXPERIMENT_NAME>; `rl-swarm runs` lists yours."
+            )
+        return view
+
+    def reach(self) -> None:
+        """Says what is wrong with a store that gives no answer, which is not the same as an empty one."""
+        try:
+            self.manifest = read_manifest(self.files)
+        except (FileNotFoundError, Rejected):
+            pass
+        except OSError as error:
+            raise UserError(f"{error.filename or self.address}: {error.strerror or error}") from error
+
+    def refresh(self) -> None:
+        self.refresh_swarm()
+        deadline = time.monotonic() + OTHERS_SECONDS
+        members = self.state.members if self.state else {}
+        for node in sorted(self.nodes.values(), key=lambda node: _id_of(node) not in members):
+            if _id_of(node) not in members and time.monotonic() > deadline:
+                break  # anybody can introduce many, with long logs
+            self.refresh_node(node)
+
+    def refresh_swarm(self) -> None:
+        """Where the swarm stands, and who is here."""
+        try:
+            self.manifest = self.manifest or read_manifest(self.files)
+            self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
+        except (OSError, Rejected):
+            pass  # not written yet, or just being replaced: what was read before stands
+        swarm = self.manifest.swarm() if self.manifest else None
+        for node in self._to_read():
+            view = self.nodes.get(node) or NodeView(node)
+            try:
+                data = self.files.read(f"peers/{node}.json", RECORD_BYTES)
+                if data == view.introduced:
+                    continue
+                peer = unseal(data, PeerInfo, RECORD_BYTES)
+            except (OSError, Rejected):
+                continue
+            if (peer.swarm, peer.node) == (swarm, node):
+                view.peer, view.introduced = peer, data
+                self.nodes[node] = view
+
+    def _to_read(self) -> list[str]:
+        """Names the nodes whose introductions are read: members, those known, and a bounded number of others."""
+        known = {member.node for member in self.state.members.values()} if self.state else set()
+        known |= self.nodes.keys()
+        others = [name for name in self._listing.nodes(self.files, "peers") or [] if name not in known]
+        return [*sorted(known), *others[:MAX_OTHERS]]
+
+    def refresh_node(self, node: NodeView) -> None:
+        node.alive = self.is_alive(node)
+        node.refresh(self.here)
+        node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
+
+    def is_alive(self, view: NodeView) -> bool:
+        """On this machine by its process, elsewhere by its last sign of life."""
+        if view.peer is None or self.manifest is None:
+            return False
+        if view.peer.host == platform.node():
+            return _runs(view.peer.pid)
+        finished = self.state is not None and self.state.phase == "finished"
+        return not finished and abs(time.time() - view.peer.timestamp) < self.manifest.peer_timeout
+
+    def checkpoints(self, node: str) -> list[int]:
+        """Lists the rounds of a node's checkpoints that lie on this machine."""
+        try:
+            found = map(ROUND_FOLDER.fullmatch, self.here.names("checkpoints"))
+        except OSError:
+            return []
+        rounds = sorted(int(match[1]) for match in found if match)
+        return [number for number in rounds if self.here.has_folder(f"checkpoints/round_{number}/{node}")]
+
+    @property
+    def phase(self) -> Phase:
+        """Says where the run stands. `stopped` has begun and not finished, and none of its nodes is there."""
+        if self.state is None:
+            return "waiting"
+        left = bool(self.nodes) and not any(view.alive for view in self.nodes.values())
+        return "stopped" if left and self.state.phase == "running" else self.state.phase
+
+    def mean_held_out(self, when: str) -> float | None:
+        lines = [view.start if when == "start" else view.now for view in self.nodes.values()]
+        scores = [line["sampled"] for line in lines if line]
+        return mean(scores) if scores else None
+
+    def held_out_protocol(self) -> str:
+        """Say what a node's last held-out score is the mean of."""
+        line = next((view.now for view in self.nodes.values() if view.now), None)
+        return protocol(line["questions"], line.get("samples"), line.get("temperature")) if line else ""
+
+    def rewards(self, stages: int) -> list[float | None]:
+        """By stage, of the last rounds in the logs; None where nobody had anything to do."""
+        lines = [line for view in self.nodes.values() for line in view.rounds[-stages * TREND_ROUNDS :]]
+        by_stage = [[line.reward_local for line in lines if line.stage == stage] for stage in range(stages)]
+        return [mean(rewards) if rewards else None for rewards in by_stage]
+
+    def as_dict(self) -> dict[str, object]:
+        """What `status --json` prints."""
+        state, manifest = self.state, self.manifest
+        return {
+            "address": self.address.text,
+            "name": manifest.name if manifest else None,
+            "swarm": manifest.swarm() if manifest else None,
+            "phase": self.phase,
+            "round": state.round if state else 0,
+            "stage": state.stage if state else 0,
+            "rounds": manifest.rounds if manifest else None,
+            **(
+                {"reward_by_stage": self.rewards(manifest.stages)} if manifest and manifest.stages > 1 else {}
+            ),
+            "mean_held_out_start": self.mean_held_out("start"),
+            "mean_held_out_now": self.mean_held_out("now"),
+            "held_out_protocol": self.held_out_protocol(),
+            "nodes": [
+                {
+                    "name": view.name,
+                    "node": view.node,
+                    "peer_id": view.peer.peer_id if view.peer else None,
+                    "model": view.peer.model if view.peer else None,
+                    "alive": view.alive,
+                    "round": view.last.round if view.last else None,
+                    "held_out_start": view.start["sampled"] if view.start else None,
+                    "held_out_now": view.now["sampled"] if view.now else None,
+                    "reward": view.reward() if view.has_reward else None,
+                    "tokens_per_second": view.last.tokens_per_second if view.last else None,
+                    "external_taken": view.external_taken,
+                    "participation": view.member.participation if view.member else 0,
+                    "wins": view.member.wins if view.member else 0,
+                    "unreadable_lines": view.unreadable_lines,
+                    **({"role": view.role} if view.role else {}),
+                    **({"figures": view.figures} if view.figures else {}),
+                }
+                for view in self.nodes.values()
+            ],
+        }
+
+
+def _id_of(node: NodeView) -> str:
+    return node.peer.peer_id if node.peer else ""
+
+
+def run_names(files: LocalFiles) -> list[str]:
+    """Lists the runs in a folder, by name."""
+    found = []
+    for name in files.names(""):
+        with suppress(OSError):
+            files.stat(f"{name}/{MANIFEST}")
+            found.append(name)
+    return found
+
+
+@contextmanager
+def looked_at(address: str) -> Iterator[RunView]:
+    """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
+    if not address.startswith("p2p://"):
+        yield RunView.found(address)
+        return
+    from rl_swarm.network.p2p.observer import observed
+
+    with observed(address) as (place, clock):
+        view = RunView(place, clock)
+        view.refresh_swarm()
+        yield view
+
+
+def _runs(pid: int) -> bool:
+    if pid <= 0:  # would be a group of processes, and not one
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False

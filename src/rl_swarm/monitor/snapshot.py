@@ -1,0 +1,313 @@
+"""What a follower knows, told as records. Every function holds its lock for as long as it reads."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from rl_swarm.config.schema import tellable
+from rl_swarm.monitor.follower import Follower
+from rl_swarm.monitor.node_history import by_stage
+from rl_swarm.monitor.records import (
+    EventPage,
+    Health,
+    Line,
+    Lines,
+    Link,
+    NodeCurves,
+    NodeDetail,
+    NodePage,
+    NodeRow,
+    Overview,
+    TaskScore,
+)
+from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
+from rl_swarm.monitor.series import all_of, filled, number, stride_for
+from rl_swarm.network.address import is_url
+from rl_swarm.node import run_settings
+from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import Rejected
+
+HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
+MOST_TASKS = 256
+
+
+def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -> Overview:
+    with follower.lock:
+        view, state, manifest = follower.view, follower.view.state, follower.view.manifest
+        nodes, tracks = list(view.nodes.values()), list(follower.tracks.values())
+        own, taken = sum(t.own for t in tracks), sum(t.taken for t in tracks)
+        rewards = [node.reward() for node in nodes if node.has_reward]
+        return Overview(
+            name=manifest.name if manifest else "",
+            address=view.address.text,
+            swarm=manifest.swarm() if manifest else "",
+            phase=view.phase,
+            round=state.round if state else 0,
+            stage=state.stage if state else 0,
+            rounds=manifest.rounds if manifest else 0,
+            stages=manifest.stages if manifest else 1,
+            round_end=manifest.round_end if manifest else "",
+            seconds_to_next=_seconds_to_next(follower),
+            nodes=len(nodes),
+            alive=sum(node.alive for node in nodes),
+            models=sorted({node.peer.model for node in nodes if node.peer}),
+            tasks=sorted({task.name for task in manifest.tasks}) if manifest else [],
+            tokens=round(sum(t.tokens for t in tracks)),
+            rollouts=sum(t.rollouts for t in tracks),
+            tokens_per_second=sum(_speed(node) or 0.0 for node in nodes if node.alive),
+            reward=mean(rewards) if rewards else None,
+            reward_by_stage=_by_stage(follower, manifest.stages if manifest else 1),
+            held_out_start=view.mean_held_out("start"),
+            held_out_now=view.mean_held_out("now"),
+            held_out_protocol=view.held_out_protocol(),
+            from_others=taken / (own + taken) if own + taken else None,
+            logs=any(node.rounds or node.held_out for node in nodes),
+            unreadable_lines=sum(node.unreadable_lines for node in nodes),
+            can_stop=can_stop,
+            experiment=experiment,
+            version=follower.version,
+        )
+
+
+def _by_stage(follower: Follower, stages: int) -> list[float | None]:
+    """The mean of the nodes' last rounds in every stage; nothing where there is one."""
+    means: list[float | None] = []
+    for stage in range(stages if stages > 1 else 0):
+        curves = [track.curves for track in follower.tracks.values()]
+        last = [each.points(by_stage(stage), each.stride) for each in curves]
+        known = [value for line in last for value in line[-TREND_ROUNDS:] if value is not None]
+        means.append(mean(known) if known else None)
+    return means
+
+
+def health(follower: Follower) -> Health:
+    """`stale` is a swarm that should go on and of which nothing was heard for as long as it waits for a peer."""
+    with follower.lock:
+        state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
+        nodes = list(follower.view.nodes.values())
+        signs = [node.peer.timestamp for node in nodes if node.peer]
+        signs += [when for node in nodes if node.last and (when := node.last.timestamp) is not None]
+        signs += [state.timestamp] if state else []
+        since = max(0.0, now - max(signs)) if signs else None
+        alive = sum(node.alive for node in nodes)
+        stands = follower.view.phase
+        late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
+        status: Literal["alive", "stale", "waiting", "finished"]
+        if stands == "stopped" or (stands == "running" and late):
+            status = "stale"
+        else:
+            status = "alive" if stands == "running" else stands
+        return Health(status, state.round if state else 0, alive, since)
+
+
+def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:
+    """The leaderboard, best first, or those of it whose name, id or model contains some text."""
+    sought = search.strip().lower()
+    with follower.lock:
+        found = [(rank, view) for rank, view in enumerate(_ranked(follower), 1) if _fits(view, sought)]
+        rows = [_row(follower, rank, view) for rank, view in found[offset : offset + limit]]
+    return NodePage(len(found), offset, rows)
+
+
+def node(follower: Follower, name: str) -> NodeDetail | None:
+    """All about one node, by its name in files or its peer id; None where there is no such node."""
+    with follower.lock:
+        view = find(follower, name)
+        if view is None or view.node not in follower.tracks:
+            return None
+        row = _row(follower, _ranked(follower).index(view) + 1, view)
+        track, peer = follower.tracks[view.node], view.peer
+        scores = [_by_task(line) for line in (view.start, view.now)]
+        memory = [value for value in track.curves.points("peak_memory", track.curves.stride) if value]
+        taught = {
+            other.node: follower.tracks[other.node].learned_from[row.peer_id]
+            for other in follower.view.nodes.values()
+            if other.node in follower.tracks
+        }
+        refused: Counter[str] = Counter()
+        for other in follower.tracks.values():
+            for (whose, reason), times in other.refused.items():
+                if whose == row.node:
+                    refused[reason] += times
+        return NodeDetail(
+            row=row,
+            device=peer.device if peer else "",
+            host=peer.host if peer else "",
+            joined=peer.joined if peer else None,
+            seen=peer.timestamp if peer else None,
+            tokens=round(track.tokens),
+            rollouts=track.rollouts,
+            peak_memory=max(memory, default=None),
+            restarts=track.restarts,
+            skipped=track.skipped,
+            rejected=dict(track.rejected.most_common(100)),
+            refused=dict(refused.most_common(100)),
+            errors=dict(track.errors.most_common(100)),
+            learned_from=_links(follower, track.learned_from),
+            taught=_links(follower, taught),
+            held_out=[
+                TaskScore(task, scores[0].get(task), scores[1].get(task))
+                for task in sorted(scores[0] | scores[1])[:MOST_TASKS]
+            ],
+            checkpoints=_checkpoints(follower, view.node),
+            settings=track.settings or _settings(follower),
+            hardware=track.hardware,
+            metrics=sorted(track.curves.sums),
+            figures={
+                name: value for name, told in view.figures.items() if (value := number(told)) is not None
+            },
+        )
+
+
+def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) -> Lines:
+    """A metric of the best nodes over the rounds, and the mean of all."""
+    name = "sampled" if metric == HELD_OUT else metric
+    with follower.lock:
+        views = _ranked(follower)
+        tracks = [follower.tracks[view.node] for view in views]
+        curves = [track.held_out if metric == HELD_OUT else track.curves for track in tracks]
+        step = stride_for(curves, points)
+        mean_line = all_of(curves, name, step).points(name, step)
+        lines = [curve.points(name, step) for curve in curves[:most]]
+    length = len(mean_line)
+    shown = [Line(v.node, v.name, filled(line, length)) for v, line in zip(views, lines, strict=False)]
+    return Lines(metric, [k * step for k in range(length)], mean_line, shown)
+
+
+def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 500) -> NodeCurves | None:
+    """Some metrics of one node over the rounds; all it has where none are named."""
+    with follower.lock:
+        view = find(follower, name)
+        if view is None or view.node not in follower.tracks:
+            return None
+        track = follower.tracks[view.node]
+        wanted = [metric for metric in (metrics or sorted(track.curves.sums)) if metric in track.curves.sums]
+        step = stride_for([track.curves], points)
+        values = {metric: track.curves.points(metric, step) for metric in wanted}
+    length = max(map(len, values.values()), default=0)
+    return NodeCurves(
+        view.node,
+        view.name,
+        [k * step for k in range(length)],
+        {metric: filled(line, length) for metric, line in values.items()},
+    )
+
+
+def events(
+    follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100
+) -> EventPage:
+    """What happened, newest first."""
+    with follower.lock:
+        view = find(follower, node) if node else None
+        found = [
+            event
+            for event in follower.events
+            if (not node or (view is not None and event.node == view.node)) and kind in ("", event.event)
+        ]
+    found.sort(key=lambda event: -event.timestamp)
+    return EventPage(len(found), offset, found[offset : offset + limit])
+
+
+def find(follower: Follower, name: str) -> NodeView | None:
+    """A node by its name in files, its peer id or its animal name."""
+    nodes = list(follower.view.nodes.values())
+    for view in nodes:
+        if name and name in (view.node, view.peer.peer_id if view.peer else ""):
+            return view
+    return next((view for view in nodes if view.name == name), None)
+
+
+def _ranked(follower: Follower) -> list[NodeView]:
+    """The nodes, best first."""
+    state = follower.view.state
+    order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
+    views = [view for view in list(follower.view.nodes.values()) if view.node in follower.tracks]
+    views.sort(key=lambda v: (order.get(v.peer.peer_id, len(order)) if v.peer else len(order), v.node))
+    return views
+
+
+def _fits(view: NodeView, sought: str) -> bool:
+    known = (view.peer.peer_id, view.peer.model) if view.peer else ()
+    return sought in "\n".join((view.name, view.node, *known)).lower()
+
+
+def _row(follower: Follower, rank: int, view: NodeView) -> NodeRow:
+    trend = len(view.rounds) > TREND_ROUNDS
+    return NodeRow(
+        rank=rank,
+        node=view.node,
+        name=view.name,
+        peer_id=view.peer.peer_id if view.peer else "",
+        model=view.peer.model if view.peer else "",
+        alive=view.alive,
+        round=view.last.round if view.last else None,
+        participation=view.member.participation if view.member else 0,
+        reward=number(view.reward()) if view.has_reward else None,
+        total_reward=(number(view.member.reward) or 0.0) if view.member else 0.0,
+        trend=number(view.reward() - view.reward(before=TREND_ROUNDS)) if trend else None,
+        wins=view.member.wins if view.member else 0,
+        held_out_start=number(view.start["sampled"]) if view.start else None,
+        held_out_now=number(view.now["sampled"]) if view.now else None,
+        tokens_per_second=_speed(view),
+        from_others=follower.tracks[view.node].from_others,
+        role=view.role,
+    )
+
+
+def _speed(view: NodeView) -> float | None:
+    return view.last.tokens_per_second if view.last else None
+
+
+def _links(follower: Follower, groups: Mapping[str, int]) -> list[Link]:
+    """Whom the counts are of, most first; peers that nobody knows any more go by their ids."""
+    views = list(follower.view.nodes.values())
+    known = {view.node: view for view in views} | {view.peer.peer_id: view for view in views if view.peer}
+    found = [
+        Link(known[name].node, known[name].name, count) if name in known else Link("", name, count)
+        for name, count in groups.items()
+        if count
+    ]
+    return sorted(found, key=lambda link: (-link.groups, link.name))[:100]
+
+
+def _by_task(line: dict[str, object] | None) -> dict[str, float]:
+    scores = line.get("by_task") if line else None
+    if not isinstance(scores, dict):
+        return {}
+    return {task: value for task, score in scores.items() if (value := number(score)) is not None}
+
+
+def _seconds_to_next(follower: Follower) -> float | None:
+    state, manifest = follower.view.state, follower.view.manifest
+    if state is None or manifest is None or follower.view.phase != "running":
+        return None
+    pace = None if manifest.round_end == "interval" else _pace(follower.view.nodes.values())
+    usual = manifest.round_interval if manifest.round_end == "interval" else pace and pace / manifest.stages
+    return None if usual is None else max(0.0, usual - (follower.now() - state.started))
+
+
+def _pace(views: Iterable[NodeView]) -> float | None:
+    """Seconds per round, as the last lines of the logs tell."""
+    paces = []
+    for view in list(views):
+        known = [(line.round, line.timestamp) for line in view.rounds if line.timestamp]
+        if len(known) > 1 and (played := known[-1][0] - known[0][0]) > 0:
+            paces.append((known[-1][1] - known[0][1]) / played)
+    return sorted(paces)[len(paces) // 2] if paces else None
+
+
+def _checkpoints(follower: Follower, node: str) -> list[int]:
+    """The rounds of the checkpoints that lie on this machine."""
+    return follower.view.checkpoints(node)
+
+
+def _settings(follower: Follower) -> dict[str, str]:
+    """What a run of `up` was started with, as far as others may see it."""
+    if is_url(follower.view.address.text):
+        return {}
+    manifest = follower.view.manifest
+    try:
+        values = run_settings.read(follower.view.files, manifest).settings if manifest else {}
+    except (OSError, Rejected):
+        return {}
+    return {name: str(value)[:200] for name, value in tellable(values).items()}

@@ -1,0 +1,387 @@
+"""Whether a finished run is sound: signatures, rewards and logs of every round, and a sample scored again. Of a swarm among
+peers, which may be running, `validate_peers.py` checks what they hand out.
+
+What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
+altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when
+the node's events explain them.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from rl_swarm.environments.base import Environment
+from rl_swarm.monitor.run_reader import NodeView
+from rl_swarm.network.address import Address, locate
+from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
+from rl_swarm.network.round_server import read_history
+from rl_swarm.node.conversation import Transcript
+from rl_swarm.node.selection import Transcripts, check, for_ending
+from rl_swarm.plural import counted
+from rl_swarm.protocol.identity import animal_name
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Publication, unpack
+from rl_swarm.protocol.rounds import Ended, Report, State
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
+from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.telemetry.journal import LOGS, read_lines
+
+T = TypeVar("T")
+
+MAX_OTHERS = 50  # publications of peers that are no members, read to tell of them
+RESCORED = 24  # publications
+
+
+@dataclass
+class Verdict:
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        return not self.errors
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.checked[what] = self.checked.get(what, 0) + number
+
+
+class Event(msgspec.Struct, frozen=True):
+    event: str
+    round: int = -1
+    first: int = 0
+    last: int = -1
+
+
+class RoundLine(msgspec.Struct, frozen=True):
+    kind: Literal["round"]
+    round: int
+    stage: int
+    reward_local: float
+    reward_training: float
+
+
+@dataclass
+class Run:
+    address: Address
+    manifest: Manifest
+    state: State
+    history: list[Ended]
+    published: list[tuple[str, Publication]] | None = None  # where they do not lie in a folder
+
+    @property
+    def files(self) -> Files:
+        return self.address.files
+
+    def node(self, peer_id: str) -> str:
+        return self.state.members[peer_id].node
+
+    def has_log(self, node: str) -> bool:
+        """With a path, everybody's logs lie there; with a URL, on the machine of the node."""
+        return not self.address.is_url or LocalFiles(self.address.here).has_folder(f"logs/{node}")
+
+
+def validate(
+    address: Path | str, rounds: int | None = None, nodes: int | None = None
+) -> tuple[Verdict, Run | None]:
+    """Everything that can be checked without scoring; `rescore` does the rest."""
+    if isinstance(address, str) and address.startswith("p2p://"):
+        from rl_swarm.monitor import validate_peers
+
+        return validate_peers.validate(address, rounds, nodes)
+    verdict = Verdict()
+    run = _open(locate(address), verdict)
+    if run is None:
+        return verdict, None
+    check_size(run, verdict, rounds, nodes)
+    if run.state.phase != "finished":
+        verdict.errors.append(
+            f"the run is not finished: it is at round {run.state.round} of {run.manifest.rounds}"
+        )
+    check_history(run, verdict, run.state.round + (run.state.phase == "finished"))
+    reports = _check_reports(run, verdict)
+    _check_gaps(run, verdict)
+    _check_logs(run, reports, verdict)
+    _check_rollouts(run, verdict)
+    return verdict, run
+
+
+def _open(address: Address, verdict: Verdict) -> Run | None:
+    files = address.files
+    try:
+        manifest = read_manifest(files)
+        state = read_state(files, manifest)
+        history, unreadable = read_history(files)
+    except OSError as error:
+        verdict.errors.append(f"{error.filename}: {error.strerror}")
+        return None
+    except Rejected as error:
+        verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
+        return None
+    if unreadable:
+        verdict.notes.append(
+            f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)"
+        )
+    return Run(address, manifest, state, history)
+
+
+def check_size(run: Run, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
+    if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
+        verdict.errors.append(f"rounds that were finished: {expected}, expected: {rounds}")
+    if nodes is not None and len(run.state.members) != nodes:
+        verdict.errors.append(f"nodes that took part: {len(run.state.members)}, expected: {nodes}")
+
+
+def check_history(run: Run, verdict: Verdict, finished: int) -> None:
+    """What the owner wrote, of as many rounds as have finished."""
+    places = set()
+    for ended in run.history:
+        where = f"history of round {ended.round} stage {ended.stage}"
+        if ended.peer_id != run.manifest.peer_id or ended.swarm != run.manifest.swarm():
+            verdict.errors.append(f"{where}: not signed by the swarm's owner")
+        if (ended.round, ended.stage) in places:
+            verdict.errors.append(f"{where}: stands there twice")
+        places.add((ended.round, ended.stage))
+    for number in range(finished):
+        for stage in range(run.manifest.stages):
+            if (number, stage) not in places:
+                verdict.errors.append(f"round {number} stage {stage}: missing from the history")
+    verdict.count("round", finished)
+
+
+def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
+    """Every report that the coordinator counted is still there, unaltered."""
+    found = {}
+    for ended in run.history:
+        if not ended.reports:
+            verdict.notes.append(f"round {ended.round}: nobody reported ({ended.why})")
+        for peer_id, digest in ended.reports.items():
+            if peer_id not in run.state.members:
+                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, who is no member")
+                continue
+            path = report_path(ended.round, ended.stage, run.node(peer_id))
+            try:
+                report, name = unseal_named(run.files.read(path, MAX_BYTES), Report)
+            except FileNotFoundError:
+                verdict.errors.append(f"{path}: missing")
+                continue
+            except OSError as error:
+                verdict.errors.append(f"{path}: cannot be read ({error.strerror})")
+                continue
+            except Rejected as error:
+                verdict.errors.append(f"{path}: altered or forged ({error})")
+                continue
+            if name != digest or report.peer_id != peer_id:
+                verdict.errors.append(f"{path}: not the report that the coordinator counted")
+                continue
+            found[peer_id, ended.round, ended.stage] = report
+            verdict.count("report")
+    return found
+
+
+def _check_gaps(run: Run, verdict: Verdict) -> None:
+    """Every round that a member missed has a reason: it came late, skipped it, reported late, or left."""
+    for peer_id, member in run.state.members.items():
+        reported = {ended.round for ended in run.history if peer_id in ended.reports}
+        missing = {ended.round for ended in run.history} - reported
+        reasons: dict[int, str] = {}
+        for event in _lines(run, member.node, "training_events.jsonl", Event):
+            if event.event == "skipped":
+                reasons |= dict.fromkeys((n for n in missing if event.first <= n <= event.last), "skipped")
+            elif event.event == "joined_late":
+                reasons |= dict.fromkeys((n for n in missing if n < event.round), "before it joined")
+        last = max(reported, default=-1)
+        for number in sorted(missing):
+            if number in reasons or number < member.joined_round:
+                continue
+            if number > last:
+                reasons[number] = "after its last sign"
+            elif _is_there(run, report_path(number, run.manifest.stages - 1, member.node)):
+                reasons[number] = "reported late"
+            elif not run.has_log(member.node):
+                reasons[number] = "for reasons that stand in its log, which is not here"
+            else:
+                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for that")
+        explained = missing & (reasons.keys() | set(range(member.joined_round)))
+        if explained:
+            kinds = sorted({reasons.get(number, "before it joined") for number in explained})
+            verdict.notes.append(
+                f"{animal_name(peer_id)}: {counted(len(explained), 'round')} without a report ({', '.join(kinds)})"
+            )
+
+
+def _is_there(run: Run, path: str) -> bool:
+    try:
+        run.files.read(path, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
+    """Every node's log tells the rewards that it reported."""
+    elsewhere = [peer_id for peer_id, member in run.state.members.items() if not run.has_log(member.node)]
+    if elsewhere:
+        names = ", ".join(sorted(map(animal_name, elsewhere)))
+        verdict.notes.append(f"logs that are not on this machine were not compared: {names}")
+    for peer_id, member in run.state.members.items():
+        if peer_id in elsewhere:
+            continue
+        _check_lines(run, member.node, verdict)
+        logged: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for line in _lines(run, member.node, "metrics.jsonl", RoundLine):
+            pair = (line.reward_local, line.reward_training)
+            logged.setdefault((line.round, line.stage), []).append(pair)
+        for (owner, number, stage), report in reports.items():
+            if owner != peer_id:
+                continue
+            said = logged.get((number, stage), [])
+            if not said and not _killed_before_logging(run, member.node, number):
+                verdict.errors.append(f"logs/{member.node}/metrics.jsonl: round {number} is missing")
+            if said and (report.reward, report.training_reward) not in said:
+                verdict.errors.append(
+                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
+                )
+            verdict.count("log line", len(said))
+
+
+def _check_lines(run: Run, node: str, verdict: Verdict) -> None:
+    """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
+    view = NodeView(node)
+    view.refresh(LocalFiles(run.address.here))
+    starts = sum(
+        event.event in ("joined", "resumed") for event in _lines(run, node, "training_events.jsonl", Event)
+    )
+    for name in LOGS:
+        if lines := view.unreadable_in(name):
+            why = "as a crash leaves them" if lines <= starts else "more than crashes explain"
+            verdict.notes.append(f"logs/{node}/{name}: {counted(lines, 'line')} cannot be read ({why})")
+
+
+def _killed_before_logging(run: Run, node: str, number: int) -> bool:
+    """A node that dies between its report and its log line comes back and skips that round."""
+    events = _lines(run, node, "training_events.jsonl", Event)
+    return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
+        e.event in ("resumed", "joined") and e.round < number for e in events[1:]
+    )
+
+
+def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
+    """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
+    found = []
+    for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
+        with suppress(Rejected):
+            found.append(typed(line, kind))
+    return found
+
+
+def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
+    """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
+    members = {member.node for member in run.state.members.values()}
+    played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
+    played |= {(ended.round, ended.stage) for ended in run.history}
+    others = 0
+    for top in ("rollouts", "archives"):
+        there = set(run.files.names(top))
+        for number, stage in sorted(played):
+            if f"round_{number}" not in there:
+                continue
+            folder = f"{top}/round_{number}/stage_{stage}"
+            for node in documents(run.files, folder):
+                others += node not in members
+                if node not in members and others > MAX_OTHERS:
+                    continue
+                path = f"{folder}/{node}.json"
+                try:
+                    yield path, _publication(run, path)
+                except (OSError, Rejected) as error:
+                    problem = f"{path}: truncated, altered or forged ({error})"
+                    (verdict.errors if node in members else verdict.notes).append(problem)
+    if others > MAX_OTHERS:
+        verdict.notes.append(
+            f"{others} files beside the rollouts are of nobody who is a member; {MAX_OTHERS} were read"
+        )
+
+
+def _publication(run: Run, path: str) -> Publication:
+    limit = run.manifest.limits.file_bytes
+    return unseal(run.files.read(path, limit), Publication, limit)
+
+
+def _check_rollouts(run: Run, verdict: Verdict) -> None:
+    """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
+    nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
+    present: dict[tuple[int, int], set[str]] = {}
+    for path, publication in _publications(run, verdict):
+        place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
+        if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
+            verdict.errors.append(f"{path}: belongs somewhere else")
+        elif publication.peer_id not in nodes and publication.node not in nodes.values():
+            verdict.notes.append(f"{path}: of {publication.peer_id}, who is no member")
+        elif nodes.get(publication.peer_id) != publication.node:
+            verdict.errors.append(f"{path}: not written by the member of that name")
+        else:
+            present.setdefault((publication.round, publication.stage), set()).add(publication.peer_id)
+            verdict.count("publication")
+    kept_from = min((number for number, _ in present), default=0)
+    if kept_from:
+        verdict.notes.append(f"rollouts before round {kept_from} have been removed")
+    for ended in run.history:
+        if ended.round < kept_from:
+            continue
+        for peer_id in ended.reports:
+            if peer_id in nodes and peer_id not in present.get((ended.round, ended.stage), set()):
+                verdict.errors.append(f"round {ended.round}: the rollouts of {nodes[peer_id]} are missing")
+
+
+def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
+    """Makes the questions of some publications again and compares what their answers earn."""
+    found = _publications(run, Verdict()) if run.published is None else run.published
+    published = [
+        (path, publication)
+        for path, publication in found
+        if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
+    ]
+    transcripts = _transcripts(run, environment, [publication for _, publication in published])
+    for path, publication in random.Random(0).sample(published, min(count, len(published))):
+        try:
+            rollouts = list(unpack(publication, run.manifest.limits))
+            groups = check(rollouts, run.manifest, environment, transcripts)
+        except Rejected as error:
+            # Among peers, what it was made from may not have been had.
+            elsewhere = error.reason == "parents" and run.published is not None
+            (verdict.notes if elsewhere else verdict.errors).append(f"{path}: {error}")
+            continue
+        for rollout, group in zip(rollouts, groups, strict=False):  # fewer where scoring takes too long
+            claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
+            scored = zip(group.rewards, group.completions, strict=True)
+            if [r + for_ending(environment, group.question, c) for r, c in scored] != claimed:
+                verdict.errors.append(
+                    f"{path}: question {rollout.number} claims other rewards than its answers earn"
+                )
+            verdict.count("rescored answer", len(claimed))
+
+
+def _transcripts(run: Run, environment: Environment, published: list[Publication]) -> Transcripts:
+    """The earlier stages of every round, from what lies there."""
+    by_place = {(one.round, one.stage, one.peer_id): one for one in published}
+    made: dict[int, Transcript] = {}
+
+    def transcript(number: int) -> Transcript:
+        def fetch(stage: int, peer_id: str) -> list[Publication]:
+            found = by_place.get((number, stage, peer_id))
+            return [found] if found is not None else []
+
+        if number not in made:
+            members = sorted(run.state.members)
+            made[number] = Transcript(
+                run.manifest, environment, number, fetch, lambda *why: None, members=members
+            )
+        return made[number]
+
+    return transcript

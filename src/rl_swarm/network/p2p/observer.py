@@ -1,0 +1,146 @@
+"""A swarm among peers as seen by somebody who only looks: for `status`, `validate` and the live view."""
+
+import math
+import tempfile
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec.structs import replace as changed
+
+from rl_swarm.config import schema as config
+from rl_swarm.network.address import Address, known_addresses, locate
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, report_path
+from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
+from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.joining import await_manifest, engine_of
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import Report, State
+from rl_swarm.protocol.wire import Rejected, unseal
+from rl_swarm.storage.files import Files, LocalFiles
+
+OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
+MOST_ASKED = 256  # members
+AT_ONCE = 16
+ASK_SECONDS = 5.0  # between questions for reports
+KEPT_ROUNDS = 100  # of reports that are counted
+
+
+@contextmanager
+def observed(text: str) -> Iterator[tuple[Address, Callable[[], State] | None]]:
+    """A swarm's documents, and its state by the clock where nobody conducts it."""
+    settings, identity, stop = config.load().settings, Identity.new(), threading.Event()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engine_of(identity, known_addresses(text), settings, Path(folder)) as engine,
+    ):
+        waited = threading.Timer(OBSERVE_SECONDS, stop.set)
+        waited.start()
+        found = await_manifest(engine, settings, stop)
+        waited.cancel()
+        if found is None:
+            raise NetworkError(
+                f"{text}: nobody there knows a swarm. Is the address right, and is a node running?"
+            )
+        manifest, signed = found
+        files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, LocalFiles(Path(folder)))
+        files.handed[MANIFEST] = signed
+        clock = None
+        if manifest.round_end == "interval":
+            clock = Onlooker(ClockCoordinator(files, manifest, identity, stop, whole=True)).current
+        yield replace(locate(text), files=files), clock
+
+
+@dataclass
+class Counted:
+    """What the reports of one peer come to."""
+
+    reports: int = 0
+    reward: float = 0.0
+    wins: int = 0
+
+
+class Onlooker:
+    """Knows of a swarm without a coordinator what its members tell: that they are there, and their reports."""
+
+    def __init__(self, coordinator: ClockCoordinator) -> None:
+        self.coordinator = coordinator
+        self.reports = dict[tuple[int, int, str], Report]()  # of the last rounds, by round, stage and peer
+        self.before = dict[str, Counted]()  # what those of earlier rounds come to, by peer
+        self._asked_at = -math.inf
+
+    def current(self) -> State:
+        state = self.coordinator.current()
+        if state.timestamp - self._asked_at >= ASK_SECONDS:
+            self._asked_at = state.timestamp
+            self._ask(state)
+        return self._counted(state)
+
+    def _ask(self, state: State) -> None:
+        """For the reports of this round and the one before that are not known yet."""
+        for place in [place for place in self.reports if place[0] <= state.round - KEPT_ROUNDS]:
+            _count(self.reports.pop(place), self.before, state.members)
+        recent = range(max(0, state.round - 1), min(state.round + 1, self.coordinator.manifest.rounds))
+        wanted = [
+            (number, stage, peer_id)
+            for number in recent
+            for stage in range(self.coordinator.manifest.stages)
+            for peer_id in sorted(state.members)[:MOST_ASKED]
+            if (number, stage, peer_id) not in self.reports
+        ]
+        paths = {report_path(number, stage, peer): (number, stage, peer) for number, stage, peer in wanted}
+        for path, answer in asked(self.coordinator.files, paths, RECORD_BYTES):
+            if isinstance(answer, bytes):
+                self._note(paths[path], answer)
+
+    def _note(self, place: tuple[int, int, str], data: bytes) -> None:
+        try:
+            report = unseal(data, Report, RECORD_BYTES)
+        except Rejected:  # `validate` tells more
+            return
+        if (report.round, report.stage, report.peer_id, report.swarm) == (
+            *place,
+            self.coordinator.manifest.swarm(),
+        ):
+            self.reports[place] = report
+
+    def _counted(self, state: State) -> State:
+        """The members with the reports that were seen, as a coordinator would count them."""
+        counted = {peer_id: replace(count) for peer_id, count in self.before.items()}
+        for report in self.reports.values():
+            _count(report, counted, state.members)
+        members = dict(state.members)
+        for peer_id in members.keys() & counted.keys():
+            member, count = members[peer_id], counted[peer_id]
+            members[peer_id] = changed(
+                member,
+                participation=member.participation + count.reports,
+                reward=member.reward + count.reward,
+                wins=member.wins + count.wins,
+            )
+        return changed(state, members=members)
+
+
+def _count(report: Report, counted: dict[str, Counted], members: Container[str]) -> None:
+    mine = counted.setdefault(report.peer_id, Counted())
+    mine.reports += 1
+    mine.reward += report.reward
+    if report.vote != report.peer_id and report.vote in members:
+        counted.setdefault(report.vote, Counted()).wins += 1
+
+
+def asked(files: Files, paths: Iterable[str], limit: int) -> Iterator[tuple[str, bytes | OSError]]:
+    """Documents of many peers, several at a time: each, or why it cannot be had."""
+
+    def read(path: str) -> bytes | OSError:
+        try:
+            return files.read(path, limit)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from zip(listed := list(paths), pool.map(read, listed), strict=True)

@@ -1,0 +1,187 @@
+"""One node per identity, and one `up` per folder: two that sign with one key would write over each other's files.
+
+On one machine a lock that the kernel frees when its process dies, however it dies, so a node that is started
+again at once is not refused. Between machines there is only the folder, clocks differ and drives sync late: a
+node elsewhere is at work if its sign of life is seen to change, and only a fresh one is waited for.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import shlex
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_swarm.errors import UserError
+from rl_swarm.network.folder import RECORD_BYTES
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import PeerInfo
+from rl_swarm.protocol.wire import Rejected, canonical, digest, unseal
+from rl_swarm.storage.files import Files
+
+log = logging.getLogger(__name__)
+
+LOCK_SECONDS = 2.0  # that a process which was just killed may take to vanish
+LOOK_SECONDS = 1.0  # between looks at another's sign of life
+
+
+class TwinError(UserError):
+    """Another node is at work with this identity; the message says where, and what to do."""
+
+
+def twin_error(identity: Identity, who: str) -> TwinError:
+    return TwinError(
+        f"The identity {identity.peer_id} ({identity.name}) is already at work in this swarm: {who}. Stop that node, or "
+        "give this one an identity of its own: IDENTITY_PATH=another-file.pem (made when it is not there)."
+    )
+
+
+@contextmanager
+def only_one_here(identity: Identity, swarm: str) -> Iterator[None]:
+    """Holds this machine's lock on an identity in a swarm; raises `TwinError` if another process has it."""
+    with _held([swarm, identity.peer_id], "this node's identity") as holder:
+        if holder:
+            raise twin_error(identity, holder)
+        yield
+
+
+@contextmanager
+def only_run_here(root: Path) -> Iterator[None]:
+    """Holds this machine's lock on the folder of a run; raises `UserError` if another `up` runs there."""
+    with _held(["run", str(root.resolve())], f"the run in {root}") as holder:
+        if holder:
+            raise UserError(
+                f"{root} is running already: {holder}. Stop it first (Ctrl-C there), or start another run with "
+                f"another --run. `rl-swarm watch {shlex.quote(str(root))}` shows it."
+            )
+        yield
+
+
+@contextmanager
+def _held(key: list[str], what: str) -> Iterator[str]:
+    """Holds a lock of this machine and yields nothing, or who holds it."""
+    folder = Path(tempfile.gettempdir()) / f"rl-swarm-{os.getuid()}"
+    path = folder / f"{digest(canonical(key))[:32]}.lock"
+    with contextlib.ExitStack() as held:
+        holder = ""
+        try:
+            lock = _awaited(path)
+        except OSError as error:  # a node without it is better than none
+            log.warning("no lock keeps other processes of this machine from %s: %s", what, error)
+        else:
+            if lock is None:
+                holder = _holder(path)
+            else:
+                held.callback(os.close, lock)
+                held.callback(path.unlink, missing_ok=True)
+                told = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
+                os.truncate(lock, 0)
+                os.write(lock, json.dumps(told).encode())
+        yield holder
+
+
+def _awaited(path: Path) -> int | None:
+    """The lock's descriptor, or None if another process holds it and goes on to."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if path.parent.lstat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path.parent))
+    while (lock := _locked(path)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return lock
+
+
+def _locked(path: Path) -> int | None:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(path)):  # its last holder may have removed it meanwhile
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def _holder(path: Path) -> str:
+    try:
+        told = json.loads(path.read_bytes()[:1024])
+        return _where(str(told["host"]), int(told["pid"]), float(told["since"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return "in another process on this machine"
+
+
+def _where(host: str, pid: int, since: float) -> str:
+    shown = "".join(letter for letter in host if letter.isprintable())
+    return f"on {shown}, process {pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}"
+
+
+class Watch:
+    """Looks for signs of life that another process gives under this identity."""
+
+    def __init__(self, files: Files, node: str, identity: Identity, swarm: str) -> None:
+        self.files, self.node, self.identity, self.swarm = files, node, identity, swarm
+        self.other: PeerInfo | None = None  # the newest introduction of another process
+        self.signs = 0  # that it has given since we began to look
+        self.look()
+        self.signs = 0
+
+    def look(self) -> PeerInfo | None:
+        """The introduction of another process, if there is a new one since the last look."""
+        found = self._read()
+        if found is None or (found.host, found.pid) == (platform.node(), os.getpid()):
+            return None
+        if self.other is not None and found.timestamp <= self.other.timestamp:
+            return None
+        self.other = found
+        self.signs += 1
+        return found
+
+    def wait(self, peer_timeout: float, stop: threading.Event) -> None:
+        """Raises `TwinError` if a node elsewhere is at work; waits only for one that was just seen elsewhere."""
+        deadline = time.monotonic() + peer_timeout / 2  # two signs of life
+        while True:
+            known, twin = self.other, self.look()
+            if known is not None and twin is not None:
+                raise self.error(twin)
+            other = self.other
+            if other is None or other.host == platform.node() or time.monotonic() >= deadline:
+                return
+            if abs(time.time() - other.timestamp) > peer_timeout:
+                return
+            if stop.wait(min(LOOK_SECONDS, peer_timeout / 16)):
+                return
+
+    def must_yield(self, ours: PeerInfo) -> bool:
+        """Whether another process is at work beside this one and was first. One late sign may be a dead node's."""
+        twin = self.look()
+        if twin is None or self.signs < 2:
+            return False
+        first = (twin.joined, twin.host, twin.pid) < (ours.joined, ours.host, ours.pid)
+        if not first:
+            log.warning("another node has joined with this node's identity: %s", self.error(twin))
+        return first
+
+    def error(self, twin: PeerInfo | None = None) -> TwinError:
+        twin = twin or self.other
+        assert twin is not None
+        return twin_error(self.identity, _where(twin.host, twin.pid, twin.joined))
+
+    def _read(self) -> PeerInfo | None:
+        try:
+            data = self.files.read(f"peers/{self.node}.json", RECORD_BYTES)
+            peer = unseal(data, PeerInfo, RECORD_BYTES)
+        except (OSError, Rejected):
+            return None
+        return peer if (peer.peer_id, peer.swarm) == (self.identity.peer_id, self.swarm) else None

@@ -1,0 +1,1 @@
+"""Plays the rounds of a node, and starts nodes."""

@@ -1,0 +1,108 @@
+"""The settings of a run of `up`, kept so that it can be resumed: in the private directory, and signed in its folder.
+
+Others may be able to write to the folder. So a run is resumed with the private copy, or on another machine with the
+one in the folder if this user's key has signed it for this swarm.
+"""
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rl_swarm.config.schema import SECRETS, Settings
+from rl_swarm.errors import UserError
+from rl_swarm.network.folder import MANIFEST, read_manifest
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.wire import Id, Rejected, decode, seal, typed, unseal
+from rl_swarm.storage.files import Files, LocalFiles, Refused
+from rl_swarm.storage.private import remember_swarm, started_swarm, swarm_folder
+
+log = logging.getLogger(__name__)
+
+SETTINGS_FILE = "settings.json"
+SETTINGS_BYTES = 1 << 18
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that a run was started with, without secrets."""
+
+    peer_id: Id = ""
+    kind: Literal["settings"] = "settings"
+    swarm: Id
+    settings: dict[str, object]
+
+
+def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) -> None:
+    """Writes the settings of a run, privately and into its folder."""
+    values: dict[str, object] = msgspec.to_builtins(settings)
+    for name in SECRETS:
+        values.pop(name)
+    values["identity_path"] = str(Path(settings.identity_path).absolute())
+    data = seal(RunSettings(swarm=manifest.swarm(), settings=values), owner, limit=SETTINGS_BYTES)
+    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    own.write(SETTINGS_FILE, data)
+    own.write(MANIFEST, seal(manifest, owner))
+    remember_swarm(settings, root, manifest.swarm())
+    LocalFiles(root).write(SETTINGS_FILE, data)
+
+
+def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None:
+    """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other swarm."""
+    swarm = started_swarm(settings, root)
+    if not swarm:
+        return None
+    try:
+        kept = read_manifest(LocalFiles(swarm_folder(settings, root, swarm)))
+        if read_manifest(files).peer_id == kept.peer_id:  # the same, or a later run of the same user
+            return None
+    except (FileNotFoundError, Refused):
+        return None
+    except (OSError, Rejected) as error:
+        log.debug("%s cannot be read: %s", MANIFEST, error)
+    log.warning("%s in %s is not the one of this run, whose private copy is used", MANIFEST, root)
+    return kept
+
+
+def resumed(run: Path, user: Settings) -> dict[str, object]:
+    """Returns the settings that a run was started with; raises `UserError` where none are this user's own."""
+    files = LocalFiles(run)
+    try:
+        manifest = read_manifest(files)
+    except (OSError, Rejected) as error:
+        raise UserError(
+            f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours."
+        ) from error
+    if started_swarm(user, run) not in ("", manifest.swarm()):
+        raise UserError(
+            f"--resume {run}: its manifest.json is not the one of the run that you started there. Somebody has exchanged "
+            "it, or another run was copied over it."
+        )
+    private = LocalFiles(swarm_folder(user, run, manifest.swarm()))
+    try:
+        return typed(decode(private.read(SETTINGS_FILE, SETTINGS_BYTES)), RunSettings).settings
+    except (OSError, Rejected):  # another machine, or a directory that was moved
+        pass
+    key = Path(user.identity_path)
+    try:
+        found = read(files, manifest)
+    except (OSError, Rejected) as error:
+        raise UserError(
+            f"--resume {run}: its {SETTINGS_FILE} cannot be used ({error}). Somebody has changed it, or it is missing. "
+            "Join the swarm by itself instead, with settings that you give: `rl-swarm coordinate` and `rl-swarm join`."
+        ) from error
+    if not key.is_file() or Identity.load(key).peer_id != manifest.peer_id:
+        raise UserError(
+            f"--resume {run}: its settings are signed by {manifest.peer_id}, and IDENTITY_PATH={key} is not that key. "
+            "Give the key that the run was started with: --identity-path."
+        )
+    return found.settings
+
+
+def read(files: Files, manifest: Manifest) -> RunSettings:
+    """Reads the settings in a run's folder, if its owner has signed them; raises `OSError` or `Rejected`."""
+    found = unseal(files.read(SETTINGS_FILE, SETTINGS_BYTES), RunSettings, SETTINGS_BYTES)
+    if (found.peer_id, found.swarm) != (manifest.peer_id, manifest.swarm()):
+        raise Rejected("owner", "not signed by the swarm's owner")
+    return found

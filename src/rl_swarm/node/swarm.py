@@ -1,0 +1,250 @@
+"""Many nodes on one machine: start them, restart the ones that die, stop them all.
+
+On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
+starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.
+"""
+
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rl_swarm import environments
+from rl_swarm.config.schema import Settings
+from rl_swarm.errors import UserError
+from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
+from rl_swarm.node.worker import coordinate, join, join_together
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.telemetry.logs import start_logging
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 20.0  # to finish a step and save, after being told to stop
+QUICK_SECONDS = 30.0  # a child that ends this soon after its start did not get anywhere
+MOST_FAILURES, MOST_KILLS = (
+    3,
+    30,
+)  # so many quick ends in a row, by its own fault or by a signal, are no accident
+FATAL = 78  # exit code of a child that cannot work as configured: not restarted
+
+Role = Literal["coordinator", "worker"]
+
+
+class SwarmError(UserError):
+    """A child that cannot work; the message is the child's own."""
+
+
+# Of a process of several nodes. Every thread and stream has a workspace of cuBLAS: of 8 MiB, not 32. Every stream has
+# blocks of memory of its own: they grow by pages, so that little is lost between them.
+SHARED = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+@dataclass
+class Child:
+    name: str
+    role: Role
+    members: dict[str, Settings]  # by their names
+    environ: dict[str, str] = field(default_factory=dict)
+    process: ChildProcess | None = None
+    started: float = 0.0
+    quick_ends: int = 0  # in a row
+    done: bool = False
+
+
+class LocalSwarm:
+    """A coordinator and its nodes, each its own process."""
+
+    def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
+        self.address = address
+        self.children = [Child("coordinator", "coordinator", {"coordinator": coordinator})]
+        gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
+        for number, (name, settings) in enumerate(workers.items()):
+            each = settings.devices_per_node
+            sharing = settings.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
+            settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
+            child = Child(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
+            others = [
+                c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1
+            ]
+            if others:
+                others[0].members[name] = settings
+                others[0].environ.update({k: v for k, v in SHARED.items() if k not in os.environ})
+                others[0].name = f"a process of {len(others[0].members)} nodes"
+            else:
+                self.children.append(child)
+        self.restarts = 0
+        self.context = context_for(uses_gpu(coordinator))
+
+    def start(self, stop: threading.Event) -> None:
+        """Starts all children, or as many as there are until told to stop."""
+        for child in self.children:
+            if not stop.is_set():
+                self._start(child)
+
+    def tend(self) -> bool:
+        """Looks after the children; False once all of them are done."""
+        self._adopt([child for child in self.children if child.process and child.process.is_orphan()])
+        for child in self.children:
+            code = child.process.exit_code() if child.process and not child.done else None
+            if code == 0:
+                child.done = True
+            elif code == FATAL:
+                assert child.process is not None
+                raise SwarmError(
+                    child.process.message() or f"{child.name} cannot work; logs/swarm.log says why."
+                )
+            elif code is not None:
+                self._restart(child, code)
+        return not all(child.done for child in self.children)
+
+    def stop(self) -> None:
+        """Tells the children to stop, gives them time to save, and ends those that do not."""
+        self._end(self.children)
+
+    def _adopt(self, orphans: Sequence[Child]) -> None:
+        """Replaces children whose fork server has died: how they end could not be seen any more. They save first."""
+        if not orphans:
+            return
+        log.warning("the server that nodes are forked from has died; %d are started again", len(orphans))
+        self._end(orphans)
+        for child in orphans:
+            self.restarts += 1
+            self._start(child)
+
+    def _end(self, children: Sequence[Child]) -> None:
+        running = [child.process for child in children if child.process is not None]
+        deadline = time.monotonic() + GRACE_SECONDS
+        try:
+            for process in running:
+                process.signal(signal.SIGTERM)
+            for process in running:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # also when a second Ctrl-C does not wait for that
+            for process in running:
+                process.signal(signal.SIGKILL)
+            for process in running:
+                process.join(GRACE_SECONDS)
+
+    def _start(self, child: Child) -> None:
+        arguments = (child.role, child.members, self.address, child.environ)
+        child.process = ChildProcess(self.context, child.name, _child_main, *arguments)
+        child.started = time.monotonic()
+
+    def _restart(self, child: Child, code: int) -> None:
+        quick = time.monotonic() - child.started < QUICK_SECONDS
+        child.quick_ends = child.quick_ends + 1 if quick else 0
+        if child.quick_ends >= (MOST_KILLS if code < 0 else MOST_FAILURES):
+            raise UserError(
+                f"{child.name} ended {child.quick_ends} times soon after its start (last exit code {code}). "
+                f"{self.address / 'logs' / 'swarm.log'} says why."
+            )
+        self.restarts += 1
+        log.warning("%s ended with exit code %d and is started again", child.name, code)
+        self._start(child)
+
+
+def uses_gpu(settings: Settings) -> bool:
+    """Whether nodes may use a GPU, found out without importing torch."""
+    if settings.cpu_only or settings.device == "cpu":
+        return False
+    return (
+        sys.platform == "darwin" or shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+    )
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that nodes may use, as CUDA_VISIBLE_DEVICES names them; none where there is no saying."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return [name for name in names if name not in ("", "-1")]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+
+
+def gpus_of(node: int, count: int, each: int) -> list[int]:
+    """Which of `count` GPUs the node of this number (from 0) uses: `each`, in turn, shared when they run out."""
+    return [(node * each + k) % count for k in range(min(each, count))]
+
+
+def nodes_sharing(node: int, nodes: int, count: int, each: int) -> int:
+    """How many nodes, this one included, use the busiest of its GPUs; without any, all share the machine."""
+    if count == 0:
+        return nodes
+    used = Counter(gpu for other in range(nodes) for gpu in gpus_of(other, count, each))
+    return max(used[gpu] for gpu in gpus_of(node, count, each))
+
+
+def gpu_environ(node: int, gpus: Sequence[str], each: int) -> dict[str, str]:
+    """What makes a node see its own GPUs and no other: to its torch they are cuda:0, cuda:1 and so on."""
+    if not gpus:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[k] for k in gpus_of(node, len(gpus), each))}
+
+
+def _child_main(
+    role: Role, members: dict[str, Settings], address: Path, environ: dict[str, str], pipe: Connection
+) -> None:
+    os.environ.update(environ)
+    stop = obey_parent(pipe)
+    name, settings = next(iter(members.items()))
+    private = start_logging(settings, address, name, terminal=False)
+    faulthandler.enable(private.open("a"))  # where a library brings the process down
+    try:
+        if role == "coordinator":
+            coordinate(address, settings, stop)
+        elif len(members) == 1:
+            join(address, settings, stop)
+        else:
+            join_together(address, members, stop)
+    except UserError as error:
+        log.error("%s", error)
+        pipe.send_bytes(str(error).encode())
+        os._exit(FATAL)
+    except Exception:
+        log.exception("%s failed", name)
+        os._exit(1)
+
+
+def worker_settings(settings: Settings) -> dict[str, Settings]:
+    """One set of settings per node: its own key, its share of the cores, its own repository, its role; all with one
+    owner."""
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
+    base = Path(settings.identity_path).absolute()
+    owner = Identity.load_or_create(base).peer_id
+    roles = environments.named(settings.environment).cast(settings.nodes)
+    workers = {}
+    for number in range(1, settings.nodes + 1):
+        first = number == 1 and settings.network == "folder"  # among peers the coordinator is one of its own
+        key = base if first else base.with_name(f"{base.stem}-{number}{base.suffix}")
+        node = Identity.load_or_create(key).node
+        shared = settings.hub_repo is not None and settings.nodes > 1
+        repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo
+        workers[node] = msgspec.structs.replace(
+            settings,
+            node_id=node,
+            identity_path=str(key),
+            threads=threads,
+            hub_repo=repo,
+            owner=owner,
+            role=roles[number - 1],
+        )
+    return workers

@@ -1,0 +1,476 @@
+"""A process of a swarm, from its address to its last round: `join` trains, `coordinate` conducts."""
+
+import errno
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rl_swarm import environments
+from rl_swarm.config.schema import ROLES, ConfigError, Settings, tellable
+from rl_swarm.errors import ModelError, UserError
+from rl_swarm.network import owners
+from rl_swarm.network.address import Address, is_url, known_addresses, locate
+from rl_swarm.network.base import NetworkError
+from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
+from rl_swarm.network.presence import Watch, only_one_here
+from rl_swarm.network.round_server import Conductor
+from rl_swarm.node import run_settings
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.rounds import PeerInfo, State
+from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
+from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.private import swarm_folder
+from rl_swarm.telemetry import sinks
+from rl_swarm.telemetry.journal import Journal
+
+if TYPE_CHECKING:
+    from rl_swarm.environments.base import Environment, Role
+    from rl_swarm.learning.checkpoints import Checkpoints, Place
+    from rl_swarm.learning.parallel.sharing import Sharing
+    from rl_swarm.learning.policy import Policy
+
+log = logging.getLogger(__name__)
+
+MOST_FAILURES = 4  # signs of life in a row that could not be written
+SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
+SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
+
+
+def join(
+    address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None
+) -> None:
+    """Joins the swarm at the address and trains until it has finished or `stop` is set."""
+    with explained(address):
+        _join(locate(address), settings, stop, sharing)
+
+
+def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
+    """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
+    from rl_swarm.learning.parallel.sharing import Sharing, own_stream
+
+    sharing, failures = Sharing(len(workers)), list[Exception]()
+
+    def run(settings: Settings) -> None:
+        try:
+            with own_stream():
+                join(address, settings, stop, sharing)
+        except Exception as error:  # raised below, when the others have saved
+            if not isinstance(error, UserError):
+                log.exception("failed")
+            failures.append(error)
+            stop.set()
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+    threads = [
+        threading.Thread(target=run, args=(settings,), name=name, daemon=True)
+        for name, settings in workers.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not failures:
+            thread.join(1.0)
+    deadline = time.monotonic() + SAVING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if failures:
+        raise failures[0]
+
+
+def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
+    """Coordinates the swarm at the address, founding it if there is none."""
+    with explained(address):
+        place = locate(address)
+        if isinstance(place.files, LocalFiles):
+            try:
+                place.files.make()
+            except OSError as error:
+                raise UserError(
+                    f"{address} cannot be made: {error.strerror}. Choose a directory that can be written."
+                ) from error
+        identity = Identity.load_or_create(Path(settings.identity_path))
+        manifest = run_settings.manifest_of(place.files, place.here, settings)
+        manifest = manifest or found(place.files, settings, place.name, identity)
+        log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
+        if settings.network == "p2p":
+            _lead_among_peers(place, settings, identity, manifest, stop)
+            return
+        state = Conductor(place.files, manifest, identity, settings, stop).run()
+        log.info("%s at round %d", state.phase, state.round)
+
+
+def _lead_among_peers(
+    place: Address, settings: Settings, identity: Identity, manifest: Manifest, stop: threading.Event
+) -> None:
+    """Conducts over the peer-to-peer network. With rounds by the clock there is nothing to conduct: it is a peer that
+    knows the manifest."""
+    from rl_swarm.network.p2p import joining
+
+    signed = place.files.read(MANIFEST, MAX_BYTES)
+    with (
+        joining.engine_of(identity, [], settings, place.here) as engine,
+        joining.among_peers(engine, identity, manifest, signed, place.here) as files,
+    ):
+        joining.tell(engine, place.here)
+        for address in engine.addresses:
+            log.info("others join at p2p://%s", address)
+        if manifest.round_end == "interval":
+            coordinator = coordinator_of(files, manifest, identity, "", stop, settings.poll_interval)
+            coordinator.wait_for((manifest.rounds, 0))
+            return
+        state = Conductor(files, manifest, identity, settings, stop).run()
+        log.info("%s at round %d", state.phase, state.round)
+        stop.wait(joining.LAST_WORDS)  # nodes still ask how it ended
+
+
+def found(files: Files, settings: Settings, name: str, identity: Identity) -> Manifest:
+    """The swarm's manifest, written now if this is a new swarm."""
+    try:
+        return read_manifest(files)
+    except FileNotFoundError:
+        if files.names("peers") or files.names("state"):
+            raise NetworkError(
+                f"{files.root} holds a swarm, but no {MANIFEST}. Wait until the drive has synced it, or start in "
+                "another folder."
+            ) from None
+        stages = environments.named(settings.environment).stages
+        manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages)
+        files.write(MANIFEST, seal(manifest, identity))
+        return manifest
+    except (Incomplete, Rejected) as error:
+        raise NetworkError(
+            f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder."
+        ) from error
+
+
+def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
+    identity = Identity.load_or_create(Path(settings.identity_path))
+    name = settings.node_id or identity.node
+    others = sinks.wanted(settings, os.environ)
+    with opened(address, settings, identity, stop) as (address, manifest):
+        if manifest is None:
+            return
+        owners.check(manifest, address.text, settings)
+        settings = with_role(settings, manifest)
+        if settings.publish == "round" and manifest.round_end == "lockstep":
+            raise ConfigError(
+                "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
+                "rollouts before they learn. Use `stage` or `generation`."
+            )
+        if settings.publish == "generation" and environments.of_swarm(manifest).hears:
+            raise ConfigError(
+                "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published in "
+                "earlier ones: everybody must see the same. Use `stage`."
+            )
+        private = (
+            swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
+        )
+        source = sinks.Source(
+            manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings)
+        )
+        with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
+            journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
+            try:
+                _take_part(address, settings, stop, sharing, identity, name, manifest, journal, private)
+            except Exception as error:
+                with suppress(OSError):
+                    journal.event("failed", error=f"{type(error).__name__}: {error}"[:500])
+                raise
+
+
+@contextmanager
+def opened(
+    address: Address, settings: Settings, identity: Identity, stop: threading.Event
+) -> Iterator[tuple[Address, Manifest | None]]:
+    """The address with the files of its swarm, and the manifest; None when told to stop before there is one."""
+    if settings.network == "folder" and not address.text.startswith("p2p://"):
+        kept = run_settings.manifest_of(address.files, address.here, settings)
+        yield address, kept or await_manifest(address.files, stop, settings.poll_interval)
+        return
+    from rl_swarm.network.p2p import joining
+
+    known = (
+        known_addresses(address.text)
+        if address.text.startswith("p2p://")
+        else joining.told(address.here, stop)
+    )
+    with joining.engine_of(identity, known, settings, address.here) as engine:
+        found = joining.await_manifest(engine, settings, stop)
+        if found is None:
+            yield address, None
+            return
+        manifest, signed = found
+        with joining.among_peers(engine, identity, manifest, signed, address.here) as files:
+            yield replace(address, files=files), manifest
+
+
+def _take_part(
+    address: Address,
+    settings: Settings,
+    stop: threading.Event,
+    sharing: "Sharing | None",
+    identity: Identity,
+    name: str,
+    manifest: Manifest,
+    journal: Journal,
+    private: Path,
+) -> None:
+    files, here = address.files, address.here
+    coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
+    shown = coordinator.node  # to others; what stays on this machine has the node's own name
+    ticket = coordinator.knock(settings.invitation)
+    owners.remember(manifest, address.text, settings)
+    check_name(coordinator.current(), identity, shown)
+    watch = Watch(files, shown, identity, manifest.swarm())
+
+    import torch
+
+    from rl_swarm.learning.checkpoints import Checkpoints
+    from rl_swarm.learning.devices import devices_of, pick_device
+    from rl_swarm.node.hub import Push
+    from rl_swarm.node.node import Node
+    from rl_swarm.telemetry.machine import Load, hardware
+
+    threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
+    torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
+    checkpoints = Checkpoints(
+        private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints
+    )
+    kind = environments.of_swarm(manifest)
+    role_kind, role_name = role_of(settings, kind)
+    prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
+    policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
+    known = coordinator.current().members.get(identity.peer_id)
+    if place is None and known is not None and known.participation:
+        log.warning(
+            "no checkpoint of this node can be used: it starts again from the base model, %s", policy.name
+        )
+    settings = policy.settings  # `auto` has become a model
+    environment = environments.made(manifest)
+    environment.settle(settings)
+    role = role_kind(environment)
+    devices = devices_of(policy.device, settings)
+    node = Node(
+        name=shown,
+        role=role,
+        role_name=role_name,
+        identity=identity,
+        settings=settings,
+        manifest=manifest,
+        environment=environment,
+        policy=policy,
+        exchange=FolderExchange(
+            files,
+            manifest,
+            identity,
+            shown,
+            stop,
+            lambda *why: node.reject(*why),
+            settings.poll_interval,
+            settings.fetch_max_peers,
+            coordinator.refusal,
+            getattr(files, "neighbourhoods", dict),
+        ),
+        coordinator=coordinator,
+        journal=journal,
+        checkpoints=checkpoints,
+        stop=stop,
+        push=Push.wanted(settings, private / "push", journal, stop),
+        load=Load(devices),
+    )
+    if place:
+        journal.restore(place.logs)
+        node.done = (place.round, place.stage)
+        node.standing.restore(place.standing)
+        role.restore({} if place.role is msgspec.UNSET else place.role)
+    journal.event(
+        "resumed" if place else "joined",
+        round=node.done[0],
+        model=policy.name,
+        pid=os.getpid(),
+        hardware=hardware(devices),
+        settings=tellable(msgspec.to_builtins(settings)),
+    )
+    log.info(
+        "%s (%s) %s with %s on %s",
+        identity.name,
+        identity.peer_id,
+        "resumes" if place else "joins",
+        policy.name,
+        policy.device,
+    )
+    if address.is_url:
+        log.info("its logs and checkpoints are on this machine, in %s", here)
+    log.debug("private files are in %s", private)
+    log.log(logging.INFO if policy.plan.fits else logging.WARNING, "%s", policy.plan)
+
+    node.prepare()
+    watch.wait(manifest.peer_timeout, stop)
+    peer = PeerInfo(
+        peer_id=identity.peer_id,
+        swarm=manifest.swarm(),
+        node=shown,
+        model=policy.name,
+        tokenizer=policy.tokenizer_hash,
+        device=str(policy.device),
+        host=platform.node(),
+        pid=os.getpid(),
+        joined=time.time(),
+        timestamp=time.time(),
+        invitation=ticket,
+        role=role_name or msgspec.UNSET,
+    )
+    coordinator.register(peer)
+    try:
+        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
+            node.run()
+    finally:
+        environment.close()
+        policy.close()
+    journal.event("left", round=node.done[0])
+    if journal.close() and coordinator.current().phase == "finished":
+        checkpoints.clear()  # nobody goes on from here, and the folder has the model
+    if coordinator.turned_away:
+        raise coordinator.not_admitted(coordinator.turned_away)
+
+
+def with_role(settings: Settings, manifest: Manifest) -> Settings:
+    """The settings with those that belong to the node's role, where the user has left the defaults."""
+    kind = environments.of_swarm(manifest)
+    if settings.role not in (*ROLES, *kind.roles):
+        raise ConfigError(
+            f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be used: "
+            f"worker, {', '.join(kind.roles)}."
+        )
+    role, defaults = role_of(settings, kind)[0], Settings()
+    theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
+    theirs["environment"] = manifest.environment
+    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings)
+
+
+def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":
+    """The role that the settings name, and its name in what a node sends: empty for the ordinary one, the first."""
+    ordinary, *others = kind.roles
+    named = settings.role in others
+    return kind.roles[settings.role if named else ordinary], settings.role if named else ""
+
+
+def coordinator_of(
+    files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
+) -> FolderCoordinator:
+    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their ids."""
+    if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
+        from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
+        from rl_swarm.network.p2p.documents import PeerFiles
+
+        if isinstance(files, PeerFiles):
+            return ClockCoordinator(files, manifest, identity, stop, poll)
+    return FolderCoordinator(files, manifest, identity, name, stop, poll)
+
+
+def check_name(state: State, identity: Identity, name: str) -> None:
+    """A peer keeps its name in a swarm: under another, nothing it writes would be read."""
+    member = state.members.get(identity.peer_id)
+    if member is not None and member.node != name:
+        raise NetworkError(
+            f"{identity.peer_id} takes part in this swarm as {member.node}, and this node is called {name}. Go on with "
+            f"NODE_ID={member.node}, or take another identity: IDENTITY_PATH=another-file.pem."
+        )
+
+
+def _restored(
+    checkpoints: "Checkpoints",
+    swarm: str,
+    settings: Settings,
+    system_prompt: str,
+    sharing: "Sharing | None",
+) -> "tuple[Policy, Place | None]":
+    """The policy of the newest checkpoint that can be used, or a new one."""
+    from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
+    from rl_swarm.learning.parallel.data_parallel import Leader
+    from rl_swarm.learning.policy import Policy
+
+    load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
+    for saved in checkpoints.written(swarm):
+        place = saved.place
+        model = place.model if settings.model == "auto" else settings.model
+        same = msgspec.structs.replace(settings, model=model)  # what fits now may be another
+        try:
+            folder = checkpoints.fetch(saved)
+            if not place.files:  # of a model that does not learn
+                return load(same, system_prompt), place
+            policy = load(same, system_prompt, folder)
+            restore_optimizer(policy, folder)
+        except (ModelError, CheckpointError) as error:
+            log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
+            continue
+        policy.version = place.policy_version
+        return policy, place
+    return load(settings, system_prompt), None
+
+
+@contextmanager
+def signs_of_life(
+    coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
+) -> Iterator[None]:
+    """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
+    done = threading.Event()
+    failures: list[OSError] = []  # in a row
+    twins: list[UserError] = []
+
+    def beat() -> None:
+        while not done.wait(every):
+            if watch.must_yield(peer):
+                twins.append(watch.error())
+                stop.set()
+                return
+            try:
+                coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
+                failures.clear()
+            except OSError as error:
+                log.warning("no sign of life could be written: %s", error)
+                failures.append(error)
+            if len(failures) == MOST_FAILURES:
+                stop.set()
+                return
+
+    thread = threading.Thread(target=beat, name=threading.current_thread().name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+    if twins:
+        raise twins[0]
+    if len(failures) == MOST_FAILURES:
+        raise failures[-1]
+
+
+@contextmanager
+def explained(address: Path | str) -> Iterator[None]:
+    """Turns what a disk or a store can do to a node into one message for its user."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not is_url(str(error.filename)):
+            where = "this machine" if is_url(address) else address
+            raise UserError(
+                f"The disk of {where} is full. Free some space, then go on with the same command."
+            ) from error
+        if not is_url(address) and not Path(address).is_dir():
+            raise UserError(
+                f"The folder {address} has disappeared. Mount it again, then go on with the same command."
+            ) from error
+        raise UserError(f"{error.filename or address}: {error.strerror or error}") from error

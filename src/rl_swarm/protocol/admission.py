@@ -1,0 +1,187 @@
+"""Who may take part: the owner's list, invitations, and the one rule that both obey.
+
+The owner of a swarm, whose key signed the manifest, keeps a signed list of peers that are allowed and
+denied. In a swarm of invited peers, an invitation admits a number of others: terms and a public key, signed
+by the owner. A token is that with the private key, and a peer that has one signs its own peer id with it: a
+ticket, in its introduction. So whoever reads an introduction learns nothing that would admit another.
+"""
+
+import base64
+import binascii
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
+from msgspec.structs import replace
+
+from rl_swarm.errors import UserError
+from rl_swarm.protocol.identity import Identity, animal_name, peer_id_of, verify
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rounds import LONGEST_TICKET, Member, Why
+from rl_swarm.protocol.wire import Rejected, canonical, digest
+
+_TERMS = struct.Struct(">IQ")  # of an invitation: uses, expires
+MOST_LISTED = 10_000  # peers or invitations in one list
+
+
+class AdmissionError(UserError):
+    """A peer that may not take part; the message says whom to ask for what."""
+
+
+Listed = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MOST_LISTED)]
+
+
+class Roll(msgspec.Struct, frozen=True, kw_only=True):
+    """The owner's list. A new one replaces the one before and has a higher number."""
+
+    peer_id: str = ""
+    kind: Literal["roll"] = "roll"
+    swarm: str
+    number: Annotated[int, Meta(ge=0)] = 0
+    timestamp: float = 0.0
+    allowed: Listed = []
+    denied: Listed = []
+    revoked: Listed = []  # invitations: whoever came by one of these is out, unless allowed
+
+    def changed(self, name: str, allow: bool) -> "Roll":
+        """The list with one more peer or invitation allowed or denied."""
+        allowed, denied, revoked = (
+            set(names) - {name} for names in (self.allowed, self.denied, self.revoked)
+        )
+        if is_invitation(name):
+            revoked |= set() if allow else {name}
+        else:
+            (allowed if allow else denied).add(name)
+        return replace(self, allowed=sorted(allowed), denied=sorted(denied), revoked=sorted(revoked))
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What the owner signed."""
+
+    key: bytes  # the invitation's own public key
+    uses: int  # peers that it admits
+    expires: int  # seconds since 1970
+
+    def signed(self, manifest: Manifest) -> bytes:
+        return canonical(["invitation", manifest.swarm(), self.key.hex(), self.uses, self.expires])
+
+    def name(self, manifest: Manifest) -> str:
+        return digest(self.signed(manifest))[:16]
+
+
+def is_invitation(name: str) -> bool:
+    """Whether a name is an invitation's (16 digits of its digest) and not a peer's."""
+    return len(name) == 16 and set(name) <= set("0123456789abcdef")
+
+
+def invite(manifest: Manifest, owner: Identity, uses: int, expires: int) -> tuple[str, str]:
+    """A new invitation: its name, and a token. Whoever has the token can join."""
+    key = Ed25519PrivateKey.generate()
+    invitation = Invitation(key.public_key().public_bytes_raw(), uses, expires)
+    signature = owner.sign(invitation.signed(manifest))
+    return invitation.name(manifest), _text(key.private_bytes_raw(), _TERMS.pack(uses, expires), signature)
+
+
+def ticket(token: str, manifest: Manifest, peer_id: str) -> str:
+    """What a peer shows when it comes with a token: of no use to anybody else. Raises `Rejected`."""
+    data = _bytes(token)
+    key = Ed25519PrivateKey.from_private_bytes(data[:32])
+    proof = key.sign(_claim(manifest, peer_id))
+    shown = _text(key.public_key().public_bytes_raw(), data[32:44], proof, data[44:])
+    shown_by(peer_id, shown, manifest)
+    return shown
+
+
+def shown_by(peer_id: str, shown: str, manifest: Manifest) -> Invitation:
+    """The invitation by which a peer comes; raises `Rejected` if the ticket is not this peer's or not the owner's."""
+    data = _bytes(shown)
+    invitation = Invitation(data[:32], *_TERMS.unpack(data[32:44]))
+    if not verify(peer_id_of(invitation.key), _claim(manifest, peer_id), data[44:108]):
+        raise Rejected("invitation", "another peer's")
+    if not verify(manifest.peer_id, invitation.signed(manifest), data[108:]):
+        raise Rejected("invitation", "not signed by the owner of this swarm for this swarm")
+    return invitation
+
+
+def why_not(manifest: Manifest, roll: Roll, peer_id: str, member: Member | None) -> Why | None:
+    """Why a peer may not take part, as far as the list and the state tell."""
+    if peer_id == manifest.peer_id:
+        return None
+    if peer_id in roll.denied:
+        return "denied"
+    if peer_id in roll.allowed:
+        return None
+    if member is not None and member.invitation in roll.revoked:
+        return "revoked"
+    invited = member is not None and member.invitation != ""
+    return None if manifest.admission == "open" or invited else "uninvited"
+
+
+def admit(
+    manifest: Manifest, roll: Roll, members: Mapping[str, Member], peer_id: str, shown: str, now: float
+) -> tuple[str, Why | None]:
+    """By which invitation a peer comes, if any, and why it may not take part. `shown` is its ticket."""
+    member = members.get(peer_id)
+    why = why_not(manifest, roll, peer_id, member)
+    came_by = member.invitation if member else ""
+    if why == "denied" or not shown or (came_by and why is None):
+        return came_by, why
+    problem: Why | None = None
+    try:
+        invitation = shown_by(peer_id, shown, manifest)
+    except Rejected:
+        return "", why and "invalid"
+    name = invitation.name(manifest)
+    if name in roll.revoked:
+        problem = "revoked"
+    elif now > invitation.expires:
+        problem = "expired"
+    elif sum(other.invitation == name for other in members.values()) >= invitation.uses:
+        problem = "used up"
+    return ("", why and problem) if problem else (name, None)
+
+
+def sentence(why: Why, manifest: Manifest, peer_id: str, address: str) -> str:
+    """What a peer is told that may not take part."""
+    owner = f"its owner, {animal_name(manifest.peer_id)} ({manifest.peer_id})"
+    what = {
+        "denied": "its owner has denied this node",
+        "uninvited": "it takes invited peers only, and this node is not one of them",
+        "invalid": "the invitation is not one for this node and this swarm",
+        "revoked": "its owner has revoked the invitation by which this node came",
+        "expired": "the invitation has expired",
+        "used up": "as many peers as the invitation admits have come by it already",
+        "full": "it has as many members as it can have; some will go",
+    }[why]
+    ask = (
+        f"Ask {owner}, about it, or take part in another swarm."
+        if why == "denied"
+        else f"Ask {owner}, for an invitation (`rl-swarm invite {address}`) and join with --invitation, or to be "
+        f"allowed by name (`rl-swarm allow {address} {peer_id}`)."
+    )
+    return f"The swarm {manifest.name} does not admit {peer_id}: {what}. {ask}"
+
+
+def _claim(manifest: Manifest, peer_id: str) -> bytes:
+    return canonical(["invited", manifest.swarm(), peer_id])
+
+
+def _text(*parts: bytes) -> str:
+    return base64.urlsafe_b64encode(b"".join(parts)).decode().rstrip("=")
+
+
+def _bytes(text: str) -> bytes:
+    """The bytes of a token or a ticket: a key, the terms, and what else there is."""
+    text = text.strip()
+    try:
+        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Rejected("invitation", "no invitation, or a part of one") from error
+    if not 32 + _TERMS.size + 64 <= len(data) <= LONGEST_TICKET:
+        raise Rejected("invitation", "no invitation, or a part of one")
+    return data

@@ -1,0 +1,116 @@
+"""What a swarm is, signed by who started it, and the seeds of its questions.
+
+Nobody chooses questions. The k-th question of a peer in a round has a seed that anybody can compute
+from the manifest, so every peer can make every question and its answer key again.
+"""
+
+import hashlib
+import random
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from rl_swarm import environments
+from rl_swarm.config.schema import Admission, EnvironmentName, Name, RoundEnd, Settings
+from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.wire import Id, canonical, digest
+
+# reasoning-gym adds the seed to an index and some tasks feed the sum to numpy, which takes 32 bits.
+SEED_BITS = 31
+MOST_DRAWS = 1000  # for a question of a specialist's tasks
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a receiver accepts at most."""
+
+    file_bytes: Annotated[int, Meta(ge=1, le=4 << 20)] = 4 << 20
+    questions: Annotated[int, Meta(ge=1, le=65_536)] = 1024  # per peer, round and stage
+    completions: Annotated[int, Meta(ge=1, le=4096)] = 256  # per question
+    characters: Annotated[int, Meta(ge=1, le=1 << 20)] = 131_072  # per text
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    peer_id: str = ""  # the owner's; set when the manifest is sealed
+    format: Annotated[int, Meta(ge=1, le=1)] = 1
+    name: Name
+    created: float
+    seed: Annotated[int, Meta(ge=0, le=1 << 62)]
+    environment: EnvironmentName
+    tasks: Annotated[list[Task], Meta(min_length=1, max_length=256)]
+    partial_rewards: bool
+    versions: Annotated[dict[Name, Id], Meta(max_length=32)]
+    rounds: Annotated[int, Meta(ge=1, lt=1 << 53)]
+    stages: Annotated[int, Meta(ge=1, le=64)]
+    round_end: RoundEnd
+    round_interval: float
+    peer_timeout: float
+    limits: Limits = Limits()
+    admission: Admission = "open"
+    # Peers that are asked questions of some tasks only, by the tasks' numbers; not written where there are none.
+    specialists: Annotated[dict[Id, list[int]], Meta(max_length=1024)] | msgspec.UnsetType = msgspec.UNSET
+    # Whether all peers are asked the same questions; not written where each has its own.
+    shared: bool | msgspec.UnsetType = msgspec.UNSET
+
+    def swarm(self) -> str:
+        """The id that every message of this swarm carries, so that none can be replayed in another."""
+        return digest(canonical(self))[:32]
+
+    def questions_root(self) -> bytes:
+        """What decides the questions and nothing else, so that two runs with one seed ask the same."""
+        return canonical([self.seed, self.environment, self.tasks, self.versions])
+
+
+def new_manifest(settings: Settings, name: str, owner: str, created: float, stages: int) -> Manifest:
+    environment = environments.named(settings.environment)
+    return Manifest(
+        peer_id=owner,
+        name=name_from(name),
+        created=created,
+        seed=settings.seed,
+        environment=settings.environment,
+        tasks=list(settings.task_list()),
+        partial_rewards=settings.partial_rewards,
+        versions=environments.versions(settings.environment),
+        rounds=settings.rounds,
+        stages=stages,
+        round_end=settings.round_end,
+        round_interval=settings.round_interval,
+        peer_timeout=settings.peer_timeout,
+        admission=settings.admission,
+        shared=environment.shared or msgspec.UNSET,
+    )
+
+
+def name_from(text: str) -> str:
+    """Makes a swarm's name from that of its folder, which may hold any letters: `Mein Läufchen` becomes `Mein-Laufchen`."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("._-")[:64] or "run"
+
+
+def derive(*parts: str | int | bytes) -> int:
+    """A seed from its parts: H(part, part, ...), uniform and independent for different parts."""
+    encoded = canonical([part.hex() if isinstance(part, bytes) else part for part in parts])
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") >> (64 - SEED_BITS)
+
+
+def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> int:
+    root = manifest.questions_root()
+    if manifest.shared is True:
+        return derive(root, round, number)
+    seed = derive(root, round, peer_id, number)
+    specialists = {} if manifest.specialists is msgspec.UNSET else manifest.specialists
+    theirs = specialists.get(peer_id, [])
+    for draw in range(1, MOST_DRAWS if theirs else 1):
+        if task_of(seed, manifest.tasks) in theirs:
+            break
+        seed = derive(root, round, peer_id, number, draw)
+    return seed
+
+
+def task_of(seed: int, tasks: Sequence[Task]) -> int:
+    """The number of the task that a question is of."""
+    return random.Random(seed).choices(range(len(tasks)), [task.weight for task in tasks])[0]

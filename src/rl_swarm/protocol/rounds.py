@@ -1,0 +1,262 @@
+"""The life of a swarm in rounds, as a pure state machine: `(state, event) -> state`, the clock an argument.
+
+Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
+comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks. One that
+gives signs of life and yet keeps missing the ends of stages is not either. Many reports in time make up for one wait in
+vain, and before the last one, or for a newcomer, the others wait no longer than they took themselves. So no member makes
+them wait again and again.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from rl_swarm.config.schema import Name, RoundEnd
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.wire import Count, Id
+
+Round = Count
+LONGEST_TICKET = 4096  # characters
+MOST_MISSED = 3  # stages for which a member was waited for in vain, until it is not; for a newcomer, one
+REGAINED = 50  # reports in time that make up for one wait in vain
+LONGEST_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
+# Why a peer is not admitted.
+Why = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer introduces itself; writing this again is its sign of life."""
+
+    peer_id: Id = ""
+    kind: Literal["peer"] = "peer"
+    swarm: Id
+    node: Name
+    model: Annotated[str, Meta(max_length=256)]
+    tokenizer: Annotated[str, Meta(max_length=64)] = ""
+    device: Annotated[str, Meta(max_length=64)] = ""
+    host: Annotated[str, Meta(max_length=256)] = ""
+    pid: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    joined: float
+    timestamp: float
+    invitation: Annotated[str, Meta(max_length=LONGEST_TICKET)] = ""  # a ticket (admission.py)
+    role: Name | msgspec.UnsetType = msgspec.UNSET  # where it is not the ordinary one
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer says about its round: its own reward, and the peer whose rollouts it found best."""
+
+    peer_id: Id = ""
+    kind: Literal["report"] = "report"
+    swarm: Id
+    node: Name
+    round: Round
+    stage: Round
+    timestamp: float
+    reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    training_reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    rollouts: Round
+    vote: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Member(msgspec.Struct, frozen=True):
+    node: str
+    joined_round: int
+    last_seen: float
+    participation: int = 0  # rounds reported
+    reward: float = 0.0  # sum over rounds
+    wins: int = 0  # votes received
+    invitation: str = ""  # the name of the one by which it came
+    sign: float = 0.0  # when its newest introduction was written, by its own clock
+    missed: int = 0  # ends of stages at which it was waited for in vain
+    punctual: int = 0  # reports in time since then; `REGAINED` of them take one back
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Tells whether one more wait in vain is the last."""
+        return self.missed >= MOST_MISSED - 1
+
+    def is_awaited(self, now: float, peer_timeout: float) -> bool:
+        return self.missed < MOST_MISSED and now - self.last_seen <= peer_timeout
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A peer that is not admitted. `joined` says which introduction this answers."""
+
+    why: Why
+    joined: float
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    peer_id: Id = ""
+    kind: Literal["state"] = "state"
+    swarm: Id
+    phase: Literal["waiting", "running", "finished"] = "waiting"
+    round: Round = 0
+    stage: Round = 0
+    started: float = 0.0  # when this stage began, by the coordinator's clock
+    timestamp: float = 0.0
+    members: dict[str, Member] = {}
+    reports: dict[str, Report] = {}  # of this stage so far
+    heard: float = 0.0  # when the first of them came
+    proven: float = 0.0  # when the last one of a member came that is not on probation
+    roll: Round = 0  # the number of the owner's list that this state obeys
+    refused: dict[str, Refusal] = {}
+
+    def leaderboard(self) -> list[tuple[str, Member]]:
+        """Members, best first: by votes received, then by reward."""
+        return sorted(self.members.items(), key=lambda item: (-item[1].wins, -item[1].reward, item[0]))
+
+    def sources(self) -> dict[str, str]:
+        """Of every member: those that came by one invitation are one source."""
+        return {peer_id: member.invitation or peer_id for peer_id, member in self.members.items()}
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written into the history when a stage ends."""
+
+    peer_id: Id = ""
+    kind: Literal["ended"] = "ended"
+    swarm: Id
+    round: Round
+    stage: Round
+    started: float
+    ended: float
+    why: str
+    members: list[str]
+    reports: dict[str, str]  # peer id -> digest of its report
+
+
+@dataclass(frozen=True)
+class Rules:
+    rounds: int
+    stages: int
+    end: RoundEnd
+    interval: float
+    peer_timeout: float
+    min_peers: int = 1
+
+    @classmethod
+    def of(cls, manifest: Manifest, min_peers: int = 1) -> "Rules":
+        return cls(
+            manifest.rounds,
+            manifest.stages,
+            manifest.round_end,
+            manifest.round_interval,
+            manifest.peer_timeout,
+            min_peers,
+        )
+
+
+def seen(state: State, peer_id: str, node: str, now: float, invitation: str = "", sign: float = 0.0) -> State:
+    """A peer has joined or given a sign of life."""
+    member = state.members.get(peer_id)
+    if member is None:
+        joined = state.round if state.phase == "running" else 0
+        # Whoever comes later has to show first that it is worth waiting for.
+        member = Member(node, joined_round=joined, last_seen=now, missed=MOST_MISSED - 1 if joined else 0)
+    member = replace(
+        member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign)
+    )
+    return replace(state, members={**state.members, peer_id: member})
+
+
+def with_room(state: State, most: int, now: float, peer_timeout: float) -> State:
+    """The state with at most so many members: of too many, those go that are silent and never reported."""
+    idle = (p for p, m in state.members.items() if not m.participation and now - m.last_seen > peer_timeout)
+    gone = set(itertools.islice(idle, max(0, len(state.members) - most)))
+    return replace(state, members={p: m for p, m in state.members.items() if p not in gone})
+
+
+def given_up(state: State, peer_ids: Iterable[str]) -> State:
+    """Members that nobody waits for from now on, until they are seen again."""
+    gone = {peer_id: replace(state.members[peer_id], last_seen=0.0) for peer_id in peer_ids}
+    return replace(state, members={**state.members, **gone})
+
+
+def submitted(state: State, report: Report, now: float) -> State:
+    """A peer has reported. Only the first report of a member for the current stage counts."""
+    current = state.phase == "running" and (report.round, report.stage) == (state.round, state.stage)
+    if not current or report.peer_id in state.reports:
+        return state
+    state = seen(state, report.peer_id, report.node, now)
+    heard = state.heard if state.reports else now
+    proven = state.proven if state.members[report.peer_id].is_on_probation else now
+    return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard, proven=proven)
+
+
+def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
+    """The state after the clock has moved, and why the stage ended if it did."""
+    if state.phase == "waiting":
+        if len(state.members) < rules.min_peers:
+            return state, None
+        return replace(state, phase="running", started=now, timestamp=now), None
+    why = reason_to_end(state, rules, now) if state.phase == "running" else None
+    if why is None:
+        return state, None
+    counted = replace(
+        state, members=counted_members(state, rules, now), reports={}, proven=0.0, started=now, timestamp=now
+    )
+    if state.stage + 1 < rules.stages:
+        return replace(counted, stage=state.stage + 1), why
+    if state.round + 1 < rules.rounds:
+        return replace(counted, round=state.round + 1, stage=0), why
+    return replace(counted, phase="finished"), why
+
+
+def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
+    elapsed = now - state.started
+    if rules.end == "interval":
+        return "interval" if elapsed >= rules.interval else None
+    late = late_members(state, rules, now)
+    if state.reports and not late:
+        return "everyone"
+    took = state.proven - state.started
+    if took > 0 and elapsed > 2 * took and all(state.members[peer_id].is_on_probation for peer_id in late):
+        return "patience"
+    if rules.end == "deadline" and elapsed >= rules.interval:
+        return "deadline"
+    # Where rounds take long, others may take as long again as the first did.
+    longest = max(LONGEST_WAIT * rules.peer_timeout, state.heard - state.started)
+    return "patience" if state.reports and now - state.heard > longest else None
+
+
+def late_members(state: State, rules: Rules, now: float) -> list[str]:
+    """Members that are waited for and have not reported."""
+    return [
+        peer_id
+        for peer_id, member in state.members.items()
+        if peer_id not in state.reports and member.is_awaited(now, rules.peer_timeout)
+    ]
+
+
+def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]:
+    """Members with this stage's reports counted, and who was waited for in vain; votes only at the end of a round.
+
+    Whoever reported has the whole `peer_timeout` for the next stage, however long ago its report came.
+    """
+    members = dict(state.members)
+    last = state.stage + 1 == rules.stages
+    for peer_id in late_members(state, rules, now) if rules.end != "interval" else ():
+        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1, punctual=0)
+    for peer_id, report in state.reports.items():
+        member = members.get(peer_id)
+        if member is None:
+            continue
+        punctual = member.punctual + 1 if member.missed else 0
+        members[peer_id] = replace(
+            member,
+            last_seen=now,
+            participation=member.participation + last,
+            reward=member.reward + report.reward,
+            missed=member.missed - punctual // REGAINED,
+            punctual=punctual % REGAINED,
+        )
+    for peer_id, report in state.reports.items() if last else ():
+        if report.vote in members and report.vote != peer_id:
+            members[report.vote] = replace(members[report.vote], wins=members[report.vote].wins + 1)
+    return members

@@ -1,0 +1,1 @@
+"""Reads and writes files in places where others may write too."""

@@ -1,0 +1,113 @@
+"""A log in a private directory, with a copy where others can read it.
+
+The private file is the log. The copy is brought up to date line by line; where it is no longer what this process left
+there (removed, cut, replaced by a link or a pipe) it is written anew, now and then, as a whole.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_swarm.storage.files import Files
+
+log = logging.getLogger(__name__)
+
+MAX_LOG = 256 << 20  # bytes of a log that are copied as a whole
+REPAIR_SECONDS = 30.0  # between two repairs of a copy that somebody keeps damaging
+
+
+class SharedLog:
+    def __init__(
+        self,
+        private: Path,
+        files: Files | None = None,
+        path: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.private, self.files, self.path, self.clock = private, files, path, clock
+        private.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.size, self.sha256 = 0, hashlib.sha256()
+        self._begin(_whole_lines(private))
+        self._copied: int | None = None  # bytes of the copy that are known to be there
+        self._repair_at = -REPAIR_SECONDS
+        self.failures = 0  # lines that were not copied at once
+
+    def append(self, line: bytes) -> None:
+        """Adds a line, here and to the copy. A copy that cannot be written stops nothing."""
+        with self.private.open("ab", buffering=0) as file:  # nothing is written after a failure
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                os.truncate(self.private, self.size)
+                raise
+        before, self.size = self.size, self.size + len(line)
+        self.sha256.update(line)
+        if self.files is None:
+            return
+        try:
+            if self._copied == before:
+                self.files.append(self.path, line, before)
+                self._copied = self.size
+                return
+        except OSError as error:
+            self._copied = None
+            self._failed(error)
+        if self.clock() >= self._repair_at:
+            self.copy()
+
+    def copy(self) -> bool:
+        """Writes the whole copy anew; tells whether that worked."""
+        if self.files is None or self._copied == self.size:
+            return True
+        self._repair_at = self.clock() + REPAIR_SECONDS
+        try:
+            self.files.write(self.path, self.read())
+        except OSError as error:
+            self._failed(error)
+            return False
+        self._copied = self.size
+        return True
+
+    def read(self) -> bytes:
+        """Returns the log as this process has written it."""
+        if self.size > MAX_LOG:
+            raise OSError(errno.EFBIG, f"a log of more than {MAX_LOG} bytes is not copied", str(self.private))
+        try:
+            return self.private.read_bytes()[: self.size]
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, data: bytes) -> None:
+        """Makes these lines the whole log, as when some of them are taken back."""
+        aside = self.private.with_name(f".{self.private.name}.tmp")
+        aside.write_bytes(data)
+        os.replace(aside, self.private)
+        self._begin(data)
+        self._copied = None
+        self.copy()
+
+    def _begin(self, data: bytes) -> None:
+        self.size, self.sha256 = len(data), hashlib.sha256(data)
+
+    def _failed(self, error: OSError) -> None:
+        self.failures += 1
+        if self.failures == 1 and logging.getLogger("rl_swarm").handlers:
+            log.warning("the copy of a log, %s, is not as this node left it: %s", self.path, error)
+
+
+def _whole_lines(path: Path) -> bytes:
+    """Returns the log, without a last line that a crash has cut off."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    return whole
