@@ -23,8 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from attackers import ATTACKS, Attack, Known, identity
 
-from rl_swarm.config.schema import UP_PRESET, Settings
-from rl_swarm.environments.base import Question
+from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning, extract
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.parallel.sharing import Sharing
@@ -32,13 +31,16 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.network.folder import FolderExchange, rollouts_path
 from rl_swarm.network.local import LocalCoordinator, LocalSwarm
 from rl_swarm.node.evaluation import SAMPLING_SEED, mean
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import derive, new_manifest
+from rl_swarm.protocol.manifest import derive
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import Report, State
+from rl_swarm.settings import UP_PRESET, Settings
 from rl_swarm.telemetry.journal import Journal
 
 LAST_LOOKS = 3
@@ -265,7 +267,7 @@ class Swarm:
             changes["peer_timeout"] = attack.peer_timeout
         self.settings = Settings(**changes)
         self.manifest = new_manifest(self.settings, "attacked", identity("owner").peer_id, 0.0, stages=1)
-        self.environment = environment or OneAtATime(self.settings.task_list())
+        self.environment = environment or OneAtATime(task_list(self.settings))
         self.closes = () if environment else (self.environment,)
         self.questions = self.environment.held_out(size.held_out)
         self.files, self.stop = MemoryFiles(), threading.Event()

@@ -18,17 +18,17 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Question
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.environments.tasks import Task
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, question_seed
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling
 from rl_swarm.protocol.rounds import State
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import MAX_BYTES, canonical, sign, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files
 
 # Foreign, but behind words with which models of this bench may begin: a phrase that begins with a word they never

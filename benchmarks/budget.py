@@ -18,7 +18,7 @@ import torch
 from measure import choose_device, options, positive, print_table, progress, resident, write_json
 from together import load
 
-from rl_swarm.config.schema import Settings
+from rl_swarm.settings import Settings
 
 GIGABYTE = 10**9
 

@@ -37,9 +37,6 @@ from typing import Any
 
 from toy import QUESTIONS, Arithmetic, plain_json
 
-from rl_swarm.config.schema import RoundEnd, Settings
-from rl_swarm.environments.base import Question
-from rl_swarm.environments.tasks import Task
 from rl_swarm.network.address import locate
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.network.presence import Watch
@@ -47,9 +44,12 @@ from rl_swarm.network.round_server import Conductor
 from rl_swarm.node import selection
 from rl_swarm.node.worker import signs_of_life
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, derive, question_seed
+from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive, question_seed
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group, Publication, Sampling, answers
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files
 
 NODES, STAGES = 4, 2

@@ -31,7 +31,6 @@ import msgspec
 from fuzz_messages import ALICE, OWNER, RECORDS, REPORT, SWARM
 from fuzz_target import MEBIBYTE, Case, Harm, Target
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place
@@ -41,6 +40,7 @@ from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange
 from rl_swarm.network.round_server import Conductor
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal
+from rl_swarm.settings import Settings
 from rl_swarm.storage import beneath, files, shared_log
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog

@@ -30,7 +30,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fuzz_target import MEBIBYTE, Case, Harm, Target
 
-from rl_swarm.environments.tasks import Task
 from rl_swarm.network import folder
 from rl_swarm.network import round_server as conductor
 from rl_swarm.protocol import admission, identity, manifest, rollouts, rounds, wire
@@ -39,6 +38,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Limits, Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, unpack
 from rl_swarm.protocol.rounds import Ended, Member, PeerInfo, Refusal, Report, Rules, State
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import Rejected, canonical, digest, seal
 
 SLOWEST = 1.0  # seconds of CPU time that one message may take

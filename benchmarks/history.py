@@ -11,13 +11,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rl_swarm.config import schema as config
+from rl_swarm.config import resolve as config
 from rl_swarm.network.folder import STATE, FolderCoordinator
 from rl_swarm.node.worker import found
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, Rules, State
 from rl_swarm.protocol.wire import seal
+from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import Journal
 
@@ -45,7 +46,7 @@ class History:
             "round_interval": interval,
             "peer_timeout": 300.0,
         }
-        settings = config.load(config.UP_PRESET, flags=flags, environ={}).settings
+        settings = config.load(UP_PRESET, flags=flags, environ={}).settings
         self.owner = Identity.new()
         self.manifest = found(self.files, settings, root.name, self.owner)
         self.rules = Rules.of(self.manifest)

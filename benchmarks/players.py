@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from toy import COMPLETIONS, QUESTIONS, Arithmetic
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Question
-from rl_swarm.environments.tasks import Task
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
 from rl_swarm.network.folder import FolderExchange
@@ -25,8 +22,11 @@ from rl_swarm.node.node import Node
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import PeerInfo, State
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
 
 EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
 CPU = torch.device("cpu")

@@ -36,6 +36,7 @@ from measure import (
 )
 from systems import NEEDS, SYSTEMS, Workload, missing, pad_of
 
+from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 
 SHORT = 8  # tokens
@@ -60,14 +61,14 @@ def workloads(args: argparse.Namespace, device: torch.device) -> dict[str, Workl
 
 def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozenset[int]]:
     """The model, its tokenizer, questions of its tasks as prompts of the wanted length, and its end tokens."""
-    from rl_swarm.config.schema import Settings
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning.policy import Policy, load_model
+    from rl_swarm.settings import Settings
 
     model, tokenizer = load_model(args.model)
     settings = Settings(model=args.model, cpu_only=True)
     policy = Policy(model, tokenizer, args.model, Reasoning.system_prompt, settings)
-    environment = Reasoning(settings.task_list(), False)
+    environment = Reasoning(task_list(settings), False)
     try:
         shown = environment.questions([args.seed * 1000 + number for number in range(40)])
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_swarm.learning.policy import other_models
 from rl_swarm.network.folder import STATE, FolderCoordinator, report_path
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -190,11 +191,11 @@ def liar(member: HostileMember, pace: Pace) -> None:
     import attackers
 
     from rl_swarm import environments
-    from rl_swarm.config.schema import Settings
+    from rl_swarm.settings import Settings
 
     settings = Settings(model="tiny", generations=8)
     environment = environments.made(member.manifest)
-    environment.settle(settings)
+    environment.settle(settings, other_models(settings))
     ways = [
         kind()
         for kind in (

@@ -76,9 +76,9 @@ class Ours:
     compiles = True
 
     def __init__(self, model: str, device: torch.device, workload: Workload, batch: int) -> None:
-        from rl_swarm.config.schema import Settings
         from rl_swarm.learning.devices import prefers_bfloat16
         from rl_swarm.learning.policy import Policy, load_model
+        from rl_swarm.settings import Settings
 
         loaded, tokenizer = load_model(model)
         self.model, self.pad = loaded.to(device), pad_of(tokenizer)

@@ -31,10 +31,10 @@ import torch
 from measure import check_length, choose_device, machine, options, print_table, progress, resident, write_json
 from systems import pad_of
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.node.swarm import SHARED
 from rl_swarm.node.worker import SWITCH_SECONDS
+from rl_swarm.settings import Settings
 
 GIBIBYTE = 1 << 30
 

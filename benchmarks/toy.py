@@ -12,7 +12,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rl_swarm.environments.base import Environment, Question
+from rl_swarm.environments.base import Environment
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Publication
 
 QUESTIONS, COMPLETIONS = 8, 8

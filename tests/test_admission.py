@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.folder import (
     MANIFEST,
     ROLL,
@@ -24,13 +23,15 @@ from rl_swarm.network.folder import (
     report_path,
 )
 from rl_swarm.network.round_server import Conductor
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AdmissionError, Roll
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
 from rl_swarm.protocol.wire import Rejected, seal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 OWNER, ANN, BOB, EVE = (Identity.new() for _ in range(4))

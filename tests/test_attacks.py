@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_swarm.environments import task_list
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 attacks, attacked, attackers = map(importlib.import_module, ("attacks", "attacked", "attackers"))
 
@@ -19,7 +21,7 @@ SMALL = attacked.Size(
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = attacked.OneAtATime(attacked.Settings().task_list())
+    reasoning = attacked.OneAtATime(task_list(attacked.Settings()))
     yield reasoning
     reasoning.close()
 

@@ -7,20 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_swarm.config.schema import (
-    SECRETS,
-    TEST_MODE,
-    UP_PRESET,
-    ConfigError,
-    Settings,
-    all_settings,
-    environment_layer,
-    load,
-    read_dotenv,
-    settings_table,
-    tellable,
-)
-from rl_swarm.environments.tasks import PRESETS, Task
+from rl_swarm.config.resolve import environment_layer, load, read_dotenv
+from rl_swarm.config.table import settings_table
+from rl_swarm.environments import task_list
+from rl_swarm.environments.presets import PRESETS
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import SECRETS, TEST_MODE, UP_PRESET, ConfigError, Settings, all_settings, tellable
 
 DOCS = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -264,14 +256,14 @@ def test_variables_that_are_no_settings_are_left_alone():
 
 
 def test_tasks_are_a_preset_some_names_or_a_list(tmp_path):
-    assert Settings().task_list() == PRESETS["tiny"]
-    assert Settings(model="other/model").task_list() == PRESETS["sapo"]
-    assert load(flags={"tasks": "sapo"}, environ={}).settings.task_list() == PRESETS["sapo"]
-    assert Settings(tasks="gcd, chain_sum").task_list() == (Task("gcd"), Task("chain_sum"))
+    assert task_list(Settings()) == PRESETS["tiny"]
+    assert task_list(Settings(model="other/model")) == PRESETS["sapo"]
+    assert task_list(load(flags={"tasks": "sapo"}, environ={}).settings) == PRESETS["sapo"]
+    assert task_list(Settings(tasks="gcd, chain_sum")) == (Task("gcd"), Task("chain_sum"))
     (tmp_path / "settings.yaml").write_text(
         "tasks:\n- name: chain_sum\n  weight: 2\n  config: {min_terms: 2, max_terms: 3}\n- name: gcd\n"
     )
-    found = load(config_file=tmp_path / "settings.yaml", environ={}).settings.task_list()
+    found = task_list(load(config_file=tmp_path / "settings.yaml", environ={}).settings)
     assert found == (Task("chain_sum", 2.0, {"min_terms": 2, "max_terms": 3}), Task("gcd"))
 
 
@@ -322,9 +314,9 @@ def test_the_address_of_a_folder_swarm_is_its_experiment_directory():
 def test_the_documented_table_is_the_one_in_the_code():
     text = DOCS.read_text()
     table = text[text.index("| setting |") :]
-    assert table == settings_table(), "replace it by what `python -m rl_swarm.config.schema` prints"
+    assert table == settings_table(), "replace it by what `python -m rl_swarm.config.table` prints"
     printed = subprocess.run(
-        [sys.executable, "-m", "rl_swarm.config.schema"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "rl_swarm.config.table"], capture_output=True, text=True, check=True
     )
     assert printed.stdout == settings_table()
 
@@ -346,15 +338,17 @@ def test_what_the_documentation_says_about_test_mode_and_yaml_is_true(tmp_path):
     (tmp_path / "settings.yaml").write_text(example)
     found = load(config_file=tmp_path / "settings.yaml", environ={}).settings
     assert found.model == yaml.safe_load(example)["model"]
-    assert [task.name for task in found.task_list()] == ["chain_sum", "propositional_logic"]
+    assert [task.name for task in task_list(found)] == ["chain_sum", "propositional_logic"]
 
 
 def test_settings_can_be_read_without_torch():
-    script = "import sys, rl_swarm.config.schema; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    script = (
+        "import sys, rl_swarm.config.table; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_names_of_tasks_may_be_a_list_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("tasks: [gcd, chain_sum]")
     settings = load({}, tmp_path / "c.yaml", environ={}).settings
-    assert [task.name for task in settings.task_list()] == ["gcd", "chain_sum"]
+    assert [task.name for task in task_list(settings)] == ["gcd", "chain_sum"]

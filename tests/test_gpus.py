@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.node import swarm
 from rl_swarm.node.swarm import LocalSwarm, gpu_environ, gpus_of, nodes_sharing, visible_gpus
+from rl_swarm.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -23,19 +23,22 @@ from processes import end, run, start, until
 from test_node import make_node
 
 from rl_swarm import __version__
-from rl_swarm.config.schema import ConfigError, Settings, load
+from rl_swarm.config.resolve import load
+from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.environments.tasks import Task
 from rl_swarm.learning import checkpoints, devices
 from rl_swarm.learning.devices import TINY
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.local import LocalSwarm
 from rl_swarm.node import worker
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.hub import Push, license_of, outcomes, put_aside
 from rl_swarm.node.model_card import Trained, card, shown_settings
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import EVENTS, Journal
 
 SETTINGS = Settings(
@@ -440,7 +443,7 @@ def test_a_node_pushes_as_often_as_asked_and_finishes_whatever_comes_of_it(
         SETTINGS, rounds=4, local=1, external=0, generations=2, held_out_questions=2, hub_every=2, checkpoint_every=0,
         held_out_samples=1, device="cpu", round_end="everyone", keep_checkpoints=1,
     )  # fmt: skip
-    environment = Reasoning(settings.task_list())
+    environment = Reasoning(task_list(settings))
     try:
         for address, ending in ((hub.url, "pushed"), ("http://127.0.0.1:9", "push_failed")):
             monkeypatch.setenv("HF_ENDPOINT", address)

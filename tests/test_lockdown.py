@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from rl_swarm.environments.base import Question
-from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.scoring import lockdown, process
 from rl_swarm.scoring.process import ScoringProcess
 

@@ -11,7 +11,6 @@ from processes import RL_SWARM, end, run, start, status, until
 from test_stopping import SMALL
 
 from rl_swarm.cli import models
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, await_manifest
 from rl_swarm.node.evaluation import protocol
@@ -19,6 +18,7 @@ from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import name_from
 from rl_swarm.protocol.rollouts import Completion
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers there

@@ -7,18 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_swarm.config.schema import Settings
+from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.checkpoints import PLACE, Checkpoints, Place
 from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import MOST_MISSED, PeerInfo
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
@@ -37,7 +39,7 @@ SETTINGS = Settings(
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = Reasoning(SETTINGS.task_list())
+    reasoning = Reasoning(task_list(SETTINGS))
     yield reasoning
     reasoning.close()
 

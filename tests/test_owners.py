@@ -6,13 +6,13 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.folder import MANIFEST
 from rl_swarm.network.owners import MOST_REMEMBERED, OwnerError, remember
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol.admission import AdmissionError, invite
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 OWNER, MALLORY = Identity.new(), Identity.new()

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rl_swarm.environments.base import Question
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Limits
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling, answers, unpack
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
 

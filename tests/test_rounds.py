@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.protocol.manifest import new_manifest
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.rounds import (
     LONGEST_WAIT,
     MOST_MISSED,
@@ -18,6 +17,7 @@ from rl_swarm.protocol.rounds import (
     seen,
     submitted,
 )
+from rl_swarm.settings import Settings
 
 TIMEOUT = 10.0
 INTERVAL = 60.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hostile_answers import ALL, CODE, answers
 
-from rl_swarm.environments.base import Question
-from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.scoring.process import ScoringProcess
 from rl_swarm.scoring.safe_scorers import DIFFERENT, SCORERS
 

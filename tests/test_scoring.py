@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_swarm.environments.base import Question, TaskError
+from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import MAX_ANSWER, Reasoning, extract
-from rl_swarm.environments.tasks import PRESETS, Task
+from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring import process
 from rl_swarm.scoring.process import ScoringProcess
 

@@ -6,14 +6,16 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import PEER_SECONDS, Environment, Question
+from rl_swarm.environments.base import PEER_SECONDS, Environment
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.environments.tasks import Task
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.selection import Checks, best_peer, check, score, select
-from rl_swarm.protocol.manifest import new_manifest, question_seed
+from rl_swarm.protocol.manifest import question_seed
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling, unpack
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import Rejected
+from rl_swarm.settings import Settings
 
 MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 ROUND = 7

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 import rl_swarm
 from rl_swarm.cli.running import _has_worked
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import Member, Swarm
@@ -36,6 +35,7 @@ from rl_swarm.node import run_settings
 from rl_swarm.node.worker import found, opened
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import canonical, digest, seal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]

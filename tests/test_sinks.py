@@ -17,7 +17,8 @@ from collector import attributes, collecting
 from processes import QUICK, run, until
 
 from rl_swarm.cli import doctor
-from rl_swarm.config.schema import ConfigError, Settings, load
+from rl_swarm.config.resolve import load
+from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import METRICS, Journal, Stopwatch, read_lines
 from rl_swarm.telemetry.otlp import endpoints
 from rl_swarm.telemetry.sinks import Feed, Source, feeding, is_installed, numbers, public, wanted

@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 
-from rl_swarm.node.reputation import MOST_KEPT, Standing, in_turn, most_of_one, surprise
+from rl_swarm.learning.checkpoints import MOST_KEPT
+from rl_swarm.learning.likelihood import surprise
+from rl_swarm.node.reputation import Standing, in_turn, most_of_one
 
 
 def share_asked(standing, peer_id, round, tries=2000):

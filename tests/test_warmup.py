@@ -9,12 +9,13 @@ import pytest
 from processes import end, family, run, start, until
 
 from rl_swarm.cli.warmup import warmup
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.held_out import is_held_out
+from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.warmup import BATCH, Example, WarmUpError, make_examples, save, step_count, train
+from rl_swarm.protocol.questions import is_held_out
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
 
 
 @pytest.fixture

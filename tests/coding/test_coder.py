@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
@@ -13,6 +12,7 @@ from rl_swarm.learning.models.make_coder import STYLES, imitate, judge, make_she
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.node.evaluation import evaluate
+from rl_swarm.settings import Settings
 
 
 @pytest.fixture(scope="module")

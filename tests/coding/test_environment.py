@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Cue, Question, Statement, TaskError
+from rl_swarm.environments.base import Cue
 from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
@@ -17,11 +16,13 @@ from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
 from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
-from rl_swarm.environments.tasks import Task
 from rl_swarm.experiment.lockstep import Shared
 from rl_swarm.node import selection
-from rl_swarm.protocol.manifest import new_manifest
+from rl_swarm.node.founding import new_manifest
+from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Completion
+from rl_swarm.protocol.tasks import Task, TaskError
+from rl_swarm.settings import Settings
 
 SLOW = "def solve(*given):\n    slow = {} + 1 + 2 + 3\n    return slow"
 HOSTILE = {

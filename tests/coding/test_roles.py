@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from processes import QUICK, run, status
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Cue, Question, Statement
+from rl_swarm.environments.base import Cue
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.environment import Coding
@@ -16,7 +15,10 @@ from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.roles import MOST_KEPT, MOST_REMEMBERED, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS
 from rl_swarm.learning.checkpoints import PLACE_BYTES
+from rl_swarm.learning.policy import other_models
+from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.wire import decode
+from rl_swarm.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,8 @@ def test_a_proposer_takes_drafts_that_count_once_and_else_makes_a_task(coding):
 
 def test_where_programs_must_not_run_a_guess_is_the_verdict():
     environment = Coding(Coding.preset("coder"))
-    environment.settle(Settings(guess_with="coder", device="cpu"))
+    settings = Settings(guess_with="coder", device="cpu")
+    environment.settle(settings, other_models(settings))
     questions = environment.held_out(40)
     right = environment.score([(question, fenced(question.answer)) for question in questions])
     wrong = environment.score([(question, fenced("def solve(x):\n    return x")) for question in questions])

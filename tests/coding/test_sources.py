@@ -13,12 +13,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rl_swarm.environments.base import TaskError
 from rl_swarm.environments.coding import sources
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.environments.coding.sources import LONGEST_TEST, MOST_BYTES, choose, load, read_assert
-from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Test
 
 MBPP = [
@@ -252,9 +251,9 @@ class Hub(BaseHTTPRequestHandler):
 
 LOAD = """
 from pathlib import Path
-from rl_swarm.environments.base import TaskError
+from rl_swarm.protocol.tasks import TaskError
 from rl_swarm.environments.coding.sources import load
-from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.tasks import Task
 try:
     print([task.name for task in load(Task("mbpp", config={"dataset": "ada/tasks"}), Path("."))])
 except TaskError as error:

@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from processes import QUICK, run, status
 from rich.console import Console
 
-from rl_swarm.cli.drawing import Drawing
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Cue, Question, Statement, quoted
+from rl_swarm.environments.base import Cue, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
-from rl_swarm.environments.tasks import Task
 from rl_swarm.experiment.lockstep import Member, Swarm
 from rl_swarm.learning.policy import Policy
 from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.drawing import Drawing
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.rollouts import Texts, Wanted
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.local import LocalExchange
 from rl_swarm.node.node import Node
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Publication
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 

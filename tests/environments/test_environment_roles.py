@@ -6,16 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_swarm.config.schema import ConfigError, Settings
-from rl_swarm.environments.base import Environment, Question, Role
+from rl_swarm.environments.base import Environment, Role
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.node.worker import _restored, found, join
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import new_manifest
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rounds import PeerInfo
+from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, Journal
 

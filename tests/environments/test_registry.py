@@ -8,13 +8,14 @@ import pytest
 import yaml
 
 from rl_swarm import environments
-from rl_swarm.config import schema as config
-from rl_swarm.config.schema import ConfigError, Settings
+from rl_swarm.config import resolve as config
 from rl_swarm.environments import NoEnvironment
 from rl_swarm.environments.debate import Debate
 from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.worker import role_of, with_role
-from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.settings import ConfigError, Settings
 
 MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 

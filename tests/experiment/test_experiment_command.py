@@ -13,12 +13,12 @@ from processes import end, family, metrics, run, start, status, until
 from rich.console import Console
 
 from rl_swarm.cli.app import app
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
 from rl_swarm.experiment.measures import NodeLog, RoundLine, Run
 from rl_swarm.experiment.plan import Costs, duration, makespan
 from rl_swarm.experiment.run import Child, Experiment, Runner, Told, is_finished, play
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 SMALL = [

@@ -11,13 +11,14 @@ from processes import QUICK, metrics, run
 sys.path.insert(0, str(Path(__file__).parents[1] / "learning"))
 from small_models import save_small
 
-from rl_swarm.config.schema import UP_PRESET, Settings
+from rl_swarm.environments import task_list
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import Member, OneByOne, Swarm, rewind
 from rl_swarm.experiment.run import is_finished, play
 from rl_swarm.experiment.together import Together
 from rl_swarm.network.folder import read_manifest
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.settings import UP_PRESET, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
@@ -160,7 +161,7 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     nodes = [identity.node for identity in wanted.identities()]
     groups = [[line["local_groups"] for line in found[node] if line["kind"] == "round"] for node in nodes]
     assert groups == [[2, 2], [1, 1], [2, 2]]
-    names = [task.name for task in wanted.members()[0].task_list()]
+    names = [task.name for task in task_list(wanted.members()[0])]
     manifest = read_manifest(LocalFiles(tmp_path))
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 

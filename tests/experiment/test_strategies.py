@@ -6,15 +6,18 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rl_swarm.config import schema as config
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Environment, Question
+from rl_swarm.config import resolve as config
+from rl_swarm.environments import task_list
+from rl_swarm.environments.base import Environment
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.selection import Checks, Found, select
 from rl_swarm.node.strategies import STRATEGIES, StrategyError, named, weighed
-from rl_swarm.protocol.manifest import new_manifest, question_seed, task_of
+from rl_swarm.protocol.manifest import question_seed, task_of
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling
+from rl_swarm.settings import UP_PRESET, Settings
 
 MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 
@@ -124,7 +127,7 @@ def test_a_strategy_brings_its_settings_unless_the_user_gives_others():
         "capped",
         False,
     )
-    gated = config.load(config.UP_PRESET, flags={"strategy": "gated"}, environ={}).settings
+    gated = config.load(UP_PRESET, flags={"strategy": "gated"}, environ={}).settings
     assert (gated.likelihood_gate, gated.external_negatives) == (True, 0.25), (
         "above the preset of the command"
     )
@@ -180,7 +183,7 @@ def test_capped_and_gated_reach_the_loss():
 
 
 def test_specialists_are_asked_their_tasks_and_anybody_can_check_it():
-    tasks = Settings(tasks="tiny").task_list()
+    tasks = task_list(Settings(tasks="tiny"))
     manifest = new_manifest(Settings(tasks="tiny"), "test", "owner", 0.0, stages=1)
     special = msgspec.structs.replace(manifest, specialists={"ann": [5, 7]})
     seeds = [question_seed(special, r, "ann", k) for r in range(5) for k in range(8)]
@@ -195,7 +198,7 @@ def test_specialists_are_asked_their_tasks_and_anybody_can_check_it():
 
 
 def test_the_task_of_a_seed_is_the_one_the_scoring_process_takes():
-    tasks = Settings(tasks="tiny").task_list()
+    tasks = task_list(Settings(tasks="tiny"))
     environment = Reasoning(tasks)
     try:
         assert [q.number for q in environment.questions(range(40))] == [task_of(s, tasks) for s in range(40)]

@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from small_models import save_small
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Question
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, restore_optimizer
 from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import Rejected, seal, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 ME = Identity.new()

@@ -32,7 +32,6 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
     "triton was imported before tests/learning/conftest.py could ask for its interpreter"
 )
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning import decoder, logprobs, lora
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine
@@ -46,6 +45,7 @@ from rl_swarm.learning.parallel import batcher as meeting
 from rl_swarm.learning.sampler import Decoding, Sample, truncated
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
+from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], list(range(20, 38))]
 EOS = frozenset(range(3, VOCABULARY, 6))

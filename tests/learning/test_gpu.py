@@ -9,8 +9,6 @@ import pytest
 import torch
 from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Question
 from rl_swarm.learning import memory, sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
@@ -21,7 +19,9 @@ from rl_swarm.learning.policy import Policy, load_model
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
+from rl_swarm.settings import Settings
 
 pytestmark = [
     pytest.mark.gpu,

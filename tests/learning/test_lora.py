@@ -26,7 +26,6 @@ from small_models import (
 from test_checkpoints import newest, place, resumed, save, teach
 from transformers import AutoModelForCausalLM
 
-from rl_swarm.config.schema import ConfigError, Settings
 from rl_swarm.learning import lora
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.checkpoints import CheckpointError
@@ -34,6 +33,7 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.verification import UnsupportedModelError
+from rl_swarm.settings import ConfigError, Settings
 
 RANK = 3
 PROMPTS = [[5, 6, 7, 8], [9, 10]]

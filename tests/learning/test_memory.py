@@ -10,12 +10,13 @@ import torch
 from small_models import FAST, KINDS, small_model
 from transformers import AutoConfig
 
-from rl_swarm.config.schema import ConfigError, Layer, Settings, resolve
+from rl_swarm.config.resolve import Layer, resolve
 from rl_swarm.learning import devices, memory
 from rl_swarm.learning.devices import CATALOGUE, TINY
 from rl_swarm.learning.memory import GIB, available, cgroups, desk, keeping, plan, sampling, sharing, training
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sizes import Shape
+from rl_swarm.settings import ConfigError, Settings
 
 BY_NAME = {card.name: card.shape for card in CATALOGUE}
 SHAPE = BY_NAME["Qwen/Qwen2.5-0.5B-Instruct"]
@@ -178,7 +179,7 @@ def test_limits_of_control_groups_are_found(tmp_path: Path):
 COMMON = """
 import random, torch
 torch.set_num_threads(1)
-from rl_swarm.config.schema import Settings
+from rl_swarm.settings import Settings
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.policy import Policy
 

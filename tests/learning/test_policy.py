@@ -17,12 +17,12 @@ from small_models import (
     small_tokenizer,
 )
 
-from rl_swarm.config.schema import ConfigError, Settings
-from rl_swarm.environments.base import Question
 from rl_swarm.learning import devices, reader
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
+from rl_swarm.settings import ConfigError, Settings
 
 PROMPT = "What is 2 plus 2?"
 

@@ -14,13 +14,13 @@ from small_models import (
     small_model,
 )
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import CROWDED, Decoding, draw, sample, truncated
 from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts, token_logprobs
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
+from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [20, 21, 22, 23, 24, 25]]
 EOS = frozenset({3, 14, 25, 36})

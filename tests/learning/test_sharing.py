@@ -12,7 +12,6 @@ import torch
 from processes import QUICK, family, metrics, run, start, state, until
 from small_models import PAD, small_model
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.batches import TrainingGroup
@@ -23,6 +22,7 @@ from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.node import worker
+from rl_swarm.settings import Settings
 
 SMOLLM2 = Shape(30, 576, 1536, 9, 3, 64, 49152)
 GPT2 = Shape(12, 768, 3072, 12, 12, 64, 50257, gated=False)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from small_models import plain_logprobs
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning import smollm2
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.protocol.rollouts import Completion
+from rl_swarm.settings import Settings
 
 pytestmark = pytest.mark.slow  # to convert the weights takes a minute
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from small_models import PAD, VOCABULARY, small_model, steady
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.parallel.stacked import Stack, kind_of
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.settings import Settings
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 

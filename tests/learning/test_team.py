@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from processes import until
 from small_models import save_small
 
-from rl_swarm.config.schema import ConfigError, Settings
-from rl_swarm.environments.base import Question
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.parallel.data_parallel import Leader, TeamError, check_devices, share
 from rl_swarm.learning.policy import Policy
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
+from rl_swarm.settings import ConfigError, Settings
 
 PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9 minus 7, then?", "Hi"]
 
@@ -217,7 +217,7 @@ def test_weights_that_differ_are_noticed(settings, lead):
 @pytest.mark.slow
 def test_helpers_end_with_their_leader_however_it_ends(settings):
     script = (
-        "import sys, time; from rl_swarm.config.schema import Settings; from rl_swarm.learning.parallel.data_parallel import Leader\n"
+        "import sys, time; from rl_swarm.settings import Settings; from rl_swarm.learning.parallel.data_parallel import Leader\n"
         f"leader = Leader.load(Settings(model={settings.model!r}, cpu_only=True, devices_per_node=3), '')\n"
         "leader.start(); print(leader.folder.name, *[h.process.pid for h in leader.helpers], flush=True)\n"
         "time.sleep(600)"

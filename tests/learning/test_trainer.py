@@ -19,12 +19,12 @@ from small_models import (
     steady,
 )
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning.batches import TrainingGroup, micro_batches
 from rl_swarm.learning.devices import out_of_memory
 from rl_swarm.learning.parallel.data_parallel import TeamError
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.trainer import HalfStepError, Trainer, Update
+from rl_swarm.settings import Settings
 
 SETTINGS = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
 

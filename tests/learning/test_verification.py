@@ -10,8 +10,6 @@ import transformers
 from recurrent_models import RECURRENT, recurrent_model
 from small_models import FAST, KINDS, PAD, plain_logprobs, small_model, small_tokenizer
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Question
 from rl_swarm.learning import lora, support, verification
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
@@ -19,7 +17,9 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Decoding, sample
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
+from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12]]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}

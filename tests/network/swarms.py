@@ -10,8 +10,6 @@ from pathlib import Path
 from flaky import FAULTS, Drive
 from stores import BUCKET
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.tasks import Task
 from rl_swarm.network.address import locate
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange
@@ -24,6 +22,8 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import PeerInfo, Report
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files, LocalFiles
 
 POLL = 0.02

@@ -8,12 +8,12 @@ import pytest
 from swarms import LOOPBACK, Background, eventually
 
 from rl_swarm.cli import doctor
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.p2p import time_offset as clocks
 from rl_swarm.network.p2p.engine import Engine
 from rl_swarm.network.p2p.joining import await_manifest
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.settings import Settings
 
 
 def shifted(seconds):

@@ -26,7 +26,6 @@ from swarms import (
     report,
 )
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network import folder
 from rl_swarm.network import round_server as conducting
 from rl_swarm.network import round_server as conductor_module
@@ -46,6 +45,7 @@ from rl_swarm.network.round_server import Conductor, read_history
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Ended, Report
 from rl_swarm.protocol.wire import seal, unseal, unseal_named
+from rl_swarm.settings import Settings
 from rl_swarm.storage import files as files_module
 from rl_swarm.storage.files import LocalFiles
 

@@ -26,7 +26,6 @@ from swarms import (
     report,
 )
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import (
     MANIFEST,
@@ -41,6 +40,7 @@ from rl_swarm.network.folder import (
 from rl_swarm.network.round_server import Conductor
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import canonical, digest, seal, sign
+from rl_swarm.settings import Settings
 from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
 

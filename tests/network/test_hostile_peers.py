@@ -11,7 +11,6 @@ from hostile_peers import IdleStreams, Swarm, attacker, fill
 from processes import until
 from swarms import LOOPBACK, OWNER, AmongPeers, engine_of, identity_of, make_manifest, peer_id
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, report_folder
 from rl_swarm.network.p2p.documents import PeerFiles
@@ -21,6 +20,7 @@ from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import Notice, key_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 

@@ -12,13 +12,13 @@ from stores import BUCKET, WebDav
 from swarms import OWNER, Background, InStore, introduction, make_manifest, publication, report
 
 from rl_swarm.cli import admission
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network import folder, owners, remote
 from rl_swarm.network import round_server as conductor
 from rl_swarm.network.address import locate
 from rl_swarm.node import worker
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Refused
 
 STORES = ["disk", "bucket", "webdav", "memory"]

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 from swarms import OWNER, POLL, identity_of, introduction, make_manifest, peer_id, publication, report
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.folder import (
     HISTORY,
@@ -24,6 +23,7 @@ from rl_swarm.network.folder import (
 from rl_swarm.network.round_server import Conductor
 from rl_swarm.protocol.rounds import Ended, Member, Report, State
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import read_lines
 

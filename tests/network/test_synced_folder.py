@@ -19,9 +19,9 @@ from swarms import (
     report,
 )
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange
 from rl_swarm.network.round_server import Conductor, read_history
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 NODES = ["ann", "bob", "cleo", "dan"]

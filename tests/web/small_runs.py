@@ -9,7 +9,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rl_swarm.config import schema as config
+from rl_swarm.config import resolve as config
+from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.node.worker import found
@@ -19,6 +20,7 @@ from rl_swarm.protocol.manifest import Manifest, question_seed
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, State
 from rl_swarm.protocol.wire import seal
+from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import Journal
 
@@ -27,7 +29,7 @@ HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacke
 
 @cache
 def questions_of(manifest_tasks: str) -> Reasoning:
-    return Reasoning(config.load(environ={}, flags={"tasks": manifest_tasks}).settings.task_list())
+    return Reasoning(task_list(config.load(environ={}, flags={"tasks": manifest_tasks}).settings))
 
 
 class SmallRun:
@@ -39,7 +41,7 @@ class SmallRun:
         root.mkdir(parents=True)
         self.root, self.files, self.stop = root, files or LocalFiles(root), threading.Event()
         settings = config.load(
-            config.UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}
+            UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}
         ).settings
         self.owner = Identity.new()
         self.manifest: Manifest = found(self.files, settings, root.name, self.owner)

@@ -24,13 +24,13 @@ from small_runs import HOSTILE, SmallRun
 from starlette.testclient import TestClient
 
 from rl_swarm.cli import dashboard
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import server, tables
 from rl_swarm.web.api import create_app

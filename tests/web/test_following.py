@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace as changed
 from small_runs import HOSTILE, SmallRun
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.monitor import run_reader as report
 from rl_swarm.monitor import snapshot as telling
 from rl_swarm.monitor.follower import Follower
@@ -20,6 +19,7 @@ from rl_swarm.monitor.series import Curves, all_of, stride_for
 from rl_swarm.network.address import locate
 from rl_swarm.node import run_settings
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.settings import Settings
 
 GOOD = b'"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
 NOBODY = 2**31 - 1  # a process id that no system hands out

@@ -21,12 +21,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from small_runs import SmallRun
 
-from rl_swarm.cli import experiment_progress as standing
-from rl_swarm.cli.drawing import Drawing, clock, curve, packed, plain
 from rl_swarm.cli.running import list_runs
 from rl_swarm.cli.summary import print_summary
+from rl_swarm.experiment import drawing as standing
 from rl_swarm.experiment.progress import ArmStands, Stands
 from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.drawing import Drawing, clock, curve, packed, plain
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import Identity, animal_name

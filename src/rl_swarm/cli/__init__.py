@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from rl_swarm.config.schema import Resolved
+    from rl_swarm.config.resolve import Resolved
 
 INTERRUPTED = 130  # exit code of a command that was told to stop
 # Options that are not called as their setting is.
@@ -58,7 +58,7 @@ def settled(
     **flags: object,
 ) -> "Resolved":
     """The settings of a command: those flags that were given, and `--set`, above everything else."""
-    from rl_swarm.config import schema as config
+    from rl_swarm.config import resolve as config
 
     given, other = {name: value for name, value in flags.items() if value is not None}, assigned(sets)
     origins = {**OPTIONS, **{name: f"--set {name}" for name in other}}

@@ -13,11 +13,12 @@ from rl_swarm import __version__, environments
 from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
-from rl_swarm.config import schema as config
-from rl_swarm.config.schema import Resolved
+from rl_swarm.config import resolve as config
+from rl_swarm.config.resolve import Resolved
 from rl_swarm.errors import UserError
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
+from rl_swarm.settings import SECRETS, UP_PRESET
 
 app = typer.Typer(
     help="Train language models together: every node learns by reinforcement and shares its rollouts.",
@@ -98,7 +99,7 @@ def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
     for name, source in resolved.sources.items():
         value = getattr(resolved.settings, name)
-        shown = "(set)" if name in config.SECRETS and value else json.dumps(msgspec.to_builtins(value))
+        shown = "(set)" if name in SECRETS and value else json.dumps(msgspec.to_builtins(value))
         print(f"{name:<{width}}  {shown:<24}  {source}")
 
 
@@ -145,7 +146,7 @@ def up(
     if from_base and resume is None:
         raise UserError("--from-base goes with --resume: a new run always begins with the model.")
     named = assigned(sets) | ({"environment": environment} if environment else {})
-    preset = dict(config.UP_PRESET)
+    preset = dict(UP_PRESET)
     with suppress(environments.NoEnvironment):  # which is told with the other settings
         preset |= environments.named(str(config.peek("environment", config_file, named))).up
     if resume is not None:
@@ -325,7 +326,7 @@ def status(
     from rl_swarm.monitor.run_reader import looked_at
 
     if is_experiment(address):
-        from rl_swarm.cli.experiment_progress import snapshot as experiment
+        from rl_swarm.experiment.drawing import snapshot as experiment
 
         return experiment(Path(address), as_json)
     with looked_at(address) as view:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_swarm.cli import catch_signals
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.monitor.run_reader import looked_at
+from rl_swarm.settings import Settings
 from rl_swarm.web import server
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def watch_here(address: str) -> None:
     """Shows the swarm or experiment in the terminal, until it has finished or Ctrl-C."""
     from rich.console import Console
 
-    from rl_swarm.cli import experiment_progress as standing
     from rl_swarm.cli.live import watch
+    from rl_swarm.experiment import drawing as standing
 
     stop = catch_signals()
     if is_experiment(address):

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
-from rl_swarm.config import schema as config
+from rl_swarm.config import resolve as config
+from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
 from rl_swarm.plural import counted
@@ -80,7 +81,7 @@ def model() -> Iterator[Finding]:
 def scoring() -> Iterator[Finding]:
     from rl_swarm.environments.reasoning import Reasoning
 
-    environment = Reasoning(config.load().settings.task_list())
+    environment = Reasoning(task_list(config.load().settings))
     try:
         questions = environment.questions(range(8))
         right = environment.score([(q, f"<answer>{q.answer}</answer>") for q in questions])

@@ -94,8 +94,8 @@ def sapo(
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals, preflight
-    from rl_swarm.cli.experiment_progress import arms_table
     from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
+    from rl_swarm.experiment.drawing import arms_table
     from rl_swarm.experiment.progress import followed
     from rl_swarm.experiment.run import Experiment, Runner
 

@@ -11,7 +11,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from rl_swarm.cli import program
-from rl_swarm.config import schema as config
+from rl_swarm.config import resolve as config
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import (
     KEY_FILE_BYTES,

@@ -6,8 +6,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
-from rl_swarm.cli.drawing import Drawing, clock
 from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.drawing import Drawing, clock
 from rl_swarm.monitor.records import Overview
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.plural import counted

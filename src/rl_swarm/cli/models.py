@@ -10,15 +10,16 @@ from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import preflight
-from rl_swarm.config.schema import Settings
+from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
-from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.policy import Policy, other_models
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.protocol.untrusted import printable
+from rl_swarm.settings import Settings
 
 
 def evaluate(
@@ -30,9 +31,9 @@ def evaluate(
     preflight.check_tasks(settings)
     kind = environments.named(settings.environment)
     policy = Policy.load(settings, kind.system_prompt)
-    environment = kind(settings.task_list(), settings.partial_rewards)
+    environment = kind(task_list(settings), settings.partial_rewards)
     try:
-        environment.settle(settings)
+        environment.settle(settings, other_models(settings))
         console = Console(highlight=False, markup=False)
         held_out = environment.held_out(questions)
         if not held_out:

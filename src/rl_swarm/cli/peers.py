@@ -5,11 +5,11 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_swarm.cli import catch_signals, program
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.address import known_addresses
 from rl_swarm.network.p2p import time_offset as clocks
 from rl_swarm.network.p2p.joining import engine_of
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.settings import Settings
 from rl_swarm.telemetry.logs import start_logging
 
 HERE = Path("runs") / "bootnode"

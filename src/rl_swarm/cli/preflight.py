@@ -5,9 +5,10 @@ import shutil
 import sys
 
 from rl_swarm import environments
-from rl_swarm.config.schema import ConfigError, Settings
-from rl_swarm.environments.tasks import PRESETS
+from rl_swarm.environments import task_list
+from rl_swarm.environments.presets import PRESETS
 from rl_swarm.learning import lookup
+from rl_swarm.settings import ConfigError, Settings
 
 GPU_SIGNS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and Windows' own Linux
 
@@ -23,7 +24,7 @@ def check_tasks(settings: Settings) -> None:
     """Makes the tasks that the user named. Those of a preset are known to work."""
     if settings.tasks == "auto" or (isinstance(settings.tasks, str) and settings.tasks in PRESETS):
         return
-    environments.named(settings.environment)(settings.task_list(), settings.partial_rewards).close()
+    environments.named(settings.environment)(task_list(settings), settings.partial_rewards).close()
 
 
 def check_device(settings: Settings) -> None:

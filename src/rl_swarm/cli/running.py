@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, program, quoted
-from rl_swarm.cli.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import smollm2
+from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.monitor.run_reader import RunView, run_names
 from rl_swarm.network.address import is_peer_address, is_url
 from rl_swarm.network.folder import change_roll
@@ -33,6 +32,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.words import ADJECTIVES, ANIMALS
+from rl_swarm.settings import Settings
 from rl_swarm.storage import private
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder

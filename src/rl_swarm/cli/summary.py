@@ -5,10 +5,10 @@ from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import program, quoted
-from rl_swarm.cli.drawing import LONGEST_PATH, clock, marked
-from rl_swarm.config.schema import Settings
+from rl_swarm.monitor.drawing import LONGEST_PATH, clock, marked
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, RunView
 from rl_swarm.node.evaluation import mean
+from rl_swarm.settings import Settings
 
 EXAMPLES = 2
 

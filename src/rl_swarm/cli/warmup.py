@@ -14,7 +14,7 @@ from rich.table import Table
 
 from rl_swarm.cli import preflight, program
 from rl_swarm.cli.models import for_model
-from rl_swarm.config.schema import Settings
+from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.warmup import RATE, WarmUpError, make_examples, save, step_count, train
@@ -22,6 +22,7 @@ from rl_swarm.node.evaluation import HeldOut, protocol
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.plural import counted
 from rl_swarm.protocol.rollouts import Completion
+from rl_swarm.settings import Settings
 
 
 class WarmUp(msgspec.Struct, frozen=True):
@@ -100,7 +101,7 @@ def _warm_up(
     status = progress.console.status
     with status(f"loading {model}"):
         policy = Policy.load(settings, Reasoning.system_prompt)
-    environment = Reasoning(settings.task_list(), settings.partial_rewards)
+    environment = Reasoning(task_list(settings), settings.partial_rewards)
     try:
         limit = settings.completion_tokens()
         with status("making examples"):

@@ -6,16 +6,18 @@ installed here can run: a manifest names an environment and brings no code.
 
 import importlib
 import importlib.metadata
-import re
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from rl_swarm.environments.presets import PRESETS
 from rl_swarm.errors import UserError
+from rl_swarm.protocol.manifest import ENVIRONMENT_NAME, Manifest
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment
-    from rl_swarm.protocol.manifest import Manifest
 
 GROUP = "rl_swarm.environments"
 # Registered in pyproject.toml like any other; here too, so that no other package can take their names.
@@ -24,7 +26,6 @@ BUILT_IN = {
     "debate": "rl_swarm.environments.debate:Debate",
     "reasoning": "rl_swarm.environments.reasoning:Reasoning",
 }
-NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 
 class NoEnvironment(UserError):
@@ -34,7 +35,11 @@ class NoEnvironment(UserError):
 @lru_cache(maxsize=1)
 def _registered() -> dict[str, importlib.metadata.EntryPoint]:
     found = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
-    return {name: point for name, point in found.items() if NAME.fullmatch(name) and name not in BUILT_IN}
+    return {
+        name: point
+        for name, point in found.items()
+        if ENVIRONMENT_NAME.fullmatch(name) and name not in BUILT_IN
+    }
 
 
 def installed() -> list[str]:
@@ -46,7 +51,7 @@ def named(name: str) -> "type[Environment]":
     """The environment that is installed under this name."""
     from rl_swarm.environments.base import Environment
 
-    if not NAME.fullmatch(name):
+    if not ENVIRONMENT_NAME.fullmatch(name):
         raise NoEnvironment(
             f"{name[:80]!r} is no name of an environment: up to 32 small letters, digits, - and _."
         )
@@ -68,6 +73,17 @@ def named(name: str) -> "type[Environment]":
     return found
 
 
+def task_list(settings: Settings) -> tuple[Task, ...]:
+    """Return the tasks that the setting `tasks` names."""
+    if not isinstance(settings.tasks, str):
+        return tuple(settings.tasks)
+    if settings.tasks == "auto":
+        return tuple(named(settings.environment).preset(settings.model))
+    if settings.tasks in PRESETS:
+        return PRESETS[settings.tasks]
+    return tuple(Task(name.strip()) for name in settings.tasks.split(",") if name.strip())
+
+
 def roles() -> dict[str, list[str]]:
     """The roles of all installed environments that have more than one."""
     found = {}
@@ -84,13 +100,13 @@ def versions(name: str) -> dict[str, str]:
     return {**package, **named(name).versions()}
 
 
-def made(manifest: "Manifest") -> "Environment":
+def made(manifest: Manifest) -> "Environment":
     """The environment of a swarm, as far as it is installed here."""
     kind = of_swarm(manifest)
     return kind(manifest.tasks, manifest.partial_rewards)
 
 
-def of_swarm(manifest: "Manifest") -> "type[Environment]":
+def of_swarm(manifest: Manifest) -> "type[Environment]":
     """Its class. Packages that the manifest names are the founder's word: they are told and not fetched."""
     try:
         kind = named(manifest.environment)

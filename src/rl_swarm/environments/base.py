@@ -4,57 +4,34 @@ Everything here can be done again by everybody: a question follows from its seed
 earlier stages of its round. docs/environments.md builds one.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
-from rl_swarm.environments.tasks import Task
-from rl_swarm.errors import UserError
+from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.rollouts import Completion, Group
+from rl_swarm.protocol.rounds import State
+from rl_swarm.protocol.tasks import Task, TaskError
+from rl_swarm.settings import Settings
+from rl_swarm.telemetry.journal import Stopwatch
 
-if TYPE_CHECKING:
-    from rl_swarm.config.schema import Settings
-    from rl_swarm.node.node import Node
-    from rl_swarm.node.requests import Work
-    from rl_swarm.protocol.rounds import State
+__all__ = [
+    "Cue",
+    "Environment",
+    "Question",
+    "Role",
+    "RoleContext",
+    "Statement",
+    "Task",
+    "TaskError",
+    "draw",
+    "quoted",
+]
 
+ModelLoader = Callable[[str], "LanguageModel"]
 PEER_SECONDS = 5.0  # that a node spends on making, and again on scoring, the rollouts of one peer
 # What could close a block, begin one, or spell a control token of some tokenizer.
 _TAMED = str.maketrans({"<": "‹", ">": "›", "[": "(", "]": ")", "{": "(", "}": ")", "|": "¦", '"': "'"})
-
-
-class TaskError(UserError):
-    """A task that cannot be used as configured."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """The question that a task makes from a seed, on every machine. `answer` is None where many are right."""
-
-    task: str
-    number: int  # of the task in the swarm's list: one task may stand there with several configurations
-    seed: int
-    prompt: str
-    answer: str | None
-    stage: int = 0
-    role: str = ""  # of who answers it; empty for the ordinary one
-    parents: tuple["Statement", ...] = ()  # what it answers to
-
-
-@dataclass(frozen=True)
-class Statement:
-    """A rollout of an earlier stage: signed by a member, its question made again here. Its texts are a stranger's."""
-
-    digest: str
-    peer_id: str
-    question: Question
-    texts: tuple[str, ...]
-    number: int = 0  # among its author's questions in that stage
-
-    def lot(self, seed: int) -> int:
-        """A number drawn for it by a seed: by who said it and where, so that no text is likelier to be drawn."""
-        place = f"{seed} {self.peer_id} {self.question.stage} {self.number}"
-        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
@@ -70,10 +47,74 @@ class Cue:
     claimed: str = ""  # the prompt that another peer shows; empty where the question is the node's own
 
 
+class LanguageModel(Protocol):
+    """The part of a model that environments and roles may use."""
+
+    @property
+    def name(self) -> str: ...
+
+    def word_probability(
+        self, prompts: Sequence[str], word: str, other: str, seconds: float | None = None
+    ) -> list[float]:
+        """Return how probable `word` is as the next word of each prompt, against `other`."""
+        ...
+
+
+class ModelRequest(Protocol):
+    """Something that is to be done with the node's model, by itself or for several nodes at once."""
+
+    def run(self) -> None: ...
+
+
+class RoleContext(Protocol):
+    """What a role may do in a stage."""
+
+    watch: Stopwatch  # times the parts of the stage
+
+    @property
+    def peer_id(self) -> str: ...
+
+    @property
+    def model(self) -> LanguageModel: ...
+
+    def questions(self, state: State, count: int | None = None) -> list[Question]:
+        """Return the questions of this node in the stage."""
+        ...
+
+    def answer(
+        self,
+        questions: Sequence[Question],
+        state: State,
+        start: int = 0,
+        count: int | None = None,
+        greedy: bool = False,
+    ) -> Generator[ModelRequest, None, list[Group]]:
+        """Sample answers to the questions and score them."""
+        ...
+
+    def scored(
+        self, questions: Sequence[Question], completions: Sequence[Sequence[Completion]]
+    ) -> list[Group]:
+        """Score completions, whoever wrote them."""
+        ...
+
+    def heard(self, round: int, stage: int, role: str | None = None) -> list[Statement]:
+        """Return what other peers published in a stage that has ended."""
+        ...
+
+    def turn(self, state: State) -> Iterator[ModelRequest]:
+        """Play the stage as the ordinary role does."""
+        ...
+
+    def show(self, groups: Sequence[Group], state: State, **figures: float) -> Iterator[ModelRequest]:
+        """Publish the groups, report, and learn nothing."""
+        ...
+
+
 class Role:
     """How a node plays a stage. This one, the ordinary, answers, publishes, collects, learns and reports.
 
-    A node has one role object for as long as it runs. Others override `turn`, with what `Node` offers: `questions`,
+    A node has one role object for as long as it runs. Others override `turn`, with what `RoleContext` offers: `questions`,
     `answer`, `heard`, and at the end either `turn` or `show`.
     """
 
@@ -84,7 +125,7 @@ class Role:
     def __init__(self, environment: "Environment") -> None:
         self.environment = environment
 
-    def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
+    def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
         """One stage. Yields what is to be done with the model; every stage ends with `node.turn` or `node.show`."""
         return node.turn(state)
 
@@ -140,8 +181,9 @@ class Environment:
         """Of the packages on which the questions depend."""
         return {}
 
-    def settle(self, settings: "Settings") -> None:
-        """Takes what only concerns this node: where its files are, what it may do. Called once, before all else."""
+    def settle(self, settings: Settings, load_model: ModelLoader) -> None:
+        """Takes what only concerns this node: where its files are, what it may do. Called once, before all else.
+        `load_model` loads another model by its name, with this node's settings."""
 
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         """The training question of every seed; never one of the held-out set. Asked in the first stage, and none where

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_swarm.environments.base import Cue, Question, Statement, quoted
+from rl_swarm.environments.base import Cue, quoted
 from rl_swarm.environments.reasoning import CLOSE, OPEN, Reasoning, extract
+from rl_swarm.protocol.questions import Question, Statement
 
 ANSWER, CRITICISE, VOTE = range(3)
 FORMAT = 0.1  # for an answer between tags, in every stage

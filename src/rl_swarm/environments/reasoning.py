@@ -7,8 +7,10 @@ scored in a process of their own (see `scoring`), because the scorers evaluate w
 import importlib.metadata
 from collections.abc import Sequence
 
-from rl_swarm.environments.base import Environment, Question
-from rl_swarm.environments.tasks import PRESETS, Task
+from rl_swarm.environments.base import Environment
+from rl_swarm.environments.presets import PRESETS
+from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.scoring.process import ScoringProcess
 
 OPEN, CLOSE = "<answer>", "</answer>"

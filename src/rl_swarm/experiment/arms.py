@@ -13,11 +13,13 @@ from pathlib import Path
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.config.schema import Layer, Settings, resolve
+from rl_swarm.config.resolve import Layer, resolve
+from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.node import strategies
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -141,7 +143,7 @@ class Job(msgspec.Struct, frozen=True):
     def members(self) -> list[Settings]:
         """The settings of every node."""
         layers, found = self._layers(self.arm.strategy), []
-        tasks = list(self.swarm().task_list())
+        tasks = list(task_list(self.swarm()))
         for number in range(1, self.count + 1):
             own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
             given = {
@@ -157,7 +159,7 @@ class Job(msgspec.Struct, frozen=True):
 
     def specialists(self) -> dict[str, list[int]]:
         """Of nodes that are asked some tasks only, the numbers of these."""
-        names = [task.name for task in self.members()[0].task_list()]
+        names = [task.name for task in task_list(self.members()[0])]
         found = {}
         for identity, number in zip(self.identities(), range(1, self.count + 1), strict=True):
             wanted = self.each.get(str(number), {}).get("tasks")

@@ -22,21 +22,23 @@ import torch
 from msgspec.structs import replace
 
 from rl_swarm import environments
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Environment, Question
-from rl_swarm.environments.tasks import Task
+from rl_swarm.environments.base import Environment
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
 from rl_swarm.learning.devices import pick_device
 from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.node.requests import Answering, Learning, Published
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rounds import PeerInfo, State
+from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, seal, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.storage.shared_log import SharedLog

@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
@@ -34,6 +33,7 @@ from rl_swarm.node.swarm import SHARED, uses_gpu
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import Rejected
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.logs import start_logging
 

@@ -18,19 +18,18 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.folder import LASTING, ROUND_FOLDER
-from rl_swarm.node.reputation import Kept
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.wire import Rejected, seal, unseal
-from rl_swarm.storage.files import LocalFiles
+from rl_swarm.protocol.wire import Count, Id, Rejected, seal, unseal
+from rl_swarm.storage.files import LASTING, ROUND_FOLDER, LocalFiles
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
@@ -45,6 +44,11 @@ MAX_TIDIED = 64  # in which one is looked for that can go
 MAX_LOGGED = 5  # checkpoints that are passed over, named in the log
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what Adam keeps of a parameter
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
+
+
+MOST_KEPT = 256  # peers in a checkpoint: the worst ones
+# Peers, each with its failures and the round from which it is asked again.
+KeptReputation = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MOST_KEPT)]
 
 
 class CheckpointError(UserError):
@@ -64,7 +68,7 @@ class Place(msgspec.Struct, frozen=True):
     node: str = ""
     files: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each
     logs: dict[str, tuple[int, str]] = {}  # of the node's logs, as they were then
-    standing: Kept = {}  # of peers
+    standing: KeptReputation = {}  # of peers
     role: dict[str, object] | msgspec.UnsetType = msgspec.UNSET  # what its role remembers
 
 

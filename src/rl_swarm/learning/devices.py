@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from rl_swarm.config import schema as config
-from rl_swarm.config.schema import ConfigError, Settings
+from rl_swarm import settings
 from rl_swarm.learning import memory
 from rl_swarm.learning.cpu import precision
 from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.sizes import Shape
+from rl_swarm.settings import ConfigError, Settings
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ LARGE_POOL_FROM = 40 * GIB  # of GPU memory
 OVERHEAD = 1.5  # what a round takes beside its matrix products, as a factor
 WIDE_ENOUGH = 256  # below this hidden size a CPU spends more on converting than it saves
 
-BUNDLED = {name: Path(__file__).parent / "models" / name for name in config.BUNDLED}
+BUNDLED = {name: Path(__file__).parent / "models" / name for name in settings.BUNDLED}
 TINY = BUNDLED["tiny"]
 
 

@@ -3,9 +3,9 @@
 import difflib
 import os
 
-from rl_swarm.config.schema import BUNDLED
 from rl_swarm.errors import ModelError
 from rl_swarm.learning import smollm2
+from rl_swarm.settings import BUNDLED
 
 HUB_SECONDS = 10.0  # for the hub to answer
 HERE = (*BUNDLED, smollm2.NAME, "auto")

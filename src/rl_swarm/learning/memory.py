@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning.sizes import Shape
+from rl_swarm.settings import Settings
 
 GIB = 1 << 30
 BASE = GIB // 2  # the interpreter, libraries and their workspaces

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,19 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import ModelError
 from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2, support
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
+from rl_swarm.learning.likelihood import surprise
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
-from rl_swarm.node.reputation import surprise
+from rl_swarm.learning.word_probability import word_probability
 from rl_swarm.protocol.rollouts import Completion, Group
+from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.parallel.sharing import Sharing
@@ -177,6 +178,12 @@ class Policy:
         self.version += 1
         return update
 
+    def word_probability(
+        self, prompts: Sequence[str], word: str, other: str, seconds: float | None = None
+    ) -> list[float]:
+        """Return how probable `word` is as the next word of each prompt, against `other`."""
+        return word_probability(self, prompts, word, other, seconds)
+
     def lessons(self, groups: Sequence[Group]) -> list[TrainingGroup]:
         """What there is to learn from groups, in this model's tokens."""
         found = (self._lesson(group) for group in groups if group.has_signal)
@@ -305,3 +312,8 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     tokenizer.backend_tokenizer.no_padding()  # kept in the file, undone by the first use: the hash would change
     log.debug("loaded %s in %.1f s", name, time.monotonic() - started)
     return model, tokenizer
+
+
+def other_models(settings: Settings) -> Callable[[str], Policy]:
+    """Return a function that loads another model by its name, with these settings; nothing is trained in it."""
+    return lambda name: Policy.load(msgspec.structs.replace(settings, model=name, lora_rank=0), "")

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning import grpo
 from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
 from rl_swarm.learning.decoder import Attend, Decoder
@@ -33,6 +32,7 @@ from rl_swarm.learning.sequences import (
     whole_logits,
 )
 from rl_swarm.learning.support import shares_prompts
+from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import sampler, support
 from rl_swarm.learning.batches import TrainingGroup
@@ -23,6 +22,7 @@ from rl_swarm.learning.lora import is_adapted
 from rl_swarm.learning.sequences import Model
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_swarm.environments.base import Question
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.policy import Policy
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion
 
 BATCH = 16  # examples per step

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from rl_swarm.config.schema import tellable
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView, RoundLine
 from rl_swarm.monitor.series import Curves, number
+from rl_swarm.settings import tellable
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_swarm import environments
-from rl_swarm.environments.base import Question
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import RolloutPage, RolloutRow, Text
@@ -21,6 +20,7 @@ from rl_swarm.monitor.snapshot import find
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.node.conversation import Transcript
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected, unseal
 

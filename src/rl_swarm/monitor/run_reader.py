@@ -15,13 +15,13 @@ from msgspec import Meta
 
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, Listing, read_manifest, read_state
+from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, Listing, read_manifest, read_state
 from rl_swarm.node.evaluation import HeldOut, mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
 from rl_swarm.protocol.wire import Count, Id, Rejected, decode, typed, unseal
-from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 
 TREND_ROUNDS = 20
@@ -393,9 +393,10 @@ def looked_at(address: str) -> Iterator[RunView]:
     if not address.startswith("p2p://"):
         yield RunView.found(address)
         return
+    from rl_swarm.config.resolve import load
     from rl_swarm.network.p2p.observer import observed
 
-    with observed(address) as (place, clock):
+    with observed(address, load().settings) as (place, clock):
         view = RunView(place, clock)
         view.refresh_swarm()
         yield view

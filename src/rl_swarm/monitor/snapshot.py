@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from rl_swarm.config.schema import tellable
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.node_history import by_stage
 from rl_swarm.monitor.records import (
@@ -26,6 +25,7 @@ from rl_swarm.network.address import is_url
 from rl_swarm.node import run_settings
 from rl_swarm.node.evaluation import mean
 from rl_swarm.protocol.wire import Rejected
+from rl_swarm.settings import tellable
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MOST_TASKS = 256

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TypeVar
 
+from rl_swarm.config.resolve import load
 from rl_swarm.monitor.validate import Run, Verdict, check_history, check_size
 from rl_swarm.network.folder import read_manifest, read_roll, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
@@ -26,7 +27,7 @@ MOST_ASKED = 64  # members, drawn at random
 
 def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdict, Run]:
     verdict = Verdict()
-    with observed(address) as (place, clock):
+    with observed(address, load().settings) as (place, clock):
         manifest = read_manifest(place.files)
         run = Run(place, manifest, State(swarm=manifest.swarm()), [], published=[])
         if clock is not None:

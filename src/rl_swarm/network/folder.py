@@ -18,7 +18,6 @@ carries its digest, and what cannot be read yet is read again with growing pause
 """
 
 import bisect
-import errno
 import itertools
 import logging
 import math
@@ -39,7 +38,7 @@ from rl_swarm.protocol.rollouts import Publication, within
 from rl_swarm.protocol.rounds import PeerInfo, Report, State, Why
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
-from rl_swarm.storage.files import Files, Refused
+from rl_swarm.storage.files import LASTING, Files, Refused
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,11 +48,9 @@ ROLL = "admission.json"
 STATE = "state/current_state.json"
 HISTORY = "state/history.jsonl"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-ROUND_FOLDER = re.compile(r"round_(0|[1-9][0-9]{0,14})")
 RECORD_BYTES = 64 << 10  # of a report or an introduction; rollouts have the manifest's limit
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0  # between tries at a file that cannot be read or written
 TRIES = 5  # at a file this process cannot go on without
-LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 GIVE_UP_AFTER = 30.0  # seconds, at a peer's file that is there but does not become whole
 MANIFEST_SECONDS = 180.0  # the same, at a manifest
 REMIND_SECONDS = 60.0  # between lines that say what is waited for

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import is_url
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode, typed
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)

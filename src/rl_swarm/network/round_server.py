@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import (
     FIRST_PAUSE,
@@ -27,7 +26,6 @@ from rl_swarm.network.folder import (
     MANIFEST,
     RECORD_BYTES,
     ROLL,
-    ROUND_FOLDER,
     STATE,
     TRIES,
     Listing,
@@ -48,8 +46,9 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Ended, PeerInfo, Refusal, Report, Rules, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Incomplete, Rejected, seal, unseal, unseal_named
+from rl_swarm.settings import Settings
 from rl_swarm.storage.beneath import Misplaced
-from rl_swarm.storage.files import MAX_NAMES, Files, LocalFiles
+from rl_swarm.storage.files import MAX_NAMES, ROUND_FOLDER, Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.storage.shared_log import SharedLog
 

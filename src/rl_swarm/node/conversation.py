@@ -8,8 +8,9 @@ the same, makes the question again and compares.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment, Question, Statement
+from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment
 from rl_swarm.protocol.manifest import Manifest, derive, question_seed
+from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Rejected, digest

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_swarm.environments.base import Environment, Question
+from rl_swarm.environments.base import Environment
 from rl_swarm.plural import counted
+from rl_swarm.protocol.questions import Question
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy

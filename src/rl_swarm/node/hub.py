@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rl_swarm import __version__
-from rl_swarm.config.schema import BUNDLED, Settings
 from rl_swarm.node.model_card import Trained, card, prompting
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.untrusted import printable
+from rl_swarm.settings import BUNDLED, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 

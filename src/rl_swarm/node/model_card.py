@@ -9,9 +9,9 @@ import msgspec
 import yaml
 
 from rl_swarm import __version__
-from rl_swarm.config.schema import Settings, all_settings, tellable
 from rl_swarm.plural import counted
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.settings import Settings, all_settings, tellable
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (

@@ -11,8 +11,7 @@ from itertools import chain
 
 import msgspec
 
-from rl_swarm.config.schema import Settings
-from rl_swarm.environments.base import Environment, Question, Role, Statement
+from rl_swarm.environments.base import Environment, Role
 from rl_swarm.learning.checkpoints import Checkpoints, Place
 from rl_swarm.learning.devices import peak_memory
 from rl_swarm.learning.policy import Policy
@@ -27,8 +26,10 @@ from rl_swarm.node.requests import Answering, Learning, Published, Work, portion
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, derive, question_seed
+from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling, answers
 from rl_swarm.protocol.rounds import Member, Report, State
+from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Journal, Stopwatch
 from rl_swarm.telemetry.machine import Load
 
@@ -73,6 +74,15 @@ class Node:
         self.watch = Stopwatch()  # of the stage at hand
         self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
         self.strategy = strategies.named(self.settings.strategy)
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def model(self) -> Policy:
+        """The model, as roles may use it."""
+        return self.policy
 
     def prepare(self) -> None:
         """What takes time before the first round: a node that has joined is ready to play."""

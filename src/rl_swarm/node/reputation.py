@@ -10,15 +10,8 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
-from typing import Annotated
 
-from msgspec import Meta
-
-from rl_swarm.protocol.wire import Count, Id
-
-MOST_KEPT = 256  # peers in a checkpoint: the worst ones
-# Peers, each with its failures and the round from which it is asked again.
-Kept = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MOST_KEPT)]
+from rl_swarm.learning.checkpoints import MOST_KEPT, KeptReputation
 
 
 class Standing:
@@ -32,13 +25,13 @@ class Standing:
         self.failures: Counter[str] = Counter()
         self.asked_again: dict[str, int] = {}  # the round from which a peer is asked again
 
-    def kept(self, round: int) -> Kept:
+    def kept(self, round: int) -> KeptReputation:
         """What matters from this round on."""
         known = {peer: (n, self.asked_again.get(peer, 0)) for peer, n in self.failures.items()}
         bad = [(peer, (n, again)) for peer, (n, again) in known.items() if n or again > round]
         return dict(sorted(bad, key=lambda item: (-item[1][1], -item[1][0], item[0]))[:MOST_KEPT])
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: KeptReputation) -> None:
         self.failures.update({peer: failures for peer, (failures, _) in kept.items()})
         self.asked_again.update({peer: again for peer, (_, again) in kept.items()})
 
@@ -76,13 +69,3 @@ def in_turn(peers: Iterable[str], sources: Mapping[str, str], rng: random.Random
 def most_of_one(wanted: int, share: float, sources: int) -> int:
     """How many of the wanted groups one source may contribute: its share, or an even part where that is more."""
     return math.ceil(wanted * max(share, 1 / max(sources, 1)))
-
-
-def surprise(excess: Iterable[float]) -> float:
-    """The largest sum over any stretch of tokens: a stretch that this model would not write stands out however long
-    the rest is. `excess` is by how much each token was less likely than tokens are on average at its place."""
-    worst = here = 0.0
-    for value in excess:
-        here = max(0.0, here + value)
-        worst = max(worst, here)
-    return worst

@@ -4,9 +4,9 @@ gathers it from all of them, and can do it for all together."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rl_swarm.environments.base import Question
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.trainer import Update
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
 from rl_swarm.telemetry.journal import Stopwatch
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from rl_swarm.config.schema import SECRETS, Settings
 from rl_swarm.errors import UserError
 from rl_swarm.network.folder import MANIFEST, read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import Id, Rejected, decode, seal, typed, unseal
+from rl_swarm.settings import SECRETS, Settings
 from rl_swarm.storage.files import Files, LocalFiles, Refused
 from rl_swarm.storage.private import remember_swarm, started_swarm, swarm_folder
 

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_swarm.environments.base import PEER_SECONDS, Environment, Question
+from rl_swarm.environments.base import PEER_SECONDS, Environment
 from rl_swarm.network.base import OnReject
 from rl_swarm.node.conversation import Transcript, check_prompt
 from rl_swarm.node.reputation import most_of_one
 from rl_swarm.node.strategies import Strategy
 from rl_swarm.protocol.manifest import Manifest, question_seed
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected
 

@@ -23,11 +23,11 @@ from typing import Literal
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
 from rl_swarm.node.worker import coordinate, join, join_together
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.settings import Settings
 from rl_swarm.telemetry.logs import start_logging
 
 log = logging.getLogger(__name__)

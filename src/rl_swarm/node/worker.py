@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.config.schema import ROLES, ConfigError, Settings, tellable
 from rl_swarm.errors import ModelError, UserError
 from rl_swarm.network import owners
 from rl_swarm.network.address import Address, is_url, known_addresses, locate
@@ -26,10 +25,12 @@ from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange,
 from rl_swarm.network.presence import Watch, only_one_here
 from rl_swarm.network.round_server import Conductor
 from rl_swarm.node import run_settings
+from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, new_manifest
+from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
+from rl_swarm.settings import ROLES, ConfigError, Settings, tellable
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment, Role
     from rl_swarm.learning.checkpoints import Checkpoints, Place
     from rl_swarm.learning.parallel.sharing import Sharing
-    from rl_swarm.learning.policy import Policy
+    from rl_swarm.learning.policy import Policy, other_models
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ def _take_part(
         )
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
-    environment.settle(settings)
+    environment.settle(settings, other_models(settings))
     role = role_kind(environment)
     devices = devices_of(policy.device, settings)
     node = Node(

@@ -18,8 +18,8 @@ from types import TracebackType
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rl_swarm.cli.drawing import Drawing, plain
 from rl_swarm.errors import UserError
+from rl_swarm.monitor.drawing import Drawing, plain
 from rl_swarm.monitor.run_reader import RunView, looked_at
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
@@ -110,7 +110,7 @@ class Command:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._said: deque[str] = deque(maxlen=MOST_LINES)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rl_swarm.notebook.process", *arguments],
+            [sys.executable, "-m", "rl_swarm.cli.below_cell", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from rl_swarm.cli.experiment_progress import drawn
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report, text
+from rl_swarm.experiment.drawing import drawn
 from rl_swarm.experiment.progress import Standing
 from rl_swarm.notebook.cells import set_flags, shown, written
 from rl_swarm.notebook.picture import WIDTH

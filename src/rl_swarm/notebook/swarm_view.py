@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rl_swarm.cli.drawing import Drawing
 from rl_swarm.errors import UserError
 from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor.drawing import Drawing
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Picture
 from rl_swarm.notebook.plots import Plot, plotted

@@ -9,18 +9,20 @@ import random
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from rl_swarm import environments
-from rl_swarm.config.schema import Admission, EnvironmentName, Name, RoundEnd, Settings
-from rl_swarm.environments.tasks import Task
-from rl_swarm.protocol.wire import Id, canonical, digest
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.protocol.wire import Id, Name, canonical, digest
 
 # reasoning-gym adds the seed to an index and some tasks feed the sum to numpy, which takes 32 bits.
 SEED_BITS = 31
+ENVIRONMENT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+EnvironmentName = Annotated[str, Meta(pattern=rf"^{ENVIRONMENT_NAME.pattern}\Z")]
+RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
+Admission = Literal["open", "invited"]
 MOST_DRAWS = 1000  # for a question of a specialist's tasks
 
 
@@ -62,27 +64,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def questions_root(self) -> bytes:
         """What decides the questions and nothing else, so that two runs with one seed ask the same."""
         return canonical([self.seed, self.environment, self.tasks, self.versions])
-
-
-def new_manifest(settings: Settings, name: str, owner: str, created: float, stages: int) -> Manifest:
-    environment = environments.named(settings.environment)
-    return Manifest(
-        peer_id=owner,
-        name=name_from(name),
-        created=created,
-        seed=settings.seed,
-        environment=settings.environment,
-        tasks=list(settings.task_list()),
-        partial_rewards=settings.partial_rewards,
-        versions=environments.versions(settings.environment),
-        rounds=settings.rounds,
-        stages=stages,
-        round_end=settings.round_end,
-        round_interval=settings.round_interval,
-        peer_timeout=settings.peer_timeout,
-        admission=settings.admission,
-        shared=environment.shared or msgspec.UNSET,
-    )
 
 
 def name_from(text: str) -> str:

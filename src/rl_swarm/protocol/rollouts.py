@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from rl_swarm.config.schema import Name
-from rl_swarm.environments.base import Question
 from rl_swarm.protocol.manifest import Limits
-from rl_swarm.protocol.wire import Count, Id, Rejected, canonical, digest
+from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.wire import Count, Id, Name, Rejected, canonical, digest
 
 log = logging.getLogger(__name__)
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]

@@ -16,9 +16,8 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from rl_swarm.config.schema import Name, RoundEnd
-from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.wire import Count, Id
+from rl_swarm.protocol.manifest import Manifest, RoundEnd
+from rl_swarm.protocol.wire import Count, Id, Name
 
 Round = Count
 LONGEST_TICKET = 4096  # characters

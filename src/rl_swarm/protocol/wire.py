@@ -26,6 +26,7 @@ from rl_swarm.protocol.untrusted import plain, quoted
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # what every reader of JSON can hold
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]  # of a node, a swarm, a package
 Id = Annotated[str, Meta(max_length=64)]
 
 MAX_BYTES = 4 << 20  # of one document, after decompression

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_swarm.environments.base import Question, TaskError
-from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.protocol.wire import Rejected, typed
 from rl_swarm.scoring.lockdown import describe
 

@@ -30,8 +30,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from rl_swarm.environments.held_out import is_held_out
-from rl_swarm.environments.tasks import PRESETS, Task
+from rl_swarm.protocol.questions import is_held_out
+from rl_swarm.protocol.tasks import PRESET_NAMES, Task
 from rl_swarm.scoring.lockdown import lock_down, packages
 from rl_swarm.scoring.safe_scorers import SCORERS, disarm
 
@@ -75,7 +75,7 @@ def make(task: Task) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if task.name not in DATASETS or task.name == "composite":
-        close = difflib.get_close_matches(task.name, [*PRESETS, *DATASETS], n=3)
+        close = difflib.get_close_matches(task.name, [*PRESET_NAMES, *DATASETS], n=3)
         meant = f". Did you mean {', '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"reasoning-gym has no task {task.name!r} that a swarm can use{meant}")
     defaults = {field.name: field.default for field in fields(DATASETS[task.name][1])}

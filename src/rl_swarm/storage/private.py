@@ -10,9 +10,9 @@ import re
 import stat
 from pathlib import Path
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.wire import canonical, digest
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import SWARMS
 
 KEY, NAME = 16, 40  # characters of a digest that tells directories apart, and of the name before it

@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.protocol.untrusted import printable
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import log_file
 

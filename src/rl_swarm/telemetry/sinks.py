@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from rl_swarm.config.schema import ConfigError, Settings, tellable
+from rl_swarm.settings import ConfigError, Settings, tellable
 
 log = logging.getLogger(__name__)
 

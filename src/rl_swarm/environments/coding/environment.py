@@ -16,21 +16,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from msgspec.structs import replace
-
-from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment, Question, Role, Statement, TaskError
+from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment, LanguageModel, ModelLoader, Role
 from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
 from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS, CodingTask, digest_of_words
-from rl_swarm.environments.tasks import Task
 from rl_swarm.errors import UserError
+from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test
+from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
-    from rl_swarm.config.schema import Settings
-    from rl_swarm.learning.policy import Policy
+    from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class Coding(Environment):
         self.proposed: dict[str, str] = {}
         self._measured: set[str] = set()  # digests of held-out descriptions that were asked here
         self._sandbox: Sandbox | None = None
-        self.guesser: Policy | None = None  # whose guess stands in for running a program
+        self.guesser: LanguageModel | None = None  # whose guess stands in for running a program
 
     @classmethod
     def preset(cls, model: str) -> Sequence[Task]:
@@ -84,12 +83,10 @@ class Coding(Environment):
         others = ["proposer", "evaluator"][: max(0, nodes - 1)]
         return ["solver"] * (nodes - len(others)) + others
 
-    def settle(self, settings: "Settings") -> None:
+    def settle(self, settings: Settings, load_model: ModelLoader) -> None:
         self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
         if settings.guess_with is not None:
-            from rl_swarm.learning.policy import Policy
-
-            self.guesser = Policy.load(replace(settings, model=settings.guess_with, lora_rank=0), "")
+            self.guesser = load_model(settings.guess_with)
             log.warning("no program is run here: %s guesses whether they are right", self.guesser.name)
         for number, task in enumerate(self.tasks):
             if task.name in sources.FORMATS:

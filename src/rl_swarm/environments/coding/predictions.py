@@ -5,77 +5,24 @@ control token survives, and the verdict is the probability of `yes` against `no`
 lie to the model as any text can, but it cannot answer in its place.
 """
 
-import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from rl_swarm.environments.base import LanguageModel
 from rl_swarm.environments.coding import prompts
 
-if TYPE_CHECKING:
-    from rl_swarm.learning.policy import Policy
-
-BATCH_TOKENS = 8192  # of a forward pass
-LONGEST_PROMPT = 1024  # tokens; of what is longer nothing is said
 BINS = 10
 
 
 def probabilities(
-    policy: "Policy", asked: Sequence[tuple[str, str]], seconds: float | None = None
+    model: LanguageModel, asked: Sequence[tuple[str, str]], seconds: float | None = None
 ) -> list[float]:
     """For every task and program, how likely the model holds the program to be right: 0.5 where they are too long.
 
     With `seconds`, of the first ones only, where all would take longer.
     """
-    import torch
-
-    until = math.inf if seconds is None else time.monotonic() + seconds
-    rows = [policy.prompt_ids(prompts.evaluator_prompt(task, program)) for task, program in asked]
-    short = [number for number, row in enumerate(rows) if len(row) <= LONGEST_PROMPT]
-    yes, no = (_first_tokens(policy, word) for word in (prompts.YES, prompts.NO))
-    found = [0.5] * len(rows)
-    for batch in _batches(short, [len(row) for row in rows]):
-        if time.monotonic() > until:
-            return found[: batch[0]]
-        width = max(len(rows[n]) for n in batch)
-        ids_BT = torch.tensor([[policy.pad] * (width - len(rows[n])) + rows[n] for n in batch])
-        mask_BT = torch.tensor([[0] * (width - len(rows[n])) + [1] * len(rows[n]) for n in batch])
-        places_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-        with torch.no_grad():
-            logits_BV = policy.model(
-                input_ids=ids_BT.to(policy.device),
-                attention_mask=mask_BT.to(policy.device),
-                position_ids=places_BT.to(policy.device),
-                logits_to_keep=1,
-            ).logits[:, -1]
-            logprobs_BV = logits_BV.float().log_softmax(-1)
-            odds_B = logprobs_BV[:, yes].logsumexp(1) - logprobs_BV[:, no].logsumexp(1)
-        for number, odds in zip(batch, odds_B.sigmoid().tolist(), strict=True):
-            found[number] = odds
-    return found
-
-
-def _batches(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of rows in their order, as many at a time as fit into a forward pass."""
-    batch, width = list[int](), 0
-    for number in numbers:
-        width = max(width, lengths[number])
-        if batch and (len(batch) + 1) * width > BATCH_TOKENS:
-            yield batch
-            batch, width = [], lengths[number]
-        batch.append(number)
-    if batch:
-        yield batch
-
-
-def _first_tokens(policy: "Policy", word: str) -> list[int]:
-    """With what a model may begin the word."""
-    tokenizer: Any = policy.tokenizer
-    spellings = [word, word.capitalize(), f" {word}", f" {word.capitalize()}"]
-    ids = [tokenizer(spelling, add_special_tokens=False)["input_ids"] for spelling in spellings]
-    first = {found[0] for found in ids if found and len(tokenizer.decode(found[:1]).strip()) > 1}
-    return sorted(first or {found[0] for found in ids[:1]})
+    found = [prompts.evaluator_prompt(task, program) for task, program in asked]
+    return model.word_probability(found, prompts.YES, prompts.NO, seconds)
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,17 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
-from rl_swarm.environments.base import PEER_SECONDS, Question, Role, Statement
+from rl_swarm.environments.base import PEER_SECONDS, ModelRequest, Role, RoleContext
 from rl_swarm.environments.coding import answers, generator, proposals
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.environments.coding.task import LEVELS, digest_of_words
-from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Completion
+from rl_swarm.protocol.rounds import State
 
 if TYPE_CHECKING:
     from rl_swarm.environments.coding.environment import Coding
-    from rl_swarm.node.node import Node
-    from rl_swarm.node.requests import Work
-    from rl_swarm.protocol.rounds import State
 
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
@@ -60,7 +58,7 @@ class Proposer(Role):
         self.known: dict[str, None] = {}  # digests of what was proposed, the oldest first
         self.written = [0, 0]  # proposals by the model, and all
 
-    def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
+    def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
         if state.stage != PROPOSING:
             yield from node.show([], state)
             return
@@ -80,21 +78,21 @@ class Proposer(Role):
             "level": float(self.difficulty.level),
             "model_share": by_model / max(len(chosen), 1),
             "model_share_so_far": self.written[0] / max(self.written[1], 1),
-            "valid_share": mean([float(one) for one in valid]),
+            "valid_share": fmean(valid) if valid else 0.0,
         }
         if results:
             figures |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
         groups = node.scored(questions, [[Completion(text, ended=True)] for text, _ in chosen])
         yield from node.show(groups, state, **figures)
 
-    def _results(self, node: "Node", state: "State") -> list[float]:
+    def _results(self, node: RoleContext, state: State) -> list[float]:
         """The share of right answers to each of this node's proposals of the round before, by own execution."""
         if state.round == 0:
             return []
         mine = [
             (said.question, text)
             for said in node.heard(state.round - 1, SOLVING, role="")
-            if said.question.parents and said.question.parents[0].peer_id == node.identity.peer_id
+            if said.question.parents and said.question.parents[0].peer_id == node.peer_id
             for text in said.texts
         ]
         shares: dict[str, list[float]] = {}
@@ -170,14 +168,14 @@ class Evaluator(Role):
         self.coding = environment
         self.guesses: deque[tuple[float, bool]] = deque(maxlen=MOST_GUESSES)
 
-    def turn(self, node: "Node", state: "State") -> "Iterator[Work]":
+    def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
         before = (state.round, PROPOSING) if state.stage else (state.round - 1, SOLVING)
         with node.watch("collect"):
             pairs = self._programs(node.heard(*before, role="") if min(before) >= 0 else [])
             tasks = self.coding.tasks_of([question for question, _ in pairs], PEER_SECONDS)
             pairs = [pair for pair, task in zip(pairs, tasks, strict=True) if task is not None]
         with node.watch("generate"):
-            stated = probabilities(node.policy, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
+            stated = probabilities(node.model, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
         with node.watch("score"):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
         for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from rl_swarm.environments.base import TaskError
 from rl_swarm.environments.coding.task import CodingTask, is_plain
-from rl_swarm.environments.tasks import Task
+from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.literals import read
 from rl_swarm.scoring.sandbox.sandbox import Test
 

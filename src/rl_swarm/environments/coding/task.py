@@ -4,7 +4,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from rl_swarm.environments.held_out import is_held_out
+from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.scoring.sandbox.sandbox import Test
 
 # What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.

@@ -109,8 +109,8 @@ def generate_questions(per_task: int) -> list[Question]:
     # Imported here so that a machine without reasoning-gym can train on a file of questions.
     import reasoning_gym
 
-    from rl_swarm.environments.held_out import is_held_out
-    from rl_swarm.environments.tasks import TINY
+    from rl_swarm.environments.presets import TINY
+    from rl_swarm.protocol.questions import is_held_out
 
     questions = []
     for task in TINY:

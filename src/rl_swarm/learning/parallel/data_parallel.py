@@ -33,7 +33,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rl_swarm.config.schema import ConfigError, Settings
 from rl_swarm.learning import trainer
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import out_of_memory, pick_device
@@ -41,6 +40,7 @@ from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.protocol.rollouts import Completion, Group
+from rl_swarm.settings import ConfigError, Settings
 
 log = logging.getLogger(__name__)
 

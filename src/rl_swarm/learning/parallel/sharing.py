@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
+from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.engine import Engine

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm.config.schema import Settings
 from rl_swarm.network.address import is_peer_address, known_addresses
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, pauses
@@ -24,6 +23,7 @@ from rl_swarm.network.presence import only_one_here
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode, typed, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)

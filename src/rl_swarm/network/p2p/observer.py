@@ -11,7 +11,6 @@ from pathlib import Path
 
 from msgspec.structs import replace as changed
 
-from rl_swarm.config import schema as config
 from rl_swarm.network.address import Address, known_addresses, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, report_path
@@ -21,6 +20,7 @@ from rl_swarm.network.p2p.joining import await_manifest, engine_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, State
 from rl_swarm.protocol.wire import Rejected, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files, LocalFiles
 
 OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
@@ -31,9 +31,9 @@ KEPT_ROUNDS = 100  # of reports that are counted
 
 
 @contextmanager
-def observed(text: str) -> Iterator[tuple[Address, Callable[[], State] | None]]:
+def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
     """A swarm's documents, and its state by the clock where nobody conducts it."""
-    settings, identity, stop = config.load().settings, Identity.new(), threading.Event()
+    identity, stop = Identity.new(), threading.Event()
     with (
         tempfile.TemporaryDirectory() as folder,
         engine_of(identity, known_addresses(text), settings, Path(folder)) as engine,

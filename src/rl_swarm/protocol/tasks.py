@@ -1,18 +1,15 @@
-"""Which reasoning-gym tasks a swarm trains on: a task is a name, a weight and a configuration.
-
-Two presets. `tiny` holds short questions that the bundled model can read and answer; `sapo` is the
-nine tasks of the SAPO paper, for real language models. Any other reasoning-gym task can be named in
-the settings. Tasks also come with a stranger's manifest, so what they hold is bounded; whether a task then
-takes too long or too much memory is found out in the scoring process.
-"""
+"""Describes a task of a swarm: a name, a weight and a configuration, all bounded, since strangers send them too."""
 
 import math
 import re
 
 import msgspec
 
+from rl_swarm.errors import UserError
+
 Value = str | int | float | bool | list[str | int | float]
 
+PRESET_NAMES = ("tiny", "sapo")  # of lists of tasks, which `environments.presets` has
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 MAX_WEIGHT = 1e6
 MAX_SETTINGS = 32
@@ -20,6 +17,10 @@ MAX_NUMBER = 10**12
 MAX_LIST = 128
 MAX_TEXT = 256
 MAX_CONFIG = 4096  # characters, all settings of a task together
+
+
+class TaskError(UserError):
+    """Reports a task that cannot be used as configured."""
 
 
 class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,40 +65,3 @@ def _problem(value: Value) -> str | None:
     if not math.isfinite(value):
         return "is no finite number"
     return f"is beyond {MAX_NUMBER:g}" if abs(value) > MAX_NUMBER else None
-
-
-TINY = (
-    Task("basic_arithmetic", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-    Task("chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-    Task("count_primes", config={"min_n": 1, "max_n": 100}),
-    Task(
-        "decimal_arithmetic",
-        config={"min_num_decimal_places": 1, "max_num_decimal_places": 1, "min_terms": 2, "max_terms": 2},
-    ),
-    Task(
-        "fraction_simplification",
-        config={"min_value": 1, "max_value": 30, "min_factor": 2, "max_factor": 9, "styles": ["plain"]},
-    ),
-    Task("gcd", config={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 99}),
-    Task("leg_counting", config={"min_animals": 1, "max_animals": 2, "max_instances": 9}),
-    Task("letter_counting", config={"min_words": 2, "max_words": 3}),
-    Task("simple_equations", config={"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 20}),
-    Task("spell_backward", config={"min_word_len": 3, "max_word_len": 5}),
-)
-
-SAPO = tuple(
-    Task(name)
-    for name in (
-        "arc_1d",
-        "basic_arithmetic",
-        "base_conversion",
-        "bf",
-        "binary_matrix",
-        "calendar_arithmetic",
-        "decimal_arithmetic",
-        "fraction_simplification",
-        "propositional_logic",
-    )
-)
-
-PRESETS: dict[str, tuple[Task, ...]] = {"tiny": TINY, "sapo": SAPO}

@@ -10,9 +10,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rl_swarm.cli.drawing import plain
 from rl_swarm.experiment.measures import Measure, percent
 from rl_swarm.experiment.progress import ArmStands, Stands, followed
+from rl_swarm.monitor.drawing import plain
 
 DRAW_SECONDS = 1.0
 GAP = 2  # between columns

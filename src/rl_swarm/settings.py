@@ -1,28 +1,20 @@
-"""Every setting, typed, in one place.
+"""Every setting, typed, in one place; `config` finds out what a user has set."""
 
-A value comes from, later wins: the default here, the preset of a command, a YAML file, environment
-variables (a `.env` file counts as those, below the real ones), command-line flags. `TEST_MODE` is a
-preset that only flags override. `resolve` returns the settings together with where each value came from.
-"""
-
-import difflib
-import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 from msgspec import Meta
 
-from rl_swarm import environments
-from rl_swarm.environments.tasks import PRESETS, Task
 from rl_swarm.errors import UserError
-from rl_swarm.node import strategies
+from rl_swarm.protocol.manifest import Admission, EnvironmentName, RoundEnd
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.protocol.wire import Name
 
 
 class ConfigError(UserError):
@@ -33,12 +25,8 @@ def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
     return Meta(description=description, extra={"env": env}, **limits)
 
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
-EnvironmentName = Annotated[str, Meta(pattern=rf"^{environments.NAME.pattern}\Z")]
 # As the hub has it, with room for a node's name behind it.
 HUB_REPO = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w([\w.-]{0,40}\w)?/\w([\w.-]{0,48}\w)?", re.ASCII)
-RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
-Admission = Literal["open", "invited"]
 ROLES = ("worker", "coordinator")  # in every swarm; environments may have others
 SINKS = ("tensorboard", "trackio", "wandb")
 SECRETS = ("hf_token", "invitation", "web_token")  # never shown, and not kept with a run
@@ -376,16 +364,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, _setting("join a chain swarm; there is no chain network in this version", "CONNECT_TO_TESTNET")
     ] = False
 
-    def task_list(self) -> tuple[Task, ...]:
-        """The tasks that `tasks` names."""
-        if not isinstance(self.tasks, str):
-            return tuple(self.tasks)
-        if self.tasks == "auto":
-            return tuple(environments.named(self.environment).preset(self.model))
-        if self.tasks in PRESETS:
-            return PRESETS[self.tasks]
-        return tuple(Task(name.strip()) for name in self.tasks.split(",") if name.strip())
-
     def sinks(self) -> tuple[str, ...]:
         """The names in `metrics_sinks`."""
         return tuple(dict.fromkeys(name.strip() for name in self.metrics_sinks.split(",") if name.strip()))
@@ -455,24 +433,6 @@ def tellable(values: Mapping[str, object]) -> dict[str, object]:
     return {name: v for name, v in values.items() if name in choices or isinstance(v, int | float)}
 
 
-def settings_table() -> str:
-    """All settings as the Markdown table of docs/settings.md."""
-    rows = [
-        ("setting", "environment variable", "default", "in `up`", "values", "what it is"),
-        ("---",) * 6,
-    ]
-    for setting in all_settings():
-        variables = ", ".join(f"`{name}`" for name in setting.env)
-        default, preset = (
-            "" if value is None else f"`{msgspec.json.encode(value).decode()}`"
-            for value in (setting.default, UP_PRESET.get(setting.name))
-        )
-        rows.append(
-            (f"`{setting.name}`", variables, default, preset, values_of(setting.kind), setting.description)
-        )
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def values_of(kind: Any) -> str:
     """What a setting can be, in words."""
     metas: list[Meta] = []
@@ -492,214 +452,3 @@ def values_of(kind: Any) -> str:
         words += [f"at least {meta.ge}"] if meta.ge is not None else []
         words += [f"at most {meta.le}"] if meta.le is not None else []
     return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Values from one source. `origins` says, where the source alone is not enough, which key gave a value."""
-
-    source: str
-    values: Mapping[str, object]
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    def origin(self, name: str) -> str:
-        return self.origins.get(name, self.source)
-
-
-def yaml_layer(path: Path) -> Layer:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"The settings file {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
-    return Layer(str(path), values)
-
-
-def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> Layer:
-    """What the environment variables say; an empty variable says nothing."""
-    environ = {key: value for key, value in environ.items() if value != ""}
-    merged = {**read_dotenv(dotenv), **environ} if dotenv else environ
-    values: dict[str, object] = {}
-    origins: dict[str, str] = {}
-    for setting in all_settings():
-        for variable in setting.env:
-            if merged.get(variable, "") != "":
-                values[setting.name] = merged[variable]
-                origins[setting.name] = variable if variable in environ else f"{variable} in {dotenv}"
-                break
-    return Layer("environment", values, origins)
-
-
-def read_dotenv(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    pairs = {}
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
-    for line in lines:
-        key, equals, value = line.strip().removeprefix("export ").partition("=")
-        if equals and not key.startswith("#"):
-            value = value.strip()
-            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            pairs[key.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
-    return pairs
-
-
-@dataclass(frozen=True)
-class Resolved:
-    settings: Settings
-    sources: Mapping[str, str]
-
-
-def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
-    """The settings that the layers give, later ones winning, and where each value came from."""
-    values: dict[str, object] = {}
-    defaults = next((layer.values for layer in layers if layer.source.startswith(PRESET)), {})
-    sources = {setting.name: "default" for setting in all_settings()}
-
-    def apply(layer: Layer) -> None:
-        given = layer.values.get("strategy")
-        if isinstance(given, str):  # what it brings along is below what the layer says itself
-            apply(Layer(f"strategy {given}", strategies.named(given).settings))
-        for name, value in layer.values.items():
-            if name not in sources:
-                raise ConfigError(
-                    f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}"
-                )
-            values[name] = _convert(name, value, layer.origin(name), defaults)
-            sources[name] = layer.origin(name)
-
-    flags = flags or Layer("flag", {})
-    for layer in [*layers, flags]:
-        apply(layer)
-    if values.get("test_mode"):
-        apply(Layer("TEST_MODE", TEST_MODE))
-        apply(flags)
-    settings = Settings(**values)  # type: ignore[arg-type]
-    if settings.role not in ROLES:
-        _check_role(settings.role, sources["role"])
-    _check(settings)
-    return Resolved(settings, sources)
-
-
-def load(
-    preset: Mapping[str, object] | None = None,
-    config_file: Path | None = None,
-    flags: Mapping[str, object] | None = None,
-    environ: Mapping[str, str] | None = None,
-    command: str = "command",
-    origins: Mapping[str, str] | None = None,
-) -> Resolved:
-    """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
-    their setting is."""
-    called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
-    given = Layer("flag", dict(flags or {}), {**called, **(origins or {})})
-    return resolve([Layer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
-
-
-def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
-    """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
-    flag = Layer("flag", flags, {name: f"flag or --set {name}"})
-    for layer in (flag, *reversed(_sources(config_file))):
-        if name in layer.values:
-            return _convert(name, layer.values[name], layer.origin(name), {})
-    return next(setting.default for setting in all_settings() if setting.name == name)
-
-
-def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None) -> list[Layer]:
-    layers = [yaml_layer(config_file)] if config_file else []
-    return [*layers, environment_layer(os.environ if environ is None else environ, Path(".env"))]
-
-
-def _convert(name: str, value: object, origin: str, defaults: Mapping[str, object]) -> object:
-    setting = next(s for s in all_settings() if s.name == name)
-    if setting.default is None and value in ("None", "none", "null"):
-        return None
-    if isinstance(value, str) and get_origin(get_args(setting.kind)[0]) is Literal:
-        value = value.lower()  # LOG_LEVEL=INFO
-    if name == "tasks" and value and isinstance(value, list) and all(isinstance(one, str) for one in value):
-        value = ",".join(value)  # names alone, as a list in YAML
-    try:
-        return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
-    except msgspec.ValidationError as error:
-        shown = "(not shown)" if name in SECRETS else repr(value)
-        default = defaults.get(name, setting.default)
-        usual = "" if default is None else f" The default is {default!r}."
-        raise ConfigError(
-            f"{name}={shown} ({origin}) cannot be used: {error}. What can: {values_of(setting.kind)}.{usual}"
-        ) from error
-
-
-def _suggest(name: str, known: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
-
-
-def _check_role(role: str, origin: str) -> None:
-    """Whether some environment here has this role; which of them is played, the swarm says."""
-    found = {"every swarm": ROLES, **environments.roles()}
-    if not any(role in roles for roles in found.values()):
-        known = (f"in {name} {', '.join(f'`{one}`' for one in roles)}" for name, roles in found.items())
-        raise ConfigError(f"role={role!r} ({origin}) cannot be used. What can: {'; '.join(known)}.")
-
-
-def _check(settings: Settings) -> None:
-    try:
-        environments.named(settings.environment)
-    except environments.NoEnvironment as error:
-        raise ConfigError(f"environment={settings.environment!r}: {error}") from error
-    try:
-        named = settings.task_list()
-    except ValueError as error:
-        raise ConfigError(
-            f"tasks={settings.tasks!r}: {error}. Several are separated by commas, such as gcd,chain_sum."
-        ) from error
-    if not named:
-        raise ConfigError(f"tasks={settings.tasks!r} names no task. Use a preset: {', '.join(PRESETS)}.")
-    if settings.connect_to_testnet:
-        raise ConfigError(
-            "CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm."
-        )
-    if settings.hub_repo is not None and not HUB_REPO.fullmatch(settings.hub_repo):
-        raise ConfigError(
-            f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for example "
-            "HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name at most 50 characters."
-        )
-    token = settings.web_token
-    if token is not None and not re.fullmatch(f"[!-~]{{{SHORTEST_TOKEN},}}", token):
-        raise ConfigError(
-            f"SWARM_WEB_TOKEN (web_token): use at least {SHORTEST_TOKEN} letters, digits and signs without spaces, for "
-            "example what `openssl rand -hex 16` prints."
-        )
-    for name in settings.sinks():
-        if name not in SINKS:
-            raise ConfigError(
-                f"METRICS_SINKS={settings.metrics_sinks!r} (metrics_sinks): there is no {name!r}. "
-                f"What can be used, comma-separated: {', '.join(SINKS)}."
-            )
-    if settings.local + settings.external == 0:
-        raise ConfigError(
-            "local=0 and external=0: a round would have nothing to learn from. Set one above 0."
-        )
-    if settings.cpu_only and settings.device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them."
-        )
-    if 0 < settings.batch_tokens < 64:
-        raise ConfigError(
-            f"batch_tokens={settings.batch_tokens} is too small for a micro-batch. Use at least 64, or 0: as many as "
-            "memory has room for."
-        )
-    if settings.external_correction == "capped" and not settings.share_logprobs:
-        raise ConfigError(
-            "external_correction='capped' needs share_logprobs=true on every node of the swarm."
-        )
-
-
-if __name__ == "__main__":
-    print(settings_table(), end="")

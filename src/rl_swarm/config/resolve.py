@@ -1,0 +1,174 @@
+"""Finds out what a user has set, and where each value came from.
+
+A value comes from, later wins: its default, the preset of a command, a YAML file, environment variables (a `.env` file
+counts as those, below the real ones), command-line flags. `TEST_MODE` is a preset that only flags override.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import msgspec
+import yaml
+
+from rl_swarm.config.checks import check, check_role
+from rl_swarm.node import strategies
+from rl_swarm.settings import (
+    PRESET,
+    ROLES,
+    SECRETS,
+    TEST_MODE,
+    ConfigError,
+    Settings,
+    all_settings,
+    values_of,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one source. `origins` says, where the source alone is not enough, which key gave a value."""
+
+    source: str
+    values: Mapping[str, object]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, self.source)
+
+
+def yaml_layer(path: Path) -> Layer:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
+    return Layer(str(path), values)
+
+
+def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> Layer:
+    """What the environment variables say; an empty variable says nothing."""
+    environ = {key: value for key, value in environ.items() if value != ""}
+    merged = {**read_dotenv(dotenv), **environ} if dotenv else environ
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for setting in all_settings():
+        for variable in setting.env:
+            if merged.get(variable, "") != "":
+                values[setting.name] = merged[variable]
+                origins[setting.name] = variable if variable in environ else f"{variable} in {dotenv}"
+                break
+    return Layer("environment", values, origins)
+
+
+def read_dotenv(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    pairs = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
+    for line in lines:
+        key, equals, value = line.strip().removeprefix("export ").partition("=")
+        if equals and not key.startswith("#"):
+            value = value.strip()
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            pairs[key.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
+    return pairs
+
+
+@dataclass(frozen=True)
+class Resolved:
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
+    """The settings that the layers give, later ones winning, and where each value came from."""
+    values: dict[str, object] = {}
+    defaults = next((layer.values for layer in layers if layer.source.startswith(PRESET)), {})
+    sources = {setting.name: "default" for setting in all_settings()}
+
+    def apply(layer: Layer) -> None:
+        given = layer.values.get("strategy")
+        if isinstance(given, str):  # what it brings along is below what the layer says itself
+            apply(Layer(f"strategy {given}", strategies.named(given).settings))
+        for name, value in layer.values.items():
+            if name not in sources:
+                raise ConfigError(
+                    f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}"
+                )
+            values[name] = _convert(name, value, layer.origin(name), defaults)
+            sources[name] = layer.origin(name)
+
+    flags = flags or Layer("flag", {})
+    for layer in [*layers, flags]:
+        apply(layer)
+    if values.get("test_mode"):
+        apply(Layer("TEST_MODE", TEST_MODE))
+        apply(flags)
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if settings.role not in ROLES:
+        check_role(settings.role, sources["role"])
+    check(settings)
+    return Resolved(settings, sources)
+
+
+def load(
+    preset: Mapping[str, object] | None = None,
+    config_file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    command: str = "command",
+    origins: Mapping[str, str] | None = None,
+) -> Resolved:
+    """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
+    their setting is."""
+    called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
+    given = Layer("flag", dict(flags or {}), {**called, **(origins or {})})
+    return resolve([Layer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
+
+
+def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
+    """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
+    flag = Layer("flag", flags, {name: f"flag or --set {name}"})
+    for layer in (flag, *reversed(_sources(config_file))):
+        if name in layer.values:
+            return _convert(name, layer.values[name], layer.origin(name), {})
+    return next(setting.default for setting in all_settings() if setting.name == name)
+
+
+def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None) -> list[Layer]:
+    layers = [yaml_layer(config_file)] if config_file else []
+    return [*layers, environment_layer(os.environ if environ is None else environ, Path(".env"))]
+
+
+def _convert(name: str, value: object, origin: str, defaults: Mapping[str, object]) -> object:
+    setting = next(s for s in all_settings() if s.name == name)
+    if setting.default is None and value in ("None", "none", "null"):
+        return None
+    if isinstance(value, str) and get_origin(get_args(setting.kind)[0]) is Literal:
+        value = value.lower()  # LOG_LEVEL=INFO
+    if name == "tasks" and value and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        value = ",".join(value)  # names alone, as a list in YAML
+    try:
+        return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        shown = "(not shown)" if name in SECRETS else repr(value)
+        default = defaults.get(name, setting.default)
+        usual = "" if default is None else f" The default is {default!r}."
+        raise ConfigError(
+            f"{name}={shown} ({origin}) cannot be used: {error}. What can: {values_of(setting.kind)}.{usual}"
+        ) from error
+
+
+def _suggest(name: str, known: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else " `docs/settings.md` lists them."
