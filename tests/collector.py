@@ -27,7 +27,7 @@ class Collector(ThreadingHTTPServer):
     def spans(self) -> list[tuple[str, Any]]:
         """Every span, with the node that sent it."""
         return [
-            (attributes(sent.resource)["rl_swarm.node.node"], span)
+            (attributes(sent.resource)["rl_swarm.node"], span)
             for request in self.traces
             for sent in request.resource_spans
             for scope in sent.scope_spans
@@ -39,7 +39,7 @@ class Collector(ThreadingHTTPServer):
         found = {}
         for request in self.metrics:
             for sent in request.resource_metrics:
-                if attributes(sent.resource)["rl_swarm.node.node"] != node:
+                if attributes(sent.resource)["rl_swarm.node"] != node:
                     continue
                 for metric in (metric for scope in sent.scope_metrics for metric in scope.metrics):
                     for point in (getattr(metric, metric.WhichOneof("data"))).data_points:

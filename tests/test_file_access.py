@@ -66,14 +66,14 @@ LOGS = {"log", "history"}  # a `SharedLog` has a `replace` of its own
 
 # Where such calls are, and for which paths. Nothing here may be below a swarm's folder.
 ALLOWED = {
-    "network/beneath.py": "the layer itself",
-    "network/files.py": "the layer itself; its other paths are private",
-    "network/shared_log.py": "the private side of a log",
-    "private.py": "the private directory",
+    "storage/beneath.py": "the layer itself",
+    "storage/files.py": "the layer itself; its other paths are private",
+    "storage/shared_log.py": "the private side of a log",
+    "storage/private.py": "the private directory",
     "telemetry/logs.py": "the private log file",
     "learning/checkpoints.py": "the private directory of checkpoints",
     "learning/lookup.py": "a directory that the user named",
-    "learning/precision.py": "the user's cache, and /proc",
+    "learning/cpu/precision.py": "the user's cache, and /proc",
     "cli/__init__.py": "/dev/null",
     "learning/lora.py": "a private checkpoint",
     "learning/policy.py": "models: a private checkpoint, a directory that the user named, or the hub's cache",
@@ -81,30 +81,30 @@ ALLOWED = {
     "learning/warmup.py": "the directory that the user named for a model",
     "learning/devices.py": "how full a disk is",
     "learning/memory.py": "/proc and /sys",
-    "learning/team.py": "a directory in the temporary folder",
+    "learning/parallel/data_parallel.py": "a directory in the temporary folder",
     "learning/models/make_tiny.py": "a recipe, run by hand",
     "learning/models/make_coder.py": "a recipe, run by hand",
     "learning/models/pretraining.py": "a recipe, run by hand",
     "telemetry/machine.py": "/proc",
-    "identity.py": "the user's key",
-    "presence.py": "a lock in the temporary folder",
-    "config.py": "the user's configuration",
-    "run_settings.py": "the user's key",
-    "hub.py": "private copies of a checkpoint",
-    "report.py": "/proc",
-    "swarm.py": "the private log file, and a device",
+    "protocol/identity.py": "the user's key",
+    "network/presence.py": "a lock in the temporary folder",
+    "config/resolve.py": "the user's configuration",
+    "node/run_settings.py": "the user's key",
+    "node/hub.py": "private copies of a checkpoint",
+    "monitor/run_reader.py": "/proc",
+    "node/swarm.py": "the private log file, and a device",
     "web/server.py": "the private log file",
     "scoring/worker.py": "/dev/null",
     "scoring/process.py": "no file: the scoring process",
-    "scoring/sandbox.py": "no file: the process of the sandbox",
-    "scoring/keeper.py": "the sandbox",
-    "scoring/namespaces.py": "/proc",
+    "scoring/sandbox/sandbox.py": "no file: the process of the sandbox",
+    "scoring/sandbox/fork_server.py": "the sandbox",
+    "scoring/sandbox/namespaces.py": "/proc",
     "scoring/lockdown.py": "the sandbox",
     "environments/coding/sources.py": "DATA_PATH, the user's data",
     "environments/coding/generator.py": "no file: programs of our own",
-    "network/p2p/leash.py": "the daemon that this process becomes",
+    "network/p2p/die_with_parent.py": "the daemon that this process becomes",
     "network/p2p/engine.py": "a directory in the temporary folder",
-    "network/p2p/onlooking.py": "a directory in the temporary folder",
+    "network/p2p/observer.py": "a directory in the temporary folder",
     "cli/preflight.py": "a device",
     "cli/running.py": "directories that the user named",
     "cli/identity.py": "files that the user named",
@@ -117,7 +117,7 @@ ALLOWED = {
     "notebook/plots.py": "into memory",
     "cli/doctor.py": "the machine",
     "notebook/cells.py": "the kernel's machine",
-    "worker.py": "whether the folder is there",
+    "node/worker.py": "whether the folder is there",
 }
 
 
@@ -128,19 +128,19 @@ MIXED = {
     "cli/running.py": {"up", "_run", "alone", "_new_run_directory"},
     "experiment/figures.py": {"draw"},
     "experiment/measures.py": {"is_packed"},
-    "hub.py": {"__call__", "_work", "_upload", "_tidy", "put_aside", "_where"},
+    "node/hub.py": {"__call__", "_work", "_upload", "_tidy", "put_aside", "_where"},
     "learning/checkpoints.py": {"save", "_aside", "fetch", "clear", "_digests", "restore_optimizer"},
-    "network/p2p/onlooking.py": {"observed"},
-    "network/shared_log.py": {"__init__", "append", "read", "replace", "_whole_lines"},
+    "network/p2p/observer.py": {"observed"},
+    "storage/shared_log.py": {"__init__", "append", "read", "replace", "_whole_lines"},
     "notebook/cells.py": {"up", "__init__"},
     "notebook/experiments.py": {"results"},
-    "private.py": {"remember_swarm", "started_swarm", "_made"},
-    "report.py": {"_is_zombie"},
-    "run_settings.py": {"resumed"},
-    "swarm.py": {"uses_gpu", "visible_gpus", "_child_main"},
+    "storage/private.py": {"remember_swarm", "started_swarm", "_made"},
+    "monitor/run_reader.py": {"_is_zombie"},
+    "node/run_settings.py": {"resumed"},
+    "node/swarm.py": {"uses_gpu", "visible_gpus", "_child_main"},
     "telemetry/logs.py": {"", "_repair"},
     "web/server.py": {"beside"},
-    "worker.py": {"explained"},
+    "node/worker.py": {"explained"},
 }
 
 
@@ -249,7 +249,7 @@ def test_where_shared_paths_are_at_hand_no_other_function_touches_files_by_their
     by_module = found()
     for path in PACKAGE.rglob("*.py"):
         module = path.relative_to(PACKAGE).as_posix()
-        if "LocalFiles" in path.read_text() and module != "network/files.py":
+        if "LocalFiles" in path.read_text() and module != "storage/files.py":
             assert by_module.get(module, set()) <= MIXED.get(module, set()), module
     assert {module: by_module[module] for module in MIXED} == MIXED
 

@@ -16,7 +16,9 @@ class Model(Protocol):
 
     model: Any
     tokenizer: Any
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def pad(self) -> int: ...

@@ -11,7 +11,7 @@ from itertools import chain
 
 import msgspec
 
-from rl_swarm.environments.base import Environment, Role
+from rl_swarm.environments.base import Environment, ModelRequest, Role
 from rl_swarm.learning.checkpoints import Checkpoints, Place
 from rl_swarm.learning.devices import peak_memory
 from rl_swarm.learning.policy import Policy
@@ -127,7 +127,7 @@ class Node:
         for work in self.begin(state):
             work.run()
 
-    def begin(self, state: State) -> Iterator[Work]:
+    def begin(self, state: State) -> Iterator[ModelRequest]:
         """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
         self.members, self.watch = state.members, Stopwatch()
         self.rejected.clear()

@@ -77,8 +77,8 @@ class Otlp:
             {
                 **names,
                 "service.instance.id": source.peer_id,
-                "rl_swarm.node.swarm": source.swarm,
-                "rl_swarm.node.node": source.node,
+                "rl_swarm.swarm": source.swarm,
+                "rl_swarm.node": source.node,
             }
         )
         sent = endpoints(os.environ)

@@ -381,12 +381,12 @@ def shown(text: str) -> str:
 
 def start(isolation: str) -> tuple[list[str], dict[str, str]]:
     """The command of a keeper and its environment, which has nothing of the node's. Sets have the same order everywhere."""
-    module, options, path = "keeper", ["-s", "-S"], [str(Path(__file__).parents[2])]
+    module, options, path = "fork_server", ["-s", "-S"], [str(Path(__file__).parents[3])]
     if isolation == "monty":
         module, options, path = "monty", [], list(filter(None, sys.path))
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "MONTY_BIN") if name in os.environ}
     environment = {**kept, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-    return [sys.executable, *options, "-m", f"rl_swarm.scoring.{module}"], environment
+    return [sys.executable, *options, "-m", f"rl_swarm.scoring.sandbox.{module}"], environment
 
 
 def _cores() -> int:
