@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 GROUP = "rl_swarm.environments"
 # Registered in pyproject.toml like any other; here too, so that no other package can take their names.
-BUILT_IN = {
-    "coding": "rl_swarm.environments.coding.environment:Coding",
-    "debate": "rl_swarm.environments.debate:Debate",
-    "reasoning": "rl_swarm.environments.reasoning:Reasoning",
-}
+BUILT_IN = ("coding", "debate", "reasoning")
 
 
 class NoEnvironment(UserError):
@@ -46,6 +42,20 @@ def installed() -> list[str]:
     return sorted({*BUILT_IN, *_registered()})
 
 
+def _built_in(name: str) -> "type[Environment]":
+    if name == "coding":
+        from rl_swarm.environments.coding.environment import Coding
+
+        return Coding
+    if name == "debate":
+        from rl_swarm.environments.debate import Debate
+
+        return Debate
+    from rl_swarm.environments.reasoning import Reasoning
+
+    return Reasoning
+
+
 @lru_cache
 def named(name: str) -> "type[Environment]":
     """The environment that is installed under this name."""
@@ -55,7 +65,9 @@ def named(name: str) -> "type[Environment]":
         raise NoEnvironment(
             f"{name[:80]!r} is no name of an environment: up to 32 small letters, digits, - and _."
         )
-    where = BUILT_IN.get(name) or (_registered()[name].value if name in _registered() else None)
+    if name in BUILT_IN:
+        return _built_in(name)
+    where = _registered()[name].value if name in _registered() else None
     if where is None:
         raise NoEnvironment(
             f"There is no environment {name!r} here: no installed package registers the entry point {name!r} in the group "

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import torch
 from msgspec.structs import replace
 
 from rl_swarm import environments
 from rl_swarm.environments.base import Environment
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
-from rl_swarm.learning.devices import pick_device
+from rl_swarm.learning.devices import pick_device, use_threads
 from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
@@ -145,7 +144,7 @@ class Swarm:
         self.signer = Identity.load_or_create(Path(user.identity_path))
         self.manifest = self._manifest(specialists or {})
         self.private = swarm_folder(user, files.root, self.manifest.swarm())
-        torch.set_num_threads(max(1, self.settings.threads))
+        use_threads(self.settings.threads, pick_device(self.settings))
         self.environment = Shared.of(self.manifest)
         # The clock stands still: nobody is late where everybody waits for everybody.
         self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)

@@ -66,6 +66,11 @@ def pick_device(settings: Settings) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def use_threads(count: int, device: torch.device) -> None:
+    """Compute with so many threads of the processor; beside a GPU one is enough."""
+    torch.set_num_threads(max(1, count) if device.type == "cpu" else 1)
+
+
 def devices_of(device: torch.device, settings: Settings) -> list[torch.device]:
     """All that a node uses, where it uses several GPUs together."""
     if device.type != "cuda" or settings.devices_per_node == 1:

@@ -1,6 +1,4 @@
-"""What the server process imports once, so that the nodes forked from it need not."""
+"""Imports once, in the process that nodes are forked from, what all of them need: most of that is torch."""
 
-import torch  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
-
+import rl_swarm.learning.preload
 import rl_swarm.node.node  # noqa: F401

@@ -236,16 +236,14 @@ def _take_part(
     check_name(coordinator.current(), identity, shown)
     watch = Watch(files, shown, identity, manifest.swarm())
 
-    import torch
-
     from rl_swarm.learning.checkpoints import Checkpoints
-    from rl_swarm.learning.devices import devices_of, pick_device
+    from rl_swarm.learning.devices import devices_of, pick_device, use_threads
     from rl_swarm.node.hub import Push
     from rl_swarm.node.node import Node
     from rl_swarm.telemetry.machine import Load, hardware
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
-    torch.set_num_threads(max(1, threads) if pick_device(settings).type == "cpu" else 1)
+    use_threads(threads, pick_device(settings))
     checkpoints = Checkpoints(
         private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints
     )
