@@ -1,14 +1,11 @@
 """A swarm in one process: the same results as separate ones, and the same whether it was stopped or not."""
 
 import json
-import sys
 import threading
 from pathlib import Path
 
 import msgspec
 from processes import QUICK, metrics, run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learning"))
 from small_models import save_small
 
 from rl_swarm.environments import task_list

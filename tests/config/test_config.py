@@ -14,7 +14,7 @@ from rl_swarm.environments.presets import PRESETS
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.settings import SECRETS, TEST_MODE, UP_PRESET, ConfigError, Settings, all_settings, tellable
 
-DOCS = Path(__file__).parents[1] / "docs" / "settings.md"
+DOCS = Path(__file__).parents[2] / "docs" / "settings.md"
 
 
 @pytest.fixture(autouse=True)

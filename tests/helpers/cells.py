@@ -11,7 +11,7 @@ import psutil
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def executed(name: str, cwd: Path, seconds: int = 120, **parameters: object) -> Any:

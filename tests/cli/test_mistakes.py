@@ -7,8 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from processes import RL_SWARM, end, run, start, status, until
-from test_stopping import SMALL
+from processes import RL_SWARM, SMALL, end, run, start, status, until
 
 from rl_swarm.cli import models
 from rl_swarm.network.base import NetworkError

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 plans, verdict, wires = map(importlib.import_module, ("fault_plan", "fault_verdict", "fault_wires"))
 
 ROUNDS = 20

@@ -28,8 +28,7 @@ from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 messages = importlib.import_module("fuzz_messages")
 folder = importlib.import_module("fuzz_folder")
 http = importlib.import_module("fuzz_http")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--questions", "2", "--completions", "2", "--tokens", "8", "--prompt", "16", "--repeats", "1"]
 SMALL += ["--device", "cpu", "--threads", "1"]
 

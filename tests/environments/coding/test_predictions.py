@@ -5,9 +5,10 @@ import pytest
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.mutations import slips
-from rl_swarm.environments.coding.predictions import BATCH_TOKENS, LONGEST_PROMPT, probabilities, quality
+from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.learning.models.pretraining import ASSISTANT, EOS, USER
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.word_probability import BATCH_TOKENS, LONGEST_PROMPT
 from rl_swarm.settings import Settings
 
 FORGERIES = {

@@ -382,7 +382,7 @@ class World:
     def fill(self, code: str) -> str:
         known = {
             "pem": self.pem, "folder": self.pem.parent, "pid": os.getpid(), "port": self.server.getsockname()[1],
-            "machine": platform.machine(), "package": Path(sys.modules[Sandbox.__module__].__file__).parents[1],
+            "machine": platform.machine(), "package": Path(sys.modules[Sandbox.__module__].__file__).parents[2],
         }  # fmt: skip
         for name, value in known.items():
             code = code.replace("{" + name + "}", str(value))

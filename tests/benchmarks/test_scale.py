@@ -21,8 +21,7 @@ from hivemind.utils import MSGPackSerializer
 
 from rl_swarm.network.p2p.table import REMEMBERED_SECONDS
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 simulation = importlib.import_module("simulation")
 
 

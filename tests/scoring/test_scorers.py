@@ -35,7 +35,7 @@ def all_tasks():
 def plain(names, count, texts=(), dangerous=()):
     """Questions, answers and the scores that reasoning-gym gives by itself; 0 for tasks that would run the answer."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path), "TZ": "UTC"}
-    script = Path(__file__).parent / "plain_scores.py"
+    script = Path(__file__).parents[1] / "helpers" / "plain_scores.py"
     request = json.dumps({"tasks": names, "count": count, "texts": texts, "dangerous": dangerous})
     with tempfile.TemporaryDirectory() as folder:  # programs of codeio leave files
         done = subprocess.run(

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from rl_swarm.environments import task_list
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 attacks, attacked, attackers = map(importlib.import_module, ("attacks", "attacked", "attackers"))
 
 SMALL = attacked.Size(

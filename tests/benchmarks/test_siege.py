@@ -2,14 +2,10 @@
 
 import json
 import multiprocessing
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import siege
 import siege_bench
 import siege_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "rl_swarm"
+PACKAGE = Path(__file__).parents[2] / "src" / "rl_swarm"
 # Methods and functions that open, read, write, list, make, move, link or remove something by its path.
 METHODS = {
     "open", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "makedirs", "glob", "rglob", "iglob", "iterdir",

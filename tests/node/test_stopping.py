@@ -13,9 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import QUICK, RL_SWARM, end, family, metrics, run, start, state, status, until
-
-SMALL = ["--set", "held_out_questions=8", "--set", "held_out_samples=1", "--no-web"]
+from processes import QUICK, RL_SWARM, SMALL, end, family, metrics, run, start, state, status, until
 
 
 def in_terminal(cwd: Path, *arguments: str) -> tuple["subprocess.Popen[bytes]", int]:

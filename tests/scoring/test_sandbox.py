@@ -29,7 +29,7 @@ from rl_swarm.scoring.sandbox.sandbox import MAX_REQUEST, Program, Sandbox, Test
 
 OFFERED = {offer.isolation: offer for offer in available()}
 ORDINARY = 12345  # a user that is nobody here
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def needs(isolation):
@@ -167,7 +167,7 @@ def test_programs_as_long_as_allowed_are_run_and_longer_ones_are_not(box):
 def run_as_ordinary_user(isolation):
     """The attacks in a process of a user without rights. Python may lie where only root may look, /root for example:
     then such folders are covered, in a mount namespace, by empty ones with nothing but what is needed in them."""
-    needed = [sys.base_prefix, str(Path(sandbox.__file__).parents[2]), str(HERE)]
+    needed = [sys.base_prefix, str(Path(sandbox.__file__).parents[3]), str(HELPERS)]
     shut = {}
     for path in needed:
         for folder in [*reversed(Path(path).parents), Path(path)]:
@@ -180,7 +180,7 @@ def run_as_ordinary_user(isolation):
     steps += [f"mount -t tmpfs -o mode=755 none {folder}" for folder in sorted(set(shut.values()))]
     steps += [f"mkdir -p {path} && mount --bind {place} {path}" for path, place in kept.items()]
     command = ["setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups"]
-    command += [os.path.realpath(sys.executable), "-S", str(HERE / "sandbox_attacks.py"), isolation]
+    command += [os.path.realpath(sys.executable), "-S", str(HELPERS / "sandbox_attacks.py"), isolation]
     if shut:
         command = ["unshare", "--mount", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh", *command]
     environment = {"PYTHONPATH": needed[1], "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}

@@ -16,6 +16,7 @@ RL_SWARM = [sys.executable, "-m", "rl_swarm"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set", "checkpoint_every=5"]
+SMALL = ["--set", "held_out_questions=8", "--set", "held_out_samples=1", "--no-web"]
 
 
 def start(
