@@ -3,12 +3,12 @@
 from itertools import pairwise
 
 import pytest
+from make_coder import STYLES, imitate, judge, make_sheets, make_texts
 
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.learning.devices import BUNDLED, CATALOGUE
-from rl_swarm.learning.models.make_coder import STYLES, imitate, judge, make_sheets, make_texts
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.sizes import Shape
 from rl_swarm.node.evaluation import evaluate

@@ -1,12 +1,12 @@
 """A frozen model's guesses: one answer for every program, and none that a program can give itself."""
 
 import pytest
+from pretraining import ASSISTANT, EOS, USER
 
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.mutations import slips
 from rl_swarm.environments.coding.predictions import probabilities, quality
-from rl_swarm.learning.models.pretraining import ASSISTANT, EOS, USER
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.word_probability import BATCH_TOKENS, LONGEST_PROMPT
 from rl_swarm.settings import Settings

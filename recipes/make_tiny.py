@@ -8,7 +8,7 @@ chatter, plainly wrong, or no answer at all (`STYLES`). The skill is there, the 
 sampling shows every habit in its proportion: that is what reinforcement learning can put right.
 (A model trained on good answers alone has nothing left to gain.)
 
-    python -m rl_swarm.learning.models.make_tiny OUT_DIR --device cuda
+    python recipes/make_tiny.py OUT_DIR --device cuda
 
 Questions whose digest says *held out* are never trained on. The model in `tiny/` was made by this
 command with its default options, in three minutes on an H200; a CPU needs most of a day. The same seed
@@ -23,10 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from rl_swarm.learning.models.pretraining import (
+from pretraining import (
     ASSISTANT,
     BOS,
     EOS,
@@ -40,6 +37,8 @@ from rl_swarm.learning.models.pretraining import (
     pretrain,
     save,
 )
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 # Every byte is a token, and so is every phrase below: prompts of a dozen tokens make a round short, and
 # digits and the letters of a word stay apart, as sums and spelling need them.

@@ -6,7 +6,7 @@ others are right without a fence, wrong by an operator, a number or a line, or n
 also seen programs with a verdict on them, and tasks written out as JSON, so that it can serve as an evaluator and as
 a proposer.
 
-    python -m rl_swarm.learning.models.make_coder OUT_DIR --device cuda
+    python recipes/make_coder.py OUT_DIR --device cuda
 
 Held-out tasks (see `CodingTask.held_out`) are never trained on, in any of the three roles. Weights are stored in half
 precision, which makes the files half as large and is undone by loading.
@@ -31,17 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from rl_swarm.environments.coding import prompts
-from rl_swarm.environments.coding.answers import program
-from rl_swarm.environments.coding.generator import GIVEN, WORDS, generate
-from rl_swarm.environments.coding.mutations import slips
-from rl_swarm.environments.coding.proposals import as_json
-from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
-from rl_swarm.environments.coding.task import LEVELS, CodingTask
-from rl_swarm.learning.models.pretraining import (
+from pretraining import (
     ASSISTANT,
     BOS,
     EOS,
@@ -55,6 +45,16 @@ from rl_swarm.learning.models.pretraining import (
     pretrain,
     save,
 )
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rl_swarm.environments.coding import prompts
+from rl_swarm.environments.coding.answers import program
+from rl_swarm.environments.coding.generator import GIVEN, WORDS, generate
+from rl_swarm.environments.coding.mutations import slips
+from rl_swarm.environments.coding.proposals import as_json
+from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
+from rl_swarm.environments.coding.task import LEVELS, CodingTask
 from rl_swarm.scoring.sandbox.sandbox import Test
 
 REMARKS = ("I hope this helps!", "Is that right?", "Next task: ", "Explanation: ")
