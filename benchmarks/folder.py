@@ -40,7 +40,7 @@ from toy import QUESTIONS, Arithmetic, plain_json
 from rl_swarm.network.address import locate
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.network.presence import Watch
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import selection
 from rl_swarm.node.worker import signs_of_life
 from rl_swarm.protocol.identity import Identity
@@ -301,7 +301,7 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
     nodes = [node(number) for number in range(NODES)]
     settings = Settings(min_peers=NODES, poll_interval=scenario.poll)
     files = CountedFiles(locate(address).files, tally, scenario.latency)
-    conductor = Conductor(files, manifest, owner, settings, stop)
+    conductor = RoundServer(files, manifest, owner, settings, stop)
     with ThreadPoolExecutor(NODES + 1) as pool:
         playing = [pool.submit(node.run) for node in nodes]
         pool.submit(conductor.run).result()

@@ -37,7 +37,7 @@ from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place
 from rl_swarm.network import folder
 from rl_swarm.network import round_server as conductor
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal
 from rl_swarm.settings import Settings
@@ -356,7 +356,7 @@ class Scene:
         )
         self.coordinator = FolderCoordinator(self.files, OPEN_SWARM, ALICE, "alice", self.stop)
         self.settings = Settings(private_path=str(self.private), poll_interval=0.01, min_peers=1)
-        self.conductor: Conductor | None = None
+        self.conductor: RoundServer | None = None
         self.round = 0
 
     def do_write(self) -> None:
@@ -460,7 +460,7 @@ class Scene:
 
     def do_conduct(self) -> None:
         if self.conductor is None or self.rng.random() < 0.2:
-            self.conductor = Conductor(self.files, OPEN_SWARM, OWNER, self.settings, self.stop)
+            self.conductor = RoundServer(self.files, OPEN_SWARM, OWNER, self.settings, self.stop)
             if self.conductor.state.phase != "finished" and self.conductor.state.round < self.round:
                 raise Harm(
                     f"the coordinator went back from round {self.round} to {self.conductor.state.round}"

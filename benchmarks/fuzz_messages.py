@@ -33,7 +33,7 @@ from fuzz_target import MEBIBYTE, Case, Harm, Target
 from rl_swarm.network import folder
 from rl_swarm.network import round_server as conductor
 from rl_swarm.protocol import admission, identity, manifest, rollouts, rounds, wire
-from rl_swarm.protocol.admission import Invitation, Roll
+from rl_swarm.protocol.admission import AccessList, Invitation
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Limits, Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, unpack
@@ -158,7 +158,7 @@ RECORDS: dict[str, msgspec.Struct] = {
         timestamp=2.0,
         invitation=ticket_of(ALICE),
     ),
-    "roll": Roll(
+    "roll": AccessList(
         peer_id=OWNER.peer_id,
         swarm=SWARM.swarm(),
         number=2,
@@ -235,7 +235,7 @@ def read_history(data: bytes) -> msgspec.Struct:
 
 def read_peer(data: bytes) -> msgspec.Struct:
     found = wire.unseal_named(data, PeerInfo, folder.RECORD_BYTES)[0]
-    admission.admit(SWARM, Roll(swarm=SWARM.swarm()), {}, found.peer_id, found.invitation, now=1.0)
+    admission.admit(SWARM, AccessList(swarm=SWARM.swarm()), {}, found.peer_id, found.invitation, now=1.0)
     return found
 
 

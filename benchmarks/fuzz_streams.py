@@ -28,9 +28,9 @@ from rl_swarm.network.p2p import engine as engines
 from rl_swarm.network.p2p import quota, streams
 from rl_swarm.network.p2p import records as notices
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import MOST_REQUEST, STREAM, WHAT_TIME, Engine
+from rl_swarm.network.p2p.engine import MOST_REQUEST, STREAM, WHAT_TIME, PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import MOST_NOTICE, Notice, acceptable, key_of
+from rl_swarm.network.p2p.records import MOST_NOTICE, DhtRecord, acceptable, key_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Member, State
 from rl_swarm.protocol.wire import Rejected, seal, unseal
@@ -69,7 +69,7 @@ class Listener(logging.Handler):
 class Wild:
     """One stream of a peer that keeps to no rule, and what it has heard."""
 
-    def __init__(self, engine: Engine, victim: str, rng: random.Random) -> None:
+    def __init__(self, engine: PeerEngine, victim: str, rng: random.Random) -> None:
         self.engine, self.victim, self.rng = engine, victim, rng
         self.done: list[str] = []
         self.stays, self.is_stuck = rng.random() < 0.3, False
@@ -140,7 +140,7 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
     how = rng.choice(
         (*[""] * 9, "bytes", "fields", "subkey", "packed", "type", "garbage", "time", "expiry", "place")
     )
-    notice = Notice(
+    notice = DhtRecord(
         peer_id=author.peer_id, swarm=SWARM.swarm(), path=f"{folder}/{name}.json".lstrip("/"), sha256="0" * 64, size=1,
         timestamp=now + rng.choice((-700, 50, 90, 1e18) if how == "time" else (0, 0, -5)),
         inside="x" * rng.choice((0, 0, 100, 3000, 3072)), depth=rng.choice((0, 12)),
@@ -205,7 +205,7 @@ def check_table(storage: Any, room: DhtQuota) -> None:
         for subkey, entry in held.value.data.items():
             value = MSGPackSerializer.loads(entry.value)
             try:
-                notice = unseal(value, Notice, MOST_NOTICE)
+                notice = unseal(value, DhtRecord, MOST_NOTICE)
             except Rejected as error:
                 raise Harm(f"a record lies in the table that is none: {error}") from error
             claim = room.by_key.get(key.to_bytes(), {}).get(subkey)
@@ -252,7 +252,7 @@ class Streams(Target):
         engines.REQUEST_SECONDS, engines.CALL_SECONDS = REQUEST_SECONDS, TAKE_SECONDS
         self.place = Path(tempfile.mkdtemp(prefix="rl-swarm-fuzz-"))
         self.members: set[str] = set()
-        self.engines: list[Engine] = []
+        self.engines: list[PeerEngine] = []
         self.victim = self._engine("owner", DhtQuota())
         self.honest, self.member, self.stranger = (
             self._engine(name, None) for name in ("honest", "member", "stranger")
@@ -273,10 +273,10 @@ class Streams(Target):
             if not each.meet(PATIENCE):
                 raise OSError("the peers do not find each other")
 
-    def _engine(self, name: str, room: DhtQuota | None) -> Engine:
+    def _engine(self, name: str, room: DhtQuota | None) -> PeerEngine:
         who = OWNER if name == "owner" else identity_of(seeded(name))
         known = self.engines[0].addresses if self.engines else ()
-        made = Engine(who, known, LOOPBACK, quota=room, relay=False, map_ports=False).start()
+        made = PeerEngine(who, known, LOOPBACK, quota=room, relay=False, map_ports=False).start()
         self.engines.append(made)
         return made
 
@@ -393,7 +393,7 @@ class Streams(Target):
 
     def _answering(self) -> int:
         async def count() -> int:
-            return sum("Engine._answer" in repr(task) for task in asyncio.all_tasks())
+            return sum("PeerEngine._answer" in repr(task) for task in asyncio.all_tasks())
 
         return self.victim._call(count(), PATIENCE)
 

@@ -26,7 +26,7 @@ from players import Asked, Player, Round, figures, introduction, manifest, playe
 from toy import Arithmetic
 
 from rl_swarm.network.p2p import joining
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.network.presence import Watch
@@ -77,7 +77,7 @@ class Traffic:
         return Traffic(self.bytes - before.bytes, self.packets - before.packets)
 
 
-class CountedEngine(Engine):
+class CountedEngine(PeerEngine):
     """Counts what is asked of it, and the calls that hivemind's DHT makes for that."""
 
     def __init__(self, identity: Identity, known: list[str]) -> None:

@@ -26,8 +26,8 @@ from siege_hostile import (
 
 from rl_swarm.network.folder import report_folder
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, Engine, EngineError
-from rl_swarm.network.p2p.records import Notice, key_of
+from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, EngineError, PeerEngine
+from rl_swarm.network.p2p.records import DhtRecord, key_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
 from rl_swarm.storage.files import LocalFiles
@@ -39,16 +39,16 @@ TRIES = 2  # to start a daemon, and one more
 STREAMS = 70  # that are held open, per honest peer
 
 
-def started(target: Target) -> Engine:
+def started(target: Target) -> PeerEngine:
     """Starts a daemon, again where the machine is too busy."""
     for _ in range(TRIES):
         with suppress(EngineError):
-            return Engine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
-    return Engine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
+            return PeerEngine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
+    return PeerEngine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
 
 
 @contextmanager
-def peer(target: Target, keeps: bool = False) -> Iterator[Engine]:
+def peer(target: Target, keeps: bool = False) -> Iterator[PeerEngine]:
     """A peer that keeps to no rule; unless told to, it keeps no records either."""
     engine = started(target)
     if not keeps:
@@ -66,8 +66,8 @@ def victims(target: Target) -> list[str]:
     return sorted({target.made().peer_id, *target.nodes()})
 
 
-def notice(engine: Engine, swarm: str, path: str, inside: str = "") -> bytes:
-    made = Notice(
+def notice(engine: PeerEngine, swarm: str, path: str, inside: str = "") -> bytes:
+    made = DhtRecord(
         swarm=swarm,
         path=path,
         sha256=hashlib.sha256(inside.encode()).hexdigest(),
@@ -79,7 +79,7 @@ def notice(engine: Engine, swarm: str, path: str, inside: str = "") -> bytes:
     return seal(made, engine.identity)
 
 
-def leave(engine: Engine, key: str, subkey: str, data: bytes, seconds: float = 600.0) -> None:
+def leave(engine: PeerEngine, key: str, subkey: str, data: bytes, seconds: float = 600.0) -> None:
     with suppress(OSError):
         engine.store(key, subkey, data, seconds)
 
@@ -97,7 +97,7 @@ def flood(target: Target, pace: Pace) -> None:
             leave(engine, key_of(swarm, folder), f"{engine.identity.peer_id}/{name}.json", sealed)
 
 
-async def _open(engine: Engine, victim: str) -> tuple[Any, Any]:
+async def _open(engine: PeerEngine, victim: str) -> tuple[Any, Any]:
     from hivemind.p2p import PeerID
 
     opening = engine.p2p.call_binary_stream_handler(PeerID.from_base58(victim), STREAM)
@@ -268,7 +268,7 @@ def slow_answers(target: Target, pace: Pace) -> None:
     for one that is there."""
     others = victims(target)
     with _member(target, "slow") as member:
-        engine: Engine = member.files.engine  # type: ignore[attr-defined]
+        engine: PeerEngine = member.files.engine  # type: ignore[attr-defined]
 
         async def answer(info: Any, reader: Any, writer: Any) -> None:
             try:

@@ -111,7 +111,7 @@ class Network:
 
 
 class SimulatedEngine:
-    """One peer's engine: the calls of `rl_swarm.network.p2p.engine.Engine`, in virtual time."""
+    """One peer's engine: the calls of `rl_swarm.network.p2p.engine.PeerEngine`, in virtual time."""
 
     def __init__(
         self,

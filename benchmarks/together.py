@@ -73,7 +73,7 @@ class Node:
     def __init__(self, model: Any, pad: int, number: int, args: argparse.Namespace, sharing: Any) -> None:
         from rl_swarm.learning import memory
         from rl_swarm.learning.sampler import Decoding
-        from rl_swarm.learning.sizes import Shape
+        from rl_swarm.learning.sizes import ModelShape
         from rl_swarm.learning.trainer import Trainer
 
         settings = Settings(
@@ -89,7 +89,7 @@ class Node:
         draw, words = random.Random(f"{args.seed} {number}"), range(model.config.vocab_size)
         self.prompts = [draw.choices(words, k=args.prompt) for _ in range(args.questions)]
         nodes, free = sharing.nodes if sharing else 1, memory.available(model.device)
-        self.plan = memory.plan(Shape.of(model.config), free, settings, model.device.type, nodes)
+        self.plan = memory.plan(ModelShape.of(model.config), free, settings, model.device.type, nodes)
         planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
         if sharing:
             self.trainer = sharing.admit(model, pad, planned, self.plan)

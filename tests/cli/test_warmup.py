@@ -12,7 +12,7 @@ from rl_swarm.cli.warmup import warmup
 from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy, bundled
-from rl_swarm.learning.warmup import BATCH, Example, WarmUpError, make_examples, save, step_count, train
+from rl_swarm.learning.warmup import BATCH, WarmUpError, WarmupExample, make_examples, save, step_count, train
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.settings import Settings
@@ -29,7 +29,7 @@ def tiny() -> Policy:
     return Policy.load(Settings(model="tiny", cpu_only=True), Reasoning.system_prompt)
 
 
-def surprise(policy: Policy, examples: list[Example]) -> float:
+def surprise(policy: Policy, examples: list[WarmupExample]) -> float:
     """Of the examples, without learning from them."""
     return next(train(policy, examples[:BATCH], 1, 0.0, 0))
 

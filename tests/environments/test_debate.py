@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from processes import QUICK, run, status
 from rich.console import Console
 
-from rl_swarm.environments.base import Cue, quoted
+from rl_swarm.environments.base import FollowUp, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
-from rl_swarm.experiment.lockstep import Member, Swarm
+from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
 from rl_swarm.learning.policy import Policy
 from rl_swarm.monitor import snapshot as telling
 from rl_swarm.monitor.drawing import Drawing
@@ -48,7 +48,7 @@ def said(question: Question, *texts: str, peer: str = "a", stage: int = ANSWER, 
 
 
 def follow(environment: Debate, stage: int, heard) -> Question:
-    (question,) = environment.follow_up([Cue("me", "", stage, 0, 5, tuple(heard))])
+    (question,) = environment.follow_up([FollowUp("me", "", stage, 0, 5, tuple(heard))])
     return replace(question, stage=stage)
 
 
@@ -139,11 +139,11 @@ def test_control_tokens_that_stand_in_a_question_stay_text() -> None:
     assert len(forged) > len(plain)
 
 
-def played(folder: Path) -> Swarm:
+def played(folder: Path) -> LockstepSwarm:
     """A round of three nodes, in one process."""
-    members = [Member(Identity.derived("debate", number), SETTINGS) for number in range(3)]
+    members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(3)]
     user = Settings(identity_path=str(folder.with_suffix(".pem")))
-    swarm = Swarm(LocalFiles(folder), members, Identity.derived("owner"), user)
+    swarm = LockstepSwarm(LocalFiles(folder), members, Identity.derived("owner"), user)
     try:
         swarm.round()
     finally:
@@ -222,9 +222,9 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
 
 
 def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_path: Path) -> None:
-    members = [Member(Identity.derived("debate", number), SETTINGS) for number in range(2)]
+    members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(2)]
     user = Settings(identity_path=str(tmp_path / "user.pem"))
-    swarm = Swarm(LocalFiles(tmp_path / "run"), members, Identity.derived("owner"), user)
+    swarm = LockstepSwarm(LocalFiles(tmp_path / "run"), members, Identity.derived("owner"), user)
     publish = LocalExchange.publish
 
     def forged(exchange: LocalExchange, publication: Publication) -> None:

@@ -17,7 +17,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
 from rl_swarm.experiment.measures import NodeLog, RoundLine, Run
 from rl_swarm.experiment.plan import Costs, duration, makespan
-from rl_swarm.experiment.run import Child, Experiment, Runner, Told, is_finished, play
+from rl_swarm.experiment.run import Experiment, Runner, RunProcess, Told, is_finished, play
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
@@ -225,7 +225,7 @@ def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_pa
     )
     runner = Runner(wanted, Console(file=io.StringIO()), threading.Event())
     runner.all = [job]
-    runner._plan(Child(job, None, Told(3, 0.1, 1 << 30, 8 << 30)))  # its process has ended
+    runner._plan(RunProcess(job, None, Told(3, 0.1, 1 << 30, 8 << 30)))  # its process has ended
     assert runner.at_once == 1 and "Plan: 0 runs" in runner.console.file.getvalue()
 
 

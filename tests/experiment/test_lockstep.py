@@ -10,7 +10,7 @@ from small_models import save_small
 
 from rl_swarm.environments import task_list
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.lockstep import Member, OneByOne, Swarm, rewind
+from rl_swarm.experiment.lockstep import LockstepSwarm, OneByOne, RunMember, rewind
 from rl_swarm.experiment.run import is_finished, play
 from rl_swarm.experiment.together import Together
 from rl_swarm.network.folder import read_manifest
@@ -51,8 +51,8 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
         held_out_samples=1,
         device="cpu",
     )
-    members = [Member(Identity.load(key), settings) for key in keys]
-    swarm = Swarm(LocalFiles(tmp_path / "one"), members, members[0].identity, user(tmp_path))
+    members = [RunMember(Identity.load(key), settings) for key in keys]
+    swarm = LockstepSwarm(LocalFiles(tmp_path / "one"), members, members[0].identity, user(tmp_path))
     try:
         assert swarm.run(threading.Event())
     finally:
@@ -65,17 +65,17 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
 def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2, "capped"), rounds=6, nodes=2, checkpoint_every=2, keep_checkpoints=1)
     whole = played(wanted, tmp_path / "whole")
-    members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
-    swarm = Swarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
+    swarm = LockstepSwarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
     assert not swarm.run(stop, lambda swarm: stop.set() if swarm.done == 2 else None), (
         "after round 2 of 0 to 5"
     )
     swarm.close()
     kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert kept == ["round_1", "round_2"], "the one before stays until all nodes have the next"
-    swarm = Swarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
+    swarm = LockstepSwarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
     assert swarm.done == 2
     swarm.round()  # and killed, with no checkpoint of round 3
     swarm.close()
@@ -87,10 +87,10 @@ def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path
 def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Path) -> None:
     wanted = job(Arm(1, 0, "alone"), rounds=5, nodes=2, checkpoint_every=1, keep_checkpoints=3)
     whole = played(wanted, tmp_path / "whole")
-    members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
-    swarm = Swarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
+    swarm = LockstepSwarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
     swarm.run(stop, lambda swarm: stop.set() if swarm.done == 3 else None)
     swarm.close()
     root = tmp_path / "cut" / "checkpoints"
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Pat
     for folder in (swarm.private / node / "checkpoints" / "round_2", root / "round_2" / node):
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-4])
-    swarm = Swarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
+    swarm = LockstepSwarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
     assert swarm.done == 1
     swarm.close()
     assert played(wanted, tmp_path / "cut") == whole
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Pat
 
 def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2), rounds=1)
-    members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
 
     calls: list[tuple[str, int]] = []
 
@@ -122,7 +122,7 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
             calls.append(("learn", len(work)))
             super().learn(work)
 
-    swarm = Swarm(LocalFiles(tmp_path), members, members[0].identity, user(tmp_path), engine=Counting)
+    swarm = LockstepSwarm(LocalFiles(tmp_path), members, members[0].identity, user(tmp_path), engine=Counting)
     try:
         swarm.round()
     finally:
@@ -132,11 +132,11 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
 
 def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2), rounds=3, nodes=2, generations=8)
-    members = [Member(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
     owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
     for name, last in (("whole", 9), ("stopped", 0), ("stopped", 9)):
         stop.clear()
-        swarm = Swarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=Together)
+        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=Together)
         finished = swarm.run(stop, lambda swarm, last=last: stop.set() if swarm.done == last else None)
         swarm.close()
         assert finished == (last == 9)

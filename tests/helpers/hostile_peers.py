@@ -9,8 +9,8 @@ from pathlib import Path
 
 from swarms import LOOPBACK, AmongPeers, engine_of, introduction, report
 
-from rl_swarm.network.p2p.engine import STREAM, Engine
-from rl_swarm.network.p2p.records import Notice, key_of
+from rl_swarm.network.p2p.engine import STREAM, PeerEngine
+from rl_swarm.network.p2p.records import DhtRecord, key_of
 from rl_swarm.network.p2p.storage import NoStorage
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
@@ -19,10 +19,10 @@ FILLING = "x" * 3072  # makes a notice as large as one may be
 
 
 @contextmanager
-def attacker() -> Iterator[Engine]:
+def attacker() -> Iterator[PeerEngine]:
     """A peer that keeps nothing for others and to no rule."""
     known = engine_of("coordinator").addresses
-    engine = Engine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False).start()
+    engine = PeerEngine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False).start()
     engine.node.protocol.storage = NoStorage()
     try:
         assert engine.meet(60)
@@ -31,7 +31,7 @@ def attacker() -> Iterator[Engine]:
         engine.close()
 
 
-def fill(engine: Engine, swarm: str, folder: str, count: int, seconds: float = 600.0) -> int:
+def fill(engine: PeerEngine, swarm: str, folder: str, count: int, seconds: float = 600.0) -> int:
     """Leaves many notices of one author under one key, large ones and then small ones; how many somebody took."""
     who = engine.identity
 
@@ -40,7 +40,7 @@ def fill(engine: Engine, swarm: str, folder: str, count: int, seconds: float = 6
         for start in range(0, count, 25):
             stores = []
             for name in names[start : start + 25]:
-                made = Notice(
+                made = DhtRecord(
                     swarm=swarm,
                     path=f"{folder}/{name}.json",
                     sha256="0" * 64,
@@ -61,7 +61,7 @@ def fill(engine: Engine, swarm: str, folder: str, count: int, seconds: float = 6
 class IdleStreams:
     """Streams that send the length of a request and nothing more, opened again when they are closed."""
 
-    def __init__(self, engine: Engine, victims: Sequence[Engine], count: int) -> None:
+    def __init__(self, engine: PeerEngine, victims: Sequence[PeerEngine], count: int) -> None:
         self.engine, self.open, self.closed = engine, 0, 0
         self.tasks = [
             asyncio.run_coroutine_threadsafe(self._hold(victim), engine.loop)
@@ -69,7 +69,7 @@ class IdleStreams:
             for _ in range(count)
         ]
 
-    async def _hold(self, victim: Engine) -> None:
+    async def _hold(self, victim: PeerEngine) -> None:
         from hivemind.p2p import PeerID
 
         peer = PeerID.from_base58(victim.identity.peer_id)

@@ -15,9 +15,9 @@ from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.network.folder import FolderCoordinator, FolderExchange
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
@@ -166,7 +166,7 @@ class InFolder:
         self.folder = folder
         self.rejected: list[tuple[str, str, str]] = []
         self.stop = threading.Event()
-        self.conductor = Conductor(
+        self.conductor = RoundServer(
             self.files("coordinator"),
             self.manifest,
             OWNER,
@@ -213,15 +213,15 @@ class InSyncedFolder(InFolder):
         return self.drive.view(node)
 
 
-_engines: dict[str, Engine] = {}
+_engines: dict[str, PeerEngine] = {}
 
 
-def engine_of(node: str) -> Engine:
+def engine_of(node: str) -> PeerEngine:
     """A real daemon on loopback, which a node keeps for all tests of a file. The first one is where the others begin."""
     if node not in _engines:
         known = next(iter(_engines.values())).addresses if _engines else ()
         who = OWNER if node == "coordinator" else identity_of(node)
-        engine = Engine(who, known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
+        engine = PeerEngine(who, known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
         _engines[node] = engine.start()
         atexit.register(engine.close)
     return _engines[node]

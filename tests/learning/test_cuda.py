@@ -38,7 +38,7 @@ from rl_swarm.learning.cuda import attention, engine
 from rl_swarm.learning.cuda import graphs as recorder
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.decoding import transpose
-from rl_swarm.learning.cuda.engine import Engine, Request, size_for
+from rl_swarm.learning.cuda.engine import CudaEngine, Request, size_for
 from rl_swarm.learning.cuda.graphs import Recorder
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.parallel import batcher as meeting
@@ -66,7 +66,7 @@ def several_blocks_even_of_little(monkeypatch):
 
 @torch.no_grad()
 def drawn(model, prompts, count, decoding, seed=1, engine=None):
-    engine = engine or Engine(1, torch.float32)
+    engine = engine or CudaEngine(1, torch.float32)
     return engine.sample(model, prompts, count, decoding, seed)
 
 
@@ -118,7 +118,7 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
 @pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gemma3"))
 def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
     model = small_model(kind)
-    one = Engine(1, torch.float32)
+    one = CudaEngine(1, torch.float32)
     drawn(model, PROMPTS[:2], 1, Decoding(2, frozenset(), PAD), engine=one)
     longer = [[*PROMPTS[3], *PROMPTS[1]], PROMPTS[0]]
     check_logprobs(model, longer, drawn(model, longer, 1, Decoding(3, frozenset(), PAD), engine=one))
@@ -149,7 +149,7 @@ def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
 
 @pytest.mark.slow
 def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
-    model, one = small_model(), Engine(1, torch.float32)
+    model, one = small_model(), CudaEngine(1, torch.float32)
     ends = frozenset(range(2, VOCABULARY, 3))
     decoding = Decoding(4, ends, PAD)
     expected = drawn(model, PROMPTS, 2, decoding, engine=one)  # too short for a look at who has ended
@@ -171,7 +171,7 @@ def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypat
 
 
 def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
-    one = Engine(1, torch.float32)
+    one = CudaEngine(1, torch.float32)
     monkeypatch.setattr(engine, "LOOK_EVERY", 1)
     monkeypatch.setattr(one, "_step", None)
     groups = drawn(small_model(), PROMPTS, 1, Decoding(5, frozenset(range(VOCABULARY)), PAD), engine=one)
@@ -182,7 +182,7 @@ def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
 def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch():
     model = small_model()
     decoding = Decoding(3, frozenset(), PAD)
-    one = Engine(1, torch.float32)
+    one = CudaEngine(1, torch.float32)
     everyone = drawn(model, PROMPTS, 2, decoding, 5, one)
     fewer = drawn(model, PROMPTS[:2], 2, decoding, 5, one)
     fresh = drawn(model, PROMPTS[:1], 2, decoding, seed=5)
@@ -196,7 +196,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch()
 def test_what_is_drawn_does_not_depend_on_what_was_drawn_before():
     model = small_model()
     decoding = Decoding(2, frozenset(), PAD)
-    fresh, used = Engine(1, torch.float32), Engine(1, torch.float32)
+    fresh, used = CudaEngine(1, torch.float32), CudaEngine(1, torch.float32)
     drawn(model, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD), engine=used)
     first, second = (drawn(model, PROMPTS[:1], 4, decoding, 5, one)[0] for one in (fresh, used))
     assert [s.tokens for s in first] == [s.tokens for s in second]
@@ -373,7 +373,7 @@ def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch)
 def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
     model = small_model(kind)
     lora.adapt(model, rank=2, seed=0)
-    one = Engine(1, torch.float32)
+    one = CudaEngine(1, torch.float32)
     decoding = Decoding(2, frozenset(), PAD)
     before = drawn(model, PROMPTS[:2], 1, decoding, engine=one)
     check_logprobs(small_model(kind), PROMPTS[:2], before)  # a new adapter changes nothing
@@ -389,7 +389,7 @@ def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
 
 
 def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
-    assert all(Engine.supports(small_model(kind)) for kind in FAST)
+    assert all(CudaEngine.supports(small_model(kind)) for kind in FAST)
     for kind, unknown in (
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
         ("gpt2", {"activation_function": "relu"}),
@@ -400,7 +400,7 @@ def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
         model = small_model(kind)
         for name, value in unknown.items():
             setattr(model.config, name, value)
-        assert not Engine.supports(model), unknown
+        assert not CudaEngine.supports(model), unknown
 
 
 def together(engine, decoding, requests):
@@ -441,7 +441,7 @@ def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, mon
         return Sample(sample.tokens[:length], logprobs, sample.tokens[length - 1] in ends)
 
     expected = [[[ended(sample) for sample in group] for group in groups] for groups in endless]
-    found = together(Engine(3, torch.float32), Decoding(3, ends, PAD), requests)
+    found = together(CudaEngine(3, torch.float32), Decoding(3, ends, PAD), requests)
     assert found == expected, "tokens and log-probabilities, to the last bit"
     lengths = [[len(s.tokens) for group in groups for s in group] for groups in found]
     assert lengths[0] == [1] and 3 in lengths[1] + lengths[2]
@@ -453,7 +453,7 @@ def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatc
     models = different_models(4)
     requests = requests_of(models)
     expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
-    one = Engine(3, torch.float32)
+    one = CudaEngine(3, torch.float32)
     assert together(one, decoding, [requests[1]]) == [expected[1]]
     assert together(one, decoding, [requests[0], requests[2]]) == [expected[0], expected[2]]
     with pytest.raises(ValueError, match="3 seats"):
@@ -479,7 +479,7 @@ def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monke
     decoding = Decoding(2, frozenset(), PAD)
     requests = requests_of(different_models(3))
     expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
-    one = Engine(3, torch.float32, sequences=8)
+    one = CudaEngine(3, torch.float32, sequences=8)
     one.meeting.members.update(r.model for r in requests)
     real, passes, found = one._draw, [], {}
 

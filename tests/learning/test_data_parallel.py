@@ -15,7 +15,7 @@ from small_models import save_small
 
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.parallel.data_parallel import Leader, TeamError, check_devices, share
+from rl_swarm.learning.parallel.data_parallel import DataParallelLeader, TeamError, check_devices, share
 from rl_swarm.learning.policy import Policy
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import Question
@@ -39,7 +39,7 @@ def lead():
     made = []
 
     def make(settings, path=None):
-        leader = Leader.load(settings, "Answer well.", path)
+        leader = DataParallelLeader.load(settings, "Answer well.", path)
         made.append(leader)
         return leader
 

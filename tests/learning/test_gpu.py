@@ -14,10 +14,10 @@ from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
 from rl_swarm.learning.parallel import batcher as meeting
 from rl_swarm.learning.parallel.sharing import Sharing, own_stream
-from rl_swarm.learning.parallel.stacked import Stack
+from rl_swarm.learning.parallel.stacked import ModelStack
 from rl_swarm.learning.policy import Policy, load_model
 from rl_swarm.learning.sampler import Decoding, sample
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
@@ -75,10 +75,10 @@ def errors(model, groups, temperature=1.0):
 
 @pytest.mark.parametrize("kind", FAST)
 def test_a_float32_engine_computes_what_transformers_does(kind):
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
     plain = small_model(kind)
-    engine, model = Engine(1, torch.float32), copy.deepcopy(plain).cuda()
+    engine, model = CudaEngine(1, torch.float32), copy.deepcopy(plain).cuda()
     for seed in range(3):  # recorded, and replayed
         groups = drawn(engine, model, Decoding(20, EOS, PAD), seed=seed)
         assert len({len(s.tokens) for group in groups for s in group}) > 3
@@ -106,10 +106,10 @@ def test_what_is_sampled_in_bfloat16_is_near_float32_also_after_learning(kind):
 
 @pytest.mark.parametrize("kind", FAST)
 def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
     plain = small_model(kind, seed=3)
-    engine, model = Engine(1, torch.float32), copy.deepcopy(plain).cuda()
+    engine, model = CudaEngine(1, torch.float32), copy.deepcopy(plain).cuda()
     groups = drawn(engine, model, Decoding(20, EOS, PAD, greedy=True), count=1)
     for prompt, (found,) in zip(PROMPTS, groups, strict=True):
         expected = plain.generate(
@@ -125,9 +125,9 @@ def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 0.9, 1.0, 1.7])
 def test_the_likeliest_word_stays_when_all_others_are_cut(temperature):
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
-    engine, model = Engine(1, torch.float32), small_model().cuda()
+    engine, model = CudaEngine(1, torch.float32), small_model().cuda()
     greedy = drawn(engine, model, Decoding(20, EOS, PAD, temperature, greedy=True))
     for cut in ({"top_k": 1}, {"top_p": 1e-6}):
         found = drawn(engine, model, Decoding(20, EOS, PAD, temperature, **cut))
@@ -288,7 +288,7 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
     groups = [random_groups(seed, model, 3) for seed, model in enumerate(plain)]
     sharing = Sharing(len(plain))
     free = memory.available(alone[0].device)
-    room = memory.plan(Shape.of(plain[0].config), free, settings, "cuda", len(plain))
+    room = memory.plan(ModelShape.of(plain[0].config), free, settings, "cuda", len(plain))
     room = dataclasses.replace(room, desks=2)
     found = {}
 
@@ -323,12 +323,12 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
 
 @pytest.mark.parametrize("kind", FAST)
 def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone(kind, monkeypatch):
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
     monkeypatch.setattr(meeting, "LEAST_PAUSE", 60)
     monkeypatch.setattr(meeting, "MOST_PAUSE", 60)
     models = [small_model(kind, seed=seed).cuda() for seed in range(8)]
-    engine, passes = Engine(8, torch.float32), []
+    engine, passes = CudaEngine(8, torch.float32), []
     real = engine._sample
     monkeypatch.setattr(
         engine, "_sample", lambda given, how: (passes.append(len(given)), real(given, how))[1]
@@ -354,7 +354,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
     together = dict(found)
     for number, model in enumerate(models):
         sampler.release(model)
-        sampler.share(model, Engine(1, torch.float32))
+        sampler.share(model, CudaEngine(1, torch.float32))
         work(number)
         sampler.release(model)
     assert found == together
@@ -366,7 +366,7 @@ def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monke
     monkeypatch.setattr("rl_swarm.learning.devices.prefers_bfloat16", lambda model: False)
     plain = [small_model(kind, seed=seed) for seed in range(4)]
     stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, Settings()) for model in plain]
-    stack = Stack(stacked)
+    stack = ModelStack(stacked)
     stack._step = lambda active_Z: torch.zeros(4, device="cuda")
     for turn in range(3):  # recorded, replayed, and of another size
         given = [random_groups(number + turn, model, 2 + turn) for number, model in enumerate(plain)]

@@ -10,12 +10,12 @@ import torch
 from small_models import FAST, KINDS, small_model
 from transformers import AutoConfig
 
-from rl_swarm.config.resolve import Layer, resolve
+from rl_swarm.config.resolve import SettingsLayer, resolve
 from rl_swarm.learning import devices, memory
 from rl_swarm.learning.devices import CATALOGUE, TINY
 from rl_swarm.learning.memory import GIB, available, cgroups, desk, keeping, plan, sampling, sharing, training
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.settings import ConfigError, Settings
 
 BY_NAME = {card.name: card.shape for card in CATALOGUE}
@@ -68,14 +68,14 @@ def test_a_model_that_cannot_fit_is_said_to_and_what_would_help():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sizes_of_every_family_are_read_from_its_configuration(kind):
     model = small_model(kind, vocabulary=3000)
-    shape = Shape.of(model.config)
+    shape = ModelShape.of(model.config)
     assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.09)
     assert shape.packed == (kind in FAST)
     assert plan(shape, GIB, Settings(), "cpu").needed > memory.BASE
 
 
 def test_the_catalogue_has_the_published_sizes():
-    assert Shape.of(AutoConfig.from_pretrained(TINY)) == BY_NAME["tiny"]
+    assert ModelShape.of(AutoConfig.from_pretrained(TINY)) == BY_NAME["tiny"]
     published = {
         "smollm2-135m": 134_515_008,
         "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -100,7 +100,7 @@ def test_what_lora_trains_is_counted_as_peft_does():
         model = small_model(kind)
         lora.adapt(model, 4, 0)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert Shape.of(model.config).trained(4) == trained
+        assert ModelShape.of(model.config).trained(4) == trained
 
 
 def test_bytes_follow_the_tokens():
@@ -114,7 +114,7 @@ def test_bytes_follow_the_tokens():
 def test_batch_tokens_is_planned_unless_it_is_given(monkeypatch):
     for given in (1, 63):
         with pytest.raises(ConfigError, match=f"batch_tokens={given} .*at least 64"):
-            resolve([Layer("test", {"batch_tokens": given})])
+            resolve([SettingsLayer("test", {"batch_tokens": given})])
     settings = Settings(model="tiny", cpu_only=True)
     policy = Policy.load(settings, "")
     assert (policy.trainer.batch_tokens, policy.batch) == (4096, 512)

@@ -17,15 +17,15 @@ from rl_swarm.learning import memory
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import COMMON_CARD, DESKS, GIB, plan
 from rl_swarm.learning.parallel import batcher as meeting
-from rl_swarm.learning.parallel.batcher import Meeting
+from rl_swarm.learning.parallel.batcher import DynamicBatcher
 from rl_swarm.learning.parallel.sharing import Sharing
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.node import worker
 from rl_swarm.settings import Settings
 
-SMOLLM2 = Shape(30, 576, 1536, 9, 3, 64, 49152)
-GPT2 = Shape(12, 768, 3072, 12, 12, 64, 50257, gated=False)
+SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 49152)
+GPT2 = ModelShape(12, 768, 3072, 12, 12, 64, 50257, gated=False)
 
 
 @pytest.fixture
@@ -112,7 +112,8 @@ def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
     own = [Trainer(small_model(kind, seed=seed), PAD, settings) for seed in range(4)]
     sharing = Sharing(4)
     shared = [
-        sharing.admit(m, PAD, settings, plan(Shape.of(m.config), 8 * GIB, settings, "cpu", 4)) for m in models
+        sharing.admit(m, PAD, settings, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4))
+        for m in models
     ]
 
     def work(number):
@@ -140,7 +141,7 @@ def test_nodes_with_another_loss_or_another_model_have_desks_of_their_own():
     for model, settings in zip(models, given, strict=True):
         alone = Trainer(copy.deepcopy(model), PAD, settings).update(groups(1))
         trainer = sharing.admit(
-            model, PAD, settings, plan(Shape.of(model.config), 8 * GIB, settings, "cpu", 3)
+            model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3)
         )
         assert trainer.update(groups(1)).grad_norm == pytest.approx(alone.grad_norm)
     assert len(sharing.desks) == 3
@@ -150,7 +151,9 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
     settings = Settings(learning_rate=0.01)
     sharing = Sharing(2)
     model = small_model()
-    trainer = sharing.admit(model, PAD, settings, plan(Shape.of(model.config), 8 * GIB, settings, "cpu", 2))
+    trainer = sharing.admit(
+        model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2)
+    )
     expected = Trainer(small_model(), PAD, settings)
     expected.batch_tokens = 3
     real, calls = Trainer._accumulate, []
@@ -183,7 +186,7 @@ def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape, toke
     assert "64 sequences at once of each, 1 in training" in str(found)
     one = plan(shape, 140 * GIB, settings, "cuda")
     assert found.needed < 5 * one.needed
-    huge = Shape(24, 896, 4864, 14, 2, 64, 151936)
+    huge = ModelShape(24, 896, 4864, 14, 2, 64, 151936)
     assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, (
         "where there is more, it is used"
     )
@@ -204,7 +207,7 @@ class Kitchen:
     def __init__(self):
         self.book, self.open = [], threading.Event()
         self.open.set()
-        self.meeting = Meeting(self.serve)
+        self.meeting = DynamicBatcher(self.serve)
         self.got = {}
 
     def serve(self, kind, orders):
@@ -274,7 +277,7 @@ def test_results_are_handed_out_as_they_are_made_and_the_last_to_whoever_made_th
             assert tasted.acquire(timeout=240)
         raise torch.OutOfMemoryError("full")  # when all have what they want
 
-    kitchen.meeting = Meeting(courses)
+    kitchen.meeting = DynamicBatcher(courses)
     kitchen.meeting.members.update("abc")
     threads = kitchen.guests(("a", "soup", 1), ("b", "soup", 2), ("c", "soup", 3))
     for count in (1, 2):

@@ -9,7 +9,7 @@ from small_models import PAD, VOCABULARY, small_model, steady
 
 from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.parallel.stacked import Stack, kind_of
+from rl_swarm.learning.parallel.stacked import ModelStack, kind_of
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.settings import Settings
 
@@ -54,7 +54,7 @@ def weights(trainer):
 def test_updates_of_a_stack_are_those_of_each_model_alone(kind):
     alone, stacked = trainers(kind), trainers(kind)
     assert len({kind_of(trainer) for trainer in stacked}) == 1
-    stack = Stack(stacked)
+    stack = ModelStack(stacked)
     for turn in range(3):
         given = [lessons(turn), lessons(10 + turn, groups=turn + 1), [] if turn == 1 else lessons(20 + turn)]
         expected = [trainer.update(groups) for trainer, groups in zip(alone, given, strict=True)]
@@ -74,7 +74,7 @@ def test_updates_of_a_stack_are_those_of_each_model_alone(kind):
 def test_gradients_of_a_stack_are_those_of_each_model_alone(kind):
     alone, stacked = trainers(kind), trainers(kind)
     given = [lessons(seed) for seed in range(3)]
-    stack = Stack(stacked)
+    stack = ModelStack(stacked)
     stack.batch_tokens = 40  # several passes
     stack._step = lambda active_Z: torch.zeros(3)
     stack.update(given)
@@ -89,7 +89,7 @@ def test_a_stack_goes_on_with_moments_that_were_there_and_leaves_its_own_in_the_
     alone, stacked = trainers("llama"), trainers("llama")
     for trainer in (*alone, *stacked):
         trainer.update(lessons(1))
-    Stack(stacked).update([lessons(2)] * 3)
+    ModelStack(stacked).update([lessons(2)] * 3)
     resumed = trainers("llama")
     for old, new in zip(stacked, resumed, strict=True):
         new.model.load_state_dict(copy.deepcopy(old.model.state_dict()))
@@ -105,7 +105,7 @@ def test_a_stack_goes_on_with_moments_that_were_there_and_leaves_its_own_in_the_
 
 def test_a_gradient_that_is_not_finite_costs_only_its_own_model_an_update(caplog):
     stacked = trainers("llama")
-    stack = Stack(stacked)
+    stack = ModelStack(stacked)
     before = [weights(trainer) for trainer in stacked]
     with torch.no_grad():
         stacked[1].parameters()[0].fill_(float("inf"))
@@ -121,7 +121,7 @@ def test_a_gradient_that_is_not_finite_costs_only_its_own_model_an_update(caplog
 
 def test_a_sampler_sees_that_a_stacked_model_has_changed():
     stacked = trainers("llama")
-    stack = Stack(stacked)
+    stack = ModelStack(stacked)
     decoding = sampler.Decoding(6, frozenset(), PAD, greedy=True)
     before = sampler.sample(stacked[0].model, [[1, 2, 3]], 1, decoding, 0)
     stack.rates_Z.fill_(0.5)

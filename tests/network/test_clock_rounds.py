@@ -9,7 +9,7 @@ from swarms import OWNER, AmongPeers, Background, identity_of, introduction, pub
 
 from rl_swarm.network.folder import ROLL
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
-from rl_swarm.protocol.admission import Roll
+from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.wire import seal
 
 INTERVAL = 10.0
@@ -139,7 +139,7 @@ def test_nobody_takes_anothers_name(peers, name):
 def test_whom_the_owner_denies_is_nobodys_member(peers):
     ann, bob = peers.member("ann"), peers.member("bob")
     assert names(ann.current()) == ["ann", "bob"]
-    roll = Roll(swarm=peers.manifest.swarm(), number=1, denied=[identity_of("bob").peer_id])
+    roll = AccessList(swarm=peers.manifest.swarm(), number=1, denied=[identity_of("bob").peer_id])
     peers.files("coordinator").write(ROLL, seal(roll, OWNER))
     assert names(ann.current()) == ["ann"]
     bob.current()

@@ -11,14 +11,14 @@ from swarms import OWNER, AmongPeers, engine_of, identity_of, introduction, peer
 from rl_swarm.network.folder import report_folder, report_path
 from rl_swarm.network.p2p import documents, quota
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import KEPT_SECONDS, LATEST, REPORT_SECONDS, Notice, key_of
+from rl_swarm.network.p2p.records import KEPT_SECONDS, LATEST, REPORT_SECONDS, DhtRecord, key_of
 from rl_swarm.network.p2p.storage import FairStorage, place_of
 from rl_swarm.network.p2p.streams import (
     MAX_ANSWERS,
     MAX_OF_PEER,
     MAX_WAITING,
     STRANGERS_ANSWERS,
-    Stream,
+    PeerStream,
     StreamSlots,
 )
 from rl_swarm.protocol.identity import Identity, verify
@@ -46,7 +46,7 @@ class Keeper:
         from hivemind.utils import MSGPackSerializer
 
         identity = who if isinstance(who, Identity) else identity_of(who)
-        made = Notice(
+        made = DhtRecord(
             swarm="s",
             path=f"{folder}/{name}.json",
             sha256="0" * 64,
@@ -190,7 +190,7 @@ def test_nobody_hides_records_behind_hivemind_s_cache():
     from hivemind.utils import MSGPackSerializer
 
     def offer(who, seconds, in_cache):
-        made = Notice(swarm="c", path="peers/x.json", sha256="", size=1, timestamp=time.time())
+        made = DhtRecord(swarm="c", path="peers/x.json", sha256="", size=1, timestamp=time.time())
         key = key_of("c", "peers")
         value = MSGPackSerializer.dumps(seal(made, who))
         return one._call(
@@ -289,7 +289,7 @@ class Opened:
 
     def __init__(self, peer, is_member=False):
         self.closed = False
-        self.stream = Stream(peer, is_member, self.close)
+        self.stream = PeerStream(peer, is_member, self.close)
 
     def close(self):
         self.closed = True
@@ -332,14 +332,14 @@ def test_answers_are_kept_for_members(is_member):
 
 
 def test_reports_have_their_own_folder_in_the_table():
-    made = Notice(swarm="s", path=report_path(3, 1, "ann"), sha256="", size=1, timestamp=0.0)
+    made = DhtRecord(swarm="s", path=report_path(3, 1, "ann"), sha256="", size=1, timestamp=0.0)
     assert made.folder == report_folder(3, 1) and made.report_round() == 3
     for path in (
         "rewards/round_03/stage_0/a.json",
         "rewards/round_3/a.json",
         "rewards/round_-1/stage_0/a.json",
     ):
-        assert Notice(swarm="s", path=path, sha256="", size=1, timestamp=0.0).report_round() is None
+        assert DhtRecord(swarm="s", path=path, sha256="", size=1, timestamp=0.0).report_round() is None
 
 
 def test_a_peer_id_in_another_encoding_is_no_second_author():

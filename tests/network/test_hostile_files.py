@@ -37,7 +37,7 @@ from rl_swarm.network.folder import (
     report_path,
     rollouts_path,
 )
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import canonical, digest, seal, sign
 from rl_swarm.settings import Settings
@@ -220,7 +220,7 @@ class Conducted:
 
     def __init__(self, folder):
         self.folder, self.files, self.now = folder, LocalFiles(folder), time.time()
-        self.conductor = Conductor(self.files, HERE, OWNER, Settings(min_peers=2), threading.Event())
+        self.conductor = RoundServer(self.files, HERE, OWNER, Settings(min_peers=2), threading.Event())
         for node in ("ann", "bob"):
             self.files.write(f"peers/{node}.json", seal(introduction(HERE, node), identity_of(node)))
 

@@ -14,10 +14,10 @@ from swarms import LOOPBACK, OWNER, AmongPeers, engine_of, identity_of, make_man
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, report_folder
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, Engine
+from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, PeerEngine
 from rl_swarm.network.p2p.joining import await_manifest
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import Notice, key_of
+from rl_swarm.network.p2p.records import DhtRecord, key_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
 from rl_swarm.settings import Settings
@@ -69,7 +69,7 @@ def test_a_stream_whose_request_does_not_come_is_closed():
     until(lambda: not engine_of("ann").streams.waiting)
 
 
-def hand_out(engine: Engine, folder, **changes) -> PeerFiles:
+def hand_out(engine: PeerEngine, folder, **changes) -> PeerFiles:
     """Founds another swarm and leaves a notice of its manifest."""
     me = engine.identity
     manifest = make_manifest(peer_id=me.peer_id, **changes)
@@ -83,7 +83,9 @@ def hand_out(engine: Engine, folder, **changes) -> PeerFiles:
 def newcomer():
     """Knows the coordinator's address, and has met the others."""
     known = engine_of("coordinator").addresses
-    engine = Engine(Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False).start()
+    engine = PeerEngine(
+        Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False
+    ).start()
     assert engine.meet(60)
     yield engine
     engine.close()
@@ -142,7 +144,7 @@ def test_a_keeper_that_answers_with_garbage_hides_nothing():
 
     def made(timestamp: float) -> bytes:
         values = {"swarm": "garbage", "path": "peers/ann.json", "sha256": "", "size": 1}
-        return seal(Notice(**values, timestamp=timestamp), who)
+        return seal(DhtRecord(**values, timestamp=timestamp), who)
 
     with attacker() as engine:
         hostile = engine.node.protocol.storage = DHTLocalStorage()

@@ -16,8 +16,8 @@ from processes import until
 from swarms import LOOPBACK, engine_of, peer_id
 
 from rl_swarm.network.folder import report_folder
-from rl_swarm.network.p2p.engine import WHAT_TIME, Engine
-from rl_swarm.network.p2p.records import Notice, acceptable, key_of
+from rl_swarm.network.p2p.engine import WHAT_TIME, PeerEngine
+from rl_swarm.network.p2p.records import DhtRecord, acceptable, key_of
 from rl_swarm.network.p2p.reliability import PAID_RATE, WORST_DEBT, Reliability
 from rl_swarm.network.p2p.requests import (
     MAX_REFUSED,
@@ -57,7 +57,7 @@ def victim():
     )
     try:
         address = process.stdout.readline().strip()
-        engine = Engine(Identity.new(), [address], LOOPBACK, relay=False, map_ports=False).start()
+        engine = PeerEngine(Identity.new(), [address], LOOPBACK, relay=False, map_ports=False).start()
         try:
             assert engine.meet(60)
             yield process, engine, address.rpartition("/")[2]
@@ -246,7 +246,7 @@ def test_notices_of_peers_that_never_answer_hold_up_no_round(swarm):
         port = nobody.getsockname()[1]
 
         def leave(folder, who):
-            made = Notice(
+            made = DhtRecord(
                 swarm=name,
                 path=f"{folder}/{who.peer_id}.json",
                 sha256="0" * 64,
@@ -500,7 +500,7 @@ def test_who_sends_what_cannot_be_read_is_left_out_for_a_moment():
 def test_the_signature_of_a_record_that_was_read_before_is_not_checked_again(monkeypatch):
     """Strangers can fill half of a key: its records come with every look."""
     who, now = Identity.new(), time.time()
-    value = seal(Notice(swarm="s", path="peers/a.json", sha256="", size=1, timestamp=now), who)
+    value = seal(DhtRecord(swarm="s", path="peers/a.json", sha256="", size=1, timestamp=now), who)
     key, subkey = key_of("s", "peers"), f"{who.peer_id}/a.json"
     assert acceptable(key, subkey, value, now) is not None
     monkeypatch.setattr("rl_swarm.network.p2p.records.unseal", None)

@@ -27,13 +27,13 @@ from swarms import (
 )
 
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.engine import MOST_REQUEST, Engine, EngineError
+from rl_swarm.network.p2p.engine import MOST_REQUEST, EngineError, PeerEngine
 from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import (
     KEPT_SECONDS,
     MOST_NOTICE,
-    Notice,
+    DhtRecord,
     key_of,
     neighbourhood,
     parts_of,
@@ -91,7 +91,7 @@ def test_no_daemon_survives_its_node(ending):
 
 def test_the_engine_has_the_nodes_own_identity_and_ends_without_a_trace():
     for identity in (Identity.new(), identity_of("ann")):
-        engine = Engine(identity, **ALONE).start()
+        engine = PeerEngine(identity, **ALONE).start()
         (daemon,) = [one for one in daemons(os.getpid()) if str(engine.folder) in cmdline(one)]
         assert all(address.endswith(f"/p2p/{identity.peer_id}") for address in engine.addresses)
         assert engine.folder.stat().st_mode & 0o077 == 0 and not (engine.folder / "key").exists()
@@ -118,7 +118,7 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
         other.bind(("127.0.0.1", 0))
         other.listen()
         where = listen.format(taken=other.getsockname()[1])
-        engine = Engine(Identity.new(), listen=[where], relay=False, map_ports=False)
+        engine = PeerEngine(Identity.new(), listen=[where], relay=False, map_ports=False)
         with pytest.raises(EngineError, match=words) as error:
             engine.start()
     assert f"P2P_LISTEN={where}" in str(error.value)
@@ -126,7 +126,7 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
 
 
 def test_engines_of_one_process_can_start_at_the_same_time():
-    engines = [Engine(Identity.new(), **ALONE) for _ in range(8)]
+    engines = [PeerEngine(Identity.new(), **ALONE) for _ in range(8)]
     starting = [Background(one.start) for one in engines]
     try:
         assert [thread.result() for thread in starting] == engines
@@ -138,7 +138,7 @@ def test_engines_of_one_process_can_start_at_the_same_time():
 def test_a_trace_of_the_daemon_is_not_shown(caplog):
     """It has paths of the machine where the daemon was built."""
     nowhere = "/ip4/127.0.0.1/tcp/99999/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
-    engine = Engine(Identity.new(), [nowhere], LOOPBACK, map_ports=False)
+    engine = PeerEngine(Identity.new(), [nowhere], LOOPBACK, map_ports=False)
     with pytest.raises(EngineError) as error:
         engine.start()
     shown = str(error.value)
@@ -153,12 +153,12 @@ def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}"
-    early = Engine(Identity.new(), [f"{address}/p2p/{later.peer_id}", "nonsense"], **ALONE).start()
+    early = PeerEngine(Identity.new(), [f"{address}/p2p/{later.peer_id}", "nonsense"], **ALONE).start()
     try:
         assert not early.meet(0.1)
         assert early.store("key", "sub", b"value", 60)  # kept by itself
         assert early.find("key") == {"sub": b"value"}
-        other = Engine(later, (), [address], relay=False, map_ports=False).start()
+        other = PeerEngine(later, (), [address], relay=False, map_ports=False).start()
         try:
             assert early.meet(20)
             assert other.meet(20)
@@ -171,9 +171,9 @@ def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
 
 def test_who_is_killed_knows_where_the_others_are(tmp_path):
     """Addresses are written down as soon as there are any, and not only by those who leave in an orderly way."""
-    one, two = Engine(Identity.new(), **ALONE).start(), identity_of("two")
+    one, two = PeerEngine(Identity.new(), **ALONE).start(), identity_of("two")
     try:
-        other = Engine(two, [one.addresses[0]], **ALONE).start()
+        other = PeerEngine(two, [one.addresses[0]], **ALONE).start()
         try:
             manifest = make_manifest()
             with among_peers(other, two, manifest, seal(manifest, OWNER), tmp_path):
@@ -187,9 +187,9 @@ def test_who_is_killed_knows_where_the_others_are(tmp_path):
 
 
 def test_who_comes_back_at_another_address_is_known_there():
-    one = Engine(Identity.new(), **ALONE).start()
+    one = PeerEngine(Identity.new(), **ALONE).start()
     try:
-        two = Engine(identity_of("two"), **ALONE).start()
+        two = PeerEngine(identity_of("two"), **ALONE).start()
         try:
             gone = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id('two')}"
             one.introduce(peer_id("two"), [gone])
@@ -205,7 +205,7 @@ def test_who_comes_back_at_another_address_is_known_there():
 
 def test_nobody_forgets_to_wait_for_one_that_is_slow_to_answer(caplog):
     """What only waits for an answer must not be tidied away as if nobody wanted it."""
-    who, engine = Identity.new().peer_id, Engine(Identity.new(), **ALONE).start()
+    who, engine = Identity.new().peer_id, PeerEngine(Identity.new(), **ALONE).start()
     try:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             mute.settimeout(30)
@@ -230,7 +230,7 @@ def is_stopped(process):
 def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
     """A laptop that was closed: its connections are there, and nothing comes over them."""
     one, two = (
-        Engine(identity_of(name), answer=lambda request, peer: request, **ALONE).start()
+        PeerEngine(identity_of(name), answer=lambda request, peer: request, **ALONE).start()
         for name in ("one", "two")
     )
     (daemon,) = [found for found in daemons(os.getpid()) if str(two.folder) in cmdline(found)]
@@ -256,13 +256,13 @@ def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
 
 def notice(identity, **changes):
     values = {"swarm": "s", "path": "peers/ann.json", "sha256": "0" * 64, "size": 1, "timestamp": time.time()}
-    return Notice(**{**values, **changes})
+    return DhtRecord(**{**values, **changes})
 
 
 def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     ann, bob = identity_of("ann"), identity_of("bob")
     two = engine_of("bob")
-    one = Engine(Identity.new(), two.addresses, **ALONE).start()  # which checks nothing
+    one = PeerEngine(Identity.new(), two.addresses, **ALONE).start()  # which checks nothing
     key, mine = key_of("s", "peers"), f"{ann.peer_id}/ann.json"
     good = seal(notice(ann), ann)
 

@@ -20,7 +20,7 @@ from rl_swarm.network.folder import (
     report_path,
     rollouts_path,
 )
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.rounds import Ended, Member, Report, State
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
 from rl_swarm.settings import Settings
@@ -95,7 +95,7 @@ def test_neither_an_old_state_nor_lines_of_history_move_a_conductor(replayed, tm
     files = LocalFiles(tmp_path)
     files.write(STATE, state(round=0, stage=0))
     files.append(HISTORY, ended(0, 0) + ended(0, 1) + replayed)
-    restored = Conductor(files, HERE, OWNER, Settings(min_peers=1), threading.Event()).state
+    restored = RoundServer(files, HERE, OWNER, Settings(min_peers=1), threading.Event()).state
     assert (restored.phase, restored.round, restored.stage) == ("running", 1, 0)
 
 

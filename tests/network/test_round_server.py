@@ -41,7 +41,7 @@ from rl_swarm.network.folder import (
     report_path,
     rollouts_path,
 )
-from rl_swarm.network.round_server import Conductor, read_history
+from rl_swarm.network.round_server import RoundServer, read_history
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Ended, Report
 from rl_swarm.protocol.wire import seal, unseal, unseal_named
@@ -126,7 +126,7 @@ class Story:
     def conduct(self, files, monkeypatch):
         """Until the swarm has finished or the conductor is killed."""
         monkeypatch.setattr(time, "time", lambda: self.clock)
-        conductor = Conductor(files, self.manifest, OWNER, self.settings, threading.Event())
+        conductor = RoundServer(files, self.manifest, OWNER, self.settings, threading.Event())
         for _ in range(100):
             self.clock += 5.0
             conductor.step(self.clock)
@@ -227,7 +227,7 @@ class Small:
 
     def restarted(self, files=None, **settings):
         settings = Settings(min_peers=2, poll_interval=POLL, **settings)
-        return Conductor(files or self.files, self.manifest, OWNER, settings, threading.Event())
+        return RoundServer(files or self.files, self.manifest, OWNER, settings, threading.Event())
 
     def play(self, number, conductor=None):
         conductor = conductor or self.conductor
@@ -465,7 +465,9 @@ def test_tidying_up_touches_rounds_only(swarm):
 def test_only_the_owner_conducts(swarm):
     stranger = Identity.new()
     with pytest.raises(NetworkError) as error:
-        Conductor(swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event())
+        RoundServer(
+            swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event()
+        )
 
     for part in (OWNER.peer_id, stranger.peer_id, "IDENTITY_PATH=my.pem"):
         assert part in str(error.value)

@@ -9,7 +9,7 @@ from swarms import LOOPBACK, Background, eventually
 
 from rl_swarm.cli import doctor
 from rl_swarm.network.p2p import time_offset as clocks
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.joining import await_manifest
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.protocol.identity import Identity
@@ -23,7 +23,7 @@ def shifted(seconds):
 @contextmanager
 def newcomer(*others, ahead=0.0):
     known = [address for other in others for address in other.addresses]
-    engine = Engine(Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
+    engine = PeerEngine(Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
     engine.clock = shifted(ahead)
     try:
         yield engine.start()
@@ -38,7 +38,7 @@ def peers(*offsets):
     try:
         for offset in offsets:
             known = [address for engine in engines for address in engine.addresses]
-            engine = Engine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False)
+            engine = PeerEngine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False)
             engine.clock = shifted(offset)
             engines.append(engine.start())
         yield engines

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rl_swarm.environments.base import Environment, Role, draw
-from rl_swarm.node.conversation import OVERHEARD, Transcript
+from rl_swarm.node.conversation import OVERHEARD, Conversation
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.selection import check, select
 from rl_swarm.protocol.manifest import question_seed
@@ -65,7 +65,7 @@ class Swarm:
         def reject(*why):
             self.rejected.append(why)
 
-        return Transcript(MANIFEST, Chain([]), ROUND, fetch, reject, members=self.members)
+        return Conversation(MANIFEST, Chain([]), ROUND, fetch, reject, members=self.members)
 
     def publish(self, peer_id, stage, count=2, at=0.0, hidden=(), role="", prompt=None, hears=3):
         transcript = self.transcript(hidden)
@@ -137,7 +137,7 @@ def test_whom_a_peer_hears_depends_on_the_round_and_on_itself_and_is_never_itsel
     orders = {peer_id: transcript.order(peer_id) for peer_id in PEERS}
     assert all(sorted([peer_id, *order]) == PEERS for peer_id, order in orders.items())
     assert len({tuple(order[:3]) for order in orders.values()}) > 4
-    later = Transcript(MANIFEST, Chain([]), ROUND + 1, lambda *_: [], print, members=PEERS)
+    later = Conversation(MANIFEST, Chain([]), ROUND + 1, lambda *_: [], print, members=PEERS)
     assert sum(later.order(peer_id)[0] != order[0] for peer_id, order in orders.items()) > 4
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_swarm.node import swarm
-from rl_swarm.node.swarm import LocalSwarm, gpu_environ, gpus_of, nodes_sharing, visible_gpus
+from rl_swarm.node.swarm import SwarmProcesses, gpu_environ, gpus_of, nodes_sharing, visible_gpus
 from rl_swarm.settings import Settings
 
 
@@ -65,7 +65,7 @@ def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path
     apart = [(None, {"a": 3}), (None, {"b": 3}), (None, {"c": 3})]
     for cpu_only, expected in ((False, [("6", {"a": 2, "c": 2}), ("7", {"b": 1})]), (True, apart)):
         settings = Settings(cpu_only=cpu_only)
-        made = LocalSwarm(tmp_path, settings, {name: settings for name in "abc"})
+        made = SwarmProcesses(tmp_path, settings, {name: settings for name in "abc"})
         coordinator, *workers = made.children
         assert coordinator.environ == {} and coordinator.role == "coordinator"
         assert [
@@ -82,10 +82,10 @@ def test_nodes_in_one_process_save_memory_unless_the_user_said_how(tmp_path: Pat
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(swarm, "uses_gpu", lambda settings: True)
-    _, workers = LocalSwarm(tmp_path, Settings(), {name: Settings() for name in "ab"}).children
+    _, workers = SwarmProcesses(tmp_path, Settings(), {name: Settings() for name in "ab"}).children
     assert "CUBLAS_WORKSPACE_CONFIG" in workers.environ
     assert "PYTORCH_CUDA_ALLOC_CONF" not in workers.environ, "the process inherits the user's"
-    _, alone = LocalSwarm(tmp_path, Settings(), {"a": Settings()}).children
+    _, alone = SwarmProcesses(tmp_path, Settings(), {"a": Settings()}).children
     assert set(alone.environ) == {"CUDA_VISIBLE_DEVICES"}
 
 

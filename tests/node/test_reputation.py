@@ -7,7 +7,7 @@ import pytest
 
 from rl_swarm.learning.checkpoints import MOST_KEPT
 from rl_swarm.learning.likelihood import surprise
-from rl_swarm.node.reputation import Standing, in_turn, most_of_one
+from rl_swarm.node.reputation import PeerReputation, in_turn, most_of_one
 
 
 def share_asked(standing, peer_id, round, tries=2000):
@@ -16,7 +16,7 @@ def share_asked(standing, peer_id, round, tries=2000):
 
 
 def test_every_failure_halves_how_often_a_peer_is_asked_and_success_takes_it_back():
-    standing = Standing(patience=4, ban_rounds=10)
+    standing = PeerReputation(patience=4, ban_rounds=10)
     assert share_asked(standing, "mallory", 0) == 1
     for failures in (1, 2, 3):
         assert not standing.note("mallory", failed=True, round=failures)
@@ -30,7 +30,7 @@ def test_every_failure_halves_how_often_a_peer_is_asked_and_success_takes_it_bac
 
 
 def test_who_keeps_failing_is_not_asked_for_some_rounds_and_then_on_probation():
-    standing = Standing(patience=3, ban_rounds=10)
+    standing = PeerReputation(patience=3, ban_rounds=10)
     assert [standing.note("mallory", True, round) for round in (5, 6, 7)] == [False, False, True]
     assert [share_asked(standing, "mallory", round) for round in (8, 17)] == [0, 0]
     assert share_asked(standing, "mallory", 18) == pytest.approx(0.25, abs=0.05)
@@ -42,13 +42,13 @@ def test_who_keeps_failing_is_not_asked_for_some_rounds_and_then_on_probation():
 
 
 def test_an_honest_swarm_draws_no_random_numbers_for_whom_to_ask():
-    standing, rng = Standing(4, 10), random.Random(1)
+    standing, rng = PeerReputation(4, 10), random.Random(1)
     assert standing.asks("alice", 0, rng)
     assert rng.random() == random.Random(1).random()
 
 
 def test_what_is_kept_is_what_counts_and_no_more_than_fits():
-    standing = Standing(patience=2, ban_rounds=10)
+    standing = PeerReputation(patience=2, ban_rounds=10)
     for peer in ("banned", "banned", "failed", "honest", "forgiven"):
         standing.note(peer, failed=peer != "honest", round=3)
     standing.note("forgiven", failed=False, round=4)
@@ -58,7 +58,7 @@ def test_what_is_kept_is_what_counts_and_no_more_than_fits():
         standing.note(f"peer-{number}", failed=True, round=5)
     kept = standing.kept(5)
     assert len(kept) == MOST_KEPT and "banned" in kept
-    again = Standing(patience=2, ban_rounds=10)
+    again = PeerReputation(patience=2, ban_rounds=10)
     again.restore(kept)
     assert again.kept(5) == kept
     assert share_asked(again, "banned", 13) == 0 and share_asked(again, "honest", 5) == 1

@@ -22,10 +22,10 @@ from rl_swarm.network.folder import (
     read_state,
     report_path,
 )
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol import admission, rounds
-from rl_swarm.protocol.admission import AdmissionError, Roll
+from rl_swarm.protocol.admission import AccessList, AdmissionError
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
@@ -53,7 +53,7 @@ PRIVATE, OPEN = manifest(), replace(manifest(), admission="open")
 
 def admit(who: Identity, token: str = "", members=None, roll=None, swarm=PRIVATE, now=None):
     shown = admission.ticket(token, swarm, who.peer_id) if token else ""
-    roll = roll or Roll(swarm=swarm.swarm())
+    roll = roll or AccessList(swarm=swarm.swarm())
     return admission.admit(
         swarm, roll, members or {}, who.peer_id, shown, time.time() if now is None else now
     )
@@ -67,14 +67,14 @@ def invite(uses: int = 1, swarm: Manifest = PRIVATE, owner: Identity = OWNER) ->
 
 
 def test_an_open_swarm_takes_anybody_but_whom_its_owner_denies():
-    roll = Roll(swarm=OPEN.swarm(), denied=[EVE.peer_id])
+    roll = AccessList(swarm=OPEN.swarm(), denied=[EVE.peer_id])
     assert admit(ANN, swarm=OPEN, roll=roll) == ("", None)
     assert admit(EVE, swarm=OPEN, roll=roll) == ("", "denied")
 
 
 def test_a_swarm_of_invited_peers_takes_its_owner_the_allowed_and_the_invited():
     name, token = invite()
-    roll = Roll(swarm=PRIVATE.swarm(), allowed=[ANN.peer_id])
+    roll = AccessList(swarm=PRIVATE.swarm(), allowed=[ANN.peer_id])
     assert admit(OWNER, roll=roll) == ("", None)
     assert admit(ANN, roll=roll) == ("", None)
     assert admit(BOB, token, roll=roll) == (name, None)
@@ -102,7 +102,7 @@ def test_an_invitation_ends_with_its_time_but_those_who_came_by_it_stay():
 def test_a_revoked_invitation_takes_all_with_it_but_those_allowed_by_name():
     name, token = invite(uses=9)
     members = {who.peer_id: Member("x", 0, 0.0, invitation=name) for who in (ANN, BOB)}
-    roll = Roll(swarm=PRIVATE.swarm(), revoked=[name], allowed=[BOB.peer_id])
+    roll = AccessList(swarm=PRIVATE.swarm(), revoked=[name], allowed=[BOB.peer_id])
     assert admit(ANN, token, members, roll)[1] == "revoked"
     assert admit(EVE, token, members, roll)[1] == "revoked"
     assert admit(BOB, token, members, roll) == (name, None)
@@ -114,7 +114,7 @@ def test_an_invitation_is_recorded_in_an_open_swarm_too_and_a_bad_one_does_no_ha
     name, token = invite(swarm=OPEN)
     assert admit(ANN, token, swarm=OPEN) == (name, None)
     assert admit(ANN, token, {ANN.peer_id: Member("ann", 0, 0.0)}, swarm=OPEN) == (name, None)
-    assert admission.admit(OPEN, Roll(swarm=OPEN.swarm()), {}, ANN.peer_id, "junk", 0.0) == ("", None)
+    assert admission.admit(OPEN, AccessList(swarm=OPEN.swarm()), {}, ANN.peer_id, "junk", 0.0) == ("", None)
 
 
 @pytest.mark.parametrize("swarm, owner", [(OPEN, OWNER), (PRIVATE, EVE)])
@@ -127,7 +127,7 @@ def test_an_invitation_of_another_swarm_or_of_a_stranger_is_none(swarm, owner):
 def test_who_reads_a_ticket_cannot_use_it():
     """Introductions lie open in the folder."""
     shown = admission.ticket(invite(uses=9)[1], PRIVATE, ANN.peer_id)
-    roll = Roll(swarm=PRIVATE.swarm())
+    roll = AccessList(swarm=PRIVATE.swarm())
     assert admission.admit(PRIVATE, roll, {}, ANN.peer_id, shown, 0.0)[1] is None
     assert admission.admit(PRIVATE, roll, {}, EVE.peer_id, shown, 0.0)[1] == "invalid"
     with pytest.raises(Rejected):
@@ -153,7 +153,10 @@ def test_no_term_of_an_invitation_can_be_altered():
 def test_junk_is_no_invitation(text):
     with pytest.raises(Rejected):
         admission.ticket(text, PRIVATE, ANN.peer_id)
-    assert admission.admit(PRIVATE, Roll(swarm=""), {}, ANN.peer_id, text or "x", 0.0) == ("", "invalid")
+    assert admission.admit(PRIVATE, AccessList(swarm=""), {}, ANN.peer_id, text or "x", 0.0) == (
+        "",
+        "invalid",
+    )
 
 
 def test_an_owner_with_an_rsa_key_invites_too():
@@ -166,7 +169,7 @@ def test_an_owner_with_an_rsa_key_invites_too():
 
 
 def test_a_peer_is_on_one_list_at_a_time():
-    roll = Roll(swarm="s").changed(ANN.peer_id, allow=True)
+    roll = AccessList(swarm="s").changed(ANN.peer_id, allow=True)
     assert (roll.allowed, roll.denied) == ([ANN.peer_id], [])
     roll = roll.changed(ANN.peer_id, allow=False).changed("0123456789abcdef", allow=False)
     assert (roll.allowed, roll.denied, roll.revoked) == ([], [ANN.peer_id], ["0123456789abcdef"])
@@ -186,8 +189,8 @@ class Swarm:
         self.now = time.time()
         self.conductor = self.restarted()
 
-    def restarted(self) -> Conductor:
-        self.conductor = Conductor(self.files, self.manifest, OWNER, Settings(), threading.Event())
+    def restarted(self) -> RoundServer:
+        self.conductor = RoundServer(self.files, self.manifest, OWNER, Settings(), threading.Event())
         return self.conductor
 
     def look(self) -> State:
@@ -427,8 +430,8 @@ def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
     node.current()
     (tmp_path / ROLL).write_bytes(
         {
-            "a stranger's": seal(Roll(swarm=OPEN.swarm(), number=9), EVE),
-            "of another swarm": seal(Roll(swarm=PRIVATE.swarm(), number=9), OWNER),
+            "a stranger's": seal(AccessList(swarm=OPEN.swarm(), number=9), EVE),
+            "of another swarm": seal(AccessList(swarm=PRIVATE.swarm(), number=9), OWNER),
             "older": older,
             "junk": b"{junk",
             "gone": b"",

@@ -27,7 +27,7 @@ import rl_swarm
 from rl_swarm.cli.running import _has_worked
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.lockstep import Member, Swarm
+from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
 from rl_swarm.network.address import locate
 from rl_swarm.network.folder import read_manifest, rollouts_path
 from rl_swarm.network.remote import RemoteFiles
@@ -417,7 +417,7 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
     """Links for its logs, runs and reports, and a checkpoint of somebody who knows the seed, as everybody does."""
     job = Job(Arm(2, 0), 1, 6, 2, None, False, {"tasks": "chain_sum", "held_out_questions": 8, "generations": 4,
               "held_out_samples": 1, "device": "cpu", "checkpoint_every": 1}, {})  # fmt: skip
-    members = [Member(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
     owner, stop = Identity.derived("experiment", 1, 0), threading.Event()
     user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     outside = tmp_path / "outside"
@@ -425,7 +425,7 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
     (outside / "precious").write_text("mine")
     files = LocalFiles(tmp_path / "out").below("runs/one")
 
-    def attack(swarm: Swarm) -> None:
+    def attack(swarm: LockstepSwarm) -> None:
         folder = tmp_path / "out" / "runs" / "one"
         if swarm.done == 1:
             for path in logs(folder):
@@ -434,20 +434,20 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
         if swarm.done == 3:
             stop.set()
 
-    swarm = Swarm(files, members, owner, user)
+    swarm = LockstepSwarm(files, members, owner, user)
     assert not swarm.run(stop, attack)
     swarm.close()
     assert tree(outside) == {str(outside / "precious"): b"mine"}
 
     # Everybody can derive the keys of the nodes and of the owner, but not that of the user.
     stranger = Settings(identity_path=str(tmp_path / "them.pem"), private_path=str(tmp_path / "theirs"))
-    forged = Swarm(files, members, owner, stranger)
+    forged = LockstepSwarm(files, members, owner, stranger)
     assert forged.done == -1, "they cannot use ours either"
     forged.round()
     forged.save()
     forged.close()
     shutil.rmtree(tmp_path / "private")
-    again = Swarm(files, members, owner, user)
+    again = LockstepSwarm(files, members, owner, user)
     assert again.done != 0, "and what they signed is not ours"
     again.close()
 

@@ -18,7 +18,7 @@ from test_page import pytestmark as needs_chromium
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import rewind
-from rl_swarm.experiment.progress import Standing, followed
+from rl_swarm.experiment.progress import ExperimentProgress, followed
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web.experiment import create_experiment_app
@@ -124,7 +124,7 @@ def test_rounds_that_a_crash_took_back_are_not_counted(experiment: SmallExperime
 
 
 def test_nothing_yet_is_told_too(tmp_path: Path) -> None:
-    standing = Standing(tmp_path)
+    standing = ExperimentProgress(tmp_path)
     Job(SHARING, 1, ROUNDS, 2).write(LocalFiles(tmp_path / "runs" / "2-2-sapo-seed1"))
     assert standing.look()
     told = standing.told()

@@ -24,7 +24,7 @@ from small_runs import SmallRun
 from rl_swarm.cli.running import list_runs
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.experiment import drawing as standing
-from rl_swarm.experiment.progress import ArmStands, Stands
+from rl_swarm.experiment.progress import ArmState, ExperimentState
 from rl_swarm.monitor import snapshot as telling
 from rl_swarm.monitor.drawing import Drawing, clock, curve, packed, plain
 from rl_swarm.monitor.records import Event
@@ -161,9 +161,9 @@ def test_folders_that_others_named_are_listed_as_text(
 
 
 def test_an_experiment_of_others_is_drawn_as_text() -> None:
-    arm = ArmStands(ESCAPES, 1, [1], 1, 1, None, None, None, None, ESCAPES, None, None, None)
+    arm = ArmState(ESCAPES, 1, [1], 1, 1, None, None, None, None, ESCAPES, None, None, None)
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    console.print(standing.drawn(Stands(ESCAPES, "running", [arm], [], 0, 0), 200))
+    console.print(standing.drawn(ExperimentState(ESCAPES, "running", [arm], [], 0, 0), 200))
     assert isinstance(console.file, io.StringIO)
     assert "owned" in console.file.getvalue() and harmless(console.file.getvalue())
 

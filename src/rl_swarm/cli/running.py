@@ -25,7 +25,7 @@ from rl_swarm.network.folder import change_roll
 from rl_swarm.network.presence import only_run_here
 from rl_swarm.node import run_settings
 from rl_swarm.node.hub import outcomes
-from rl_swarm.node.swarm import LocalSwarm, SwarmError, worker_settings
+from rl_swarm.node.swarm import SwarmError, SwarmProcesses, worker_settings
 from rl_swarm.node.worker import found
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
@@ -75,7 +75,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     coordinator = replace(settings, min_peers=max(settings.min_peers, settings.nodes))
     if settings.admission == "invited":
         _allow(files, manifest, owner, workers)
-    swarm = LocalSwarm(root, coordinator, workers)
+    swarm = SwarmProcesses(root, coordinator, workers)
     begin = "Going on with" if resumed else "Starting"
     say(
         console,
@@ -105,7 +105,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
 
 
 def _tend(
-    swarm: LocalSwarm,
+    swarm: SwarmProcesses,
     root: Path,
     settings: Settings,
     private_log: Path,

@@ -29,7 +29,7 @@ from rl_swarm.settings import (
 
 
 @dataclass(frozen=True)
-class Layer:
+class SettingsLayer:
     """Values from one source. `origins` says, where the source alone is not enough, which key gave a value."""
 
     source: str
@@ -40,7 +40,7 @@ class Layer:
         return self.origins.get(name, self.source)
 
 
-def yaml_layer(path: Path) -> Layer:
+def yaml_layer(path: Path) -> SettingsLayer:
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -49,10 +49,10 @@ def yaml_layer(path: Path) -> Layer:
         raise ConfigError(f"The settings file {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"The settings file {path} must hold `name: value` lines.")
-    return Layer(str(path), values)
+    return SettingsLayer(str(path), values)
 
 
-def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> Layer:
+def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> SettingsLayer:
     """What the environment variables say; an empty variable says nothing."""
     environ = {key: value for key, value in environ.items() if value != ""}
     merged = {**read_dotenv(dotenv), **environ} if dotenv else environ
@@ -64,7 +64,7 @@ def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) ->
                 values[setting.name] = merged[variable]
                 origins[setting.name] = variable if variable in environ else f"{variable} in {dotenv}"
                 break
-    return Layer("environment", values, origins)
+    return SettingsLayer("environment", values, origins)
 
 
 def read_dotenv(path: Path) -> dict[str, str]:
@@ -90,16 +90,16 @@ class Resolved:
     sources: Mapping[str, str]
 
 
-def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
+def resolve(layers: Sequence[SettingsLayer], flags: SettingsLayer | None = None) -> Resolved:
     """The settings that the layers give, later ones winning, and where each value came from."""
     values: dict[str, object] = {}
     defaults = next((layer.values for layer in layers if layer.source.startswith(PRESET)), {})
     sources = {setting.name: "default" for setting in all_settings()}
 
-    def apply(layer: Layer) -> None:
+    def apply(layer: SettingsLayer) -> None:
         given = layer.values.get("strategy")
         if isinstance(given, str):  # what it brings along is below what the layer says itself
-            apply(Layer(f"strategy {given}", strategies.named(given).settings))
+            apply(SettingsLayer(f"strategy {given}", strategies.named(given).settings))
         for name, value in layer.values.items():
             if name not in sources:
                 raise ConfigError(
@@ -108,11 +108,11 @@ def resolve(layers: Sequence[Layer], flags: Layer | None = None) -> Resolved:
             values[name] = _convert(name, value, layer.origin(name), defaults)
             sources[name] = layer.origin(name)
 
-    flags = flags or Layer("flag", {})
+    flags = flags or SettingsLayer("flag", {})
     for layer in [*layers, flags]:
         apply(layer)
     if values.get("test_mode"):
-        apply(Layer("TEST_MODE", TEST_MODE))
+        apply(SettingsLayer("TEST_MODE", TEST_MODE))
         apply(flags)
     settings = Settings(**values)  # type: ignore[arg-type]
     if settings.role not in ROLES:
@@ -132,20 +132,22 @@ def load(
     """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
     their setting is."""
     called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
-    given = Layer("flag", dict(flags or {}), {**called, **(origins or {})})
-    return resolve([Layer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
+    given = SettingsLayer("flag", dict(flags or {}), {**called, **(origins or {})})
+    return resolve(
+        [SettingsLayer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given
+    )
 
 
 def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
     """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
-    flag = Layer("flag", flags, {name: f"flag or --set {name}"})
+    flag = SettingsLayer("flag", flags, {name: f"flag or --set {name}"})
     for layer in (flag, *reversed(_sources(config_file))):
         if name in layer.values:
             return _convert(name, layer.values[name], layer.origin(name), {})
     return next(setting.default for setting in all_settings() if setting.name == name)
 
 
-def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None) -> list[Layer]:
+def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None) -> list[SettingsLayer]:
     layers = [yaml_layer(config_file)] if config_file else []
     return [*layers, environment_layer(os.environ if environ is None else environ, Path(".env"))]
 

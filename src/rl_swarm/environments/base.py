@@ -16,8 +16,8 @@ from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 __all__ = [
-    "Cue",
     "Environment",
+    "FollowUp",
     "Question",
     "Role",
     "RoleContext",
@@ -35,7 +35,7 @@ _TAMED = str.maketrans({"<": "‹", ">": "›", "[": "(", "]": ")", "{": "(", "}
 
 
 @dataclass(frozen=True)
-class Cue:
+class FollowUp:
     """What a follow-up question is made from: its place, its seed, and what its author has heard."""
 
     peer_id: str
@@ -190,7 +190,7 @@ class Environment:
         the ordinary role has nothing to do there."""
         return []
 
-    def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
+    def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
         """The question of every cue, in a later stage or of another role; with the statements it answers to as parents.
 
         A receiver makes it again from what its author has heard, so it depends on the cue alone.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_swarm.environments.base import Cue, quoted
+from rl_swarm.environments.base import FollowUp, quoted
 from rl_swarm.environments.reasoning import CLOSE, OPEN, Reasoning, extract
 from rl_swarm.protocol.questions import Question, Statement
 
@@ -31,7 +31,7 @@ class Debate(Reasoning):
     hears = 3
     shared = True
 
-    def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
+    def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
         asked = self.questions([cue.seed for cue in cues], seconds)
         return [_followed(cue, question) for cue, question in zip(cues, asked, strict=False)]
 
@@ -42,7 +42,7 @@ class Debate(Reasoning):
         ]
 
 
-def _followed(cue: Cue, question: Question) -> Question:
+def _followed(cue: FollowUp, question: Question) -> Question:
     """The question again, below what peers said about it in the stage before."""
     before = [said for said in cue.heard if said.question.stage == cue.stage - 1]
     about = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.config.resolve import Layer, resolve
+from rl_swarm.config.resolve import SettingsLayer, resolve
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.node import strategies
@@ -121,9 +121,9 @@ class Job(msgspec.Struct, frozen=True):
 
     def swarm(self) -> Settings:
         """What all nodes have in common, without what a strategy brings: its class may not be here."""
-        return resolve(self._layers("alone"), Layer("flag", self.settings)).settings
+        return resolve(self._layers("alone"), SettingsLayer("flag", self.settings)).settings
 
-    def _layers(self, strategy: str) -> list[Layer]:
+    def _layers(self, strategy: str) -> list[SettingsLayer]:
         arm: dict[str, object] = {
             "strategy": strategy,
             "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
@@ -138,7 +138,7 @@ class Job(msgspec.Struct, frozen=True):
         }
         if self.rate is not None:
             arm["learning_rate"] = self.rate
-        return [Layer("experiment", PRESET), Layer("arm", arm)]
+        return [SettingsLayer("experiment", PRESET), SettingsLayer("arm", arm)]
 
     def members(self) -> list[Settings]:
         """The settings of every node."""
@@ -151,7 +151,7 @@ class Job(msgspec.Struct, frozen=True):
                 **own,
                 "tasks": tasks,
             }  # a specialist's stand in the manifest
-            found.append(_playable(resolve(layers, Layer("flag", given)).settings, number))
+            found.append(_playable(resolve(layers, SettingsLayer("flag", given)).settings, number))
         return found
 
     def identities(self) -> list[Identity]:

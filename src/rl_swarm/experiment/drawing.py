@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_swarm.experiment.measures import Measure, percent
-from rl_swarm.experiment.progress import ArmStands, Stands, followed
+from rl_swarm.experiment.progress import ArmState, ExperimentState, followed
 from rl_swarm.monitor.drawing import plain
 
 DRAW_SECONDS = 1.0
@@ -25,7 +25,7 @@ SPARED = (
 )  # in a narrow terminal, these first
 
 
-def drawn(told: Stands, width: int) -> Group:
+def drawn(told: ExperimentState, width: int) -> Group:
     """Every arm with what it has earned and the intervals below it, and the runs that go on."""
     parts: list[RenderableType] = [_head(told)]
     if told.arms:
@@ -63,7 +63,7 @@ def snapshot(folder: Path, as_json: bool = False) -> None:
         console.print(drawn(told, console.width))
 
 
-def arms_table(told: Stands, width: int) -> Table:
+def arms_table(told: ExperimentState, width: int) -> Table:
     """The arms, with as many columns as there is room for."""
     rows = [_cells(arm) for arm in told.arms]
     titles = [title for title in rows[0] if any(row[title].plain for row in rows)]
@@ -82,7 +82,7 @@ def arms_table(told: Stands, width: int) -> Table:
     return table
 
 
-def _head(told: Stands) -> Text:
+def _head(told: ExperimentState) -> Text:
     finished = sum(run.phase == "finished" for run in told.runs)
     says: list[str] = [told.phase] if told.phase != "finished" or not told.runs else []
     says += [f"{finished} of {len(told.runs)} runs have finished"] if told.runs else []
@@ -100,7 +100,7 @@ def _width(title: str, rows: Sequence[Mapping[str, Text]]) -> int:
     return max(map(len, [_shown(title), *lines]))
 
 
-def _cells(arm: ArmStands) -> dict[str, Text]:
+def _cells(arm: ArmState) -> dict[str, Text]:
     """A row by its titles. Changes are against the arm that stands below its name."""
     return {
         "arm": Text(plain(arm.arm)).append(

@@ -30,7 +30,7 @@ from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
-from rl_swarm.node.requests import Answering, Learning, Published
+from rl_swarm.node.requests import Published, SampleRequest, TrainRequest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
@@ -47,12 +47,12 @@ SHOWN_EVERY = 1.0  # seconds between states for onlookers
 Scored = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what it answers to, and a text
 
 
-class Engine(Protocol):
+class ModelEngine(Protocol):
     """Does what the nodes of a swarm need done with their models."""
 
-    def sample(self, work: Sequence[Answering]) -> None: ...
+    def sample(self, work: Sequence[SampleRequest]) -> None: ...
 
-    def learn(self, work: Sequence[Learning]) -> None: ...
+    def learn(self, work: Sequence[TrainRequest]) -> None: ...
 
 
 class OneByOne:
@@ -60,16 +60,16 @@ class OneByOne:
 
     def __init__(self, policies: Sequence[Policy]) -> None: ...
 
-    def sample(self, work: Sequence[Answering]) -> None:
+    def sample(self, work: Sequence[SampleRequest]) -> None:
         for one in work:
             one.run()
 
-    def learn(self, work: Sequence[Learning]) -> None:
+    def learn(self, work: Sequence[TrainRequest]) -> None:
         for one in work:
             one.run()
 
 
-def fitting(policies: Sequence[Policy]) -> Engine:
+def fitting(policies: Sequence[Policy]) -> ModelEngine:
     """On a GPU all nodes together."""
     if any(policy.device.type != "cuda" for policy in policies):
         return OneByOne(policies)
@@ -122,22 +122,22 @@ def scored(question: Question, text: str) -> Scored:
 
 
 @dataclass(frozen=True)
-class Member:
+class RunMember:
     identity: Identity
     settings: Settings
 
 
-class Swarm:
+class LockstepSwarm:
     """The nodes of one run."""
 
     def __init__(
         self,
         files: LocalFiles,
-        members: Sequence[Member],
+        members: Sequence[RunMember],
         owner: Identity,
         user: Settings,
         specialists: Mapping[str, list[int]] | None = None,
-        engine: Callable[[Sequence[Policy]], Engine] | None = None,
+        engine: Callable[[Sequence[Policy]], ModelEngine] | None = None,
     ) -> None:
         """Everybody who knows the seed knows the owner's key; checkpoints are signed with that of the user."""
         self.files, self.owner, self.settings = files, owner, members[0].settings
@@ -166,7 +166,9 @@ class Swarm:
         for node in self.nodes:
             node.held_out = held_out
 
-    def run(self, stop: threading.Event, tell: Callable[["Swarm"], None] = lambda swarm: None) -> bool:
+    def run(
+        self, stop: threading.Event, tell: Callable[["LockstepSwarm"], None] = lambda swarm: None
+    ) -> bool:
         """Plays until all rounds are done (True), or until told to stop, after the round at hand (False)."""
         if self.done < 0:
             self._look("start")
@@ -211,8 +213,8 @@ class Swarm:
         turns = [node.begin(state) for node in self.nodes]
         waiting = {number: next(turn) for number, turn in enumerate(turns)}
         while waiting:
-            answering = {number: work for number, work in waiting.items() if isinstance(work, Answering)}
-            learning = {number: work for number, work in waiting.items() if isinstance(work, Learning)}
+            answering = {number: work for number, work in waiting.items() if isinstance(work, SampleRequest)}
+            learning = {number: work for number, work in waiting.items() if isinstance(work, TrainRequest)}
             ready = list(waiting)
             if answering:  # those who have published wait for those who have not
                 self.engine.sample(list(answering.values()))
@@ -271,7 +273,7 @@ class Swarm:
             self.files.write(MANIFEST, seal(manifest, self.owner))
             return manifest
 
-    def _written(self, members: Sequence[Member]) -> tuple[State, dict[str, tuple[Path, Place]]] | None:
+    def _written(self, members: Sequence[RunMember]) -> tuple[State, dict[str, tuple[Path, Place]]] | None:
         """The newest checkpoint that all nodes have whole: the state after it, and where each node's lies."""
         known: dict[str, dict[int, Saved]] = {}
         for member in members:
@@ -305,13 +307,13 @@ class Swarm:
             raise Rejected("owner", "not signed by this user")
         return state
 
-    def _checkpoints(self, member: Member) -> Checkpoints:
+    def _checkpoints(self, member: RunMember) -> Checkpoints:
         # A checkpoint counts when all nodes have it, so none may lose its last one before.
         node, keep = member.identity.node, max(2, member.settings.keep_checkpoints)
         folder = self.private / node / "checkpoints"
         return Checkpoints(folder, self.signer, node, self.files, keep, keep_private=2)
 
-    def _node(self, member: Member, written: tuple[Path, Place] | None) -> Node:
+    def _node(self, member: RunMember, written: tuple[Path, Place] | None) -> Node:
         identity, settings, never = member.identity, member.settings, threading.Event()
         sharing, path = self.sharing.get(settings.model), written[0] if written else None
         policy = Policy.load(settings, self.environment.system_prompt, path, sharing)
@@ -366,7 +368,7 @@ class Swarm:
         self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 
-def sharing(members: Sequence[Member]) -> dict[str, Sharing]:
+def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
     """What the nodes with one model share on a GPU."""
     if pick_device(members[0].settings).type != "cuda":
         return {}

@@ -37,7 +37,7 @@ class RunStands:
 
 
 @dataclass(frozen=True)
-class ArmStands:
+class ArmState:
     """What an arm has earned. Rewards are totals over nodes and rounds, as in the report."""
 
     arm: str
@@ -58,10 +58,10 @@ class ArmStands:
 
 
 @dataclass(frozen=True)
-class Stands:
+class ExperimentState:
     name: str
     phase: Phase
-    arms: list[ArmStands]
+    arms: list[ArmState]
     runs: list[RunStands]
     tuning: int  # short runs that find out learning rates
     tuned: int  # of those, finished
@@ -80,7 +80,7 @@ class _HeldOutLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag=
 _LINE = msgspec.json.Decoder(_RoundLine | _HeldOutLine)
 
 
-class NodeLog:
+class FollowedNode:
     """The few numbers of a node's log that are shown: thousands of rounds of many runs are kept."""
 
     def __init__(self, files: LocalFiles, path: str) -> None:
@@ -127,7 +127,7 @@ class FollowedRun:
         self.folder, self.job = folder, job
         self.view = RunView(folder)
         self.packed = measures.is_packed(folder)
-        self.logs: dict[str, NodeLog] = {}
+        self.logs: dict[str, FollowedNode] = {}
         self.phase: Phase = "waiting"
 
     @property
@@ -142,14 +142,14 @@ class FollowedRun:
             return self._unpack()
         before, self.phase = self.phase, self._phase()  # before the logs: when it has finished they are whole
         for node in measures.logged(self.view.here):
-            self.logs.setdefault(node, NodeLog(self.view.here, f"logs/{node}/{journal.METRICS}"))
+            self.logs.setdefault(node, FollowedNode(self.view.here, f"logs/{node}/{journal.METRICS}"))
         return any([log.look() for log in self.logs.values()]) or self.phase != before
 
     def _unpack(self) -> bool:
         with suppress(UserError):  # the report would say so
             if run := measures.Run.read(self.folder):
                 for number, log in enumerate(run.nodes):
-                    self.logs[str(number)] = NodeLog(self.view.here, measures.PACKED)
+                    self.logs[str(number)] = FollowedNode(self.view.here, measures.PACKED)
                     self.logs[str(number)].take(log)
                 self.phase = "finished"
         return self.phase == "finished"
@@ -179,19 +179,19 @@ class FollowedArm:
     def played(self) -> int:
         return min((run.played for run in self.counted), default=0)
 
-    def each(self, value: Callable[[NodeLog], float]) -> dict[int, list[float]]:
+    def each(self, value: Callable[[FollowedNode], float]) -> dict[int, list[float]]:
         """A number of every node, by seed."""
         return {run.job.seed: [value(log) for log in run.logs.values()] for run in self.counted}
 
 
-class Standing:
+class ExperimentProgress:
     """An experiment that is followed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: dict[str, FollowedRun] = {}
         self.tuning: dict[str, FollowedRun] = {}
-        self._told: dict[str, tuple[object, ArmStands]] = {}  # by arm, and what it was made from
+        self._told: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
 
     def look(self) -> bool:
         """Reads what is new; whether there was anything."""
@@ -216,14 +216,14 @@ class Standing:
             by_label.setdefault(run.job.arm.label, FollowedArm(run.job.arm, [])).runs.append(run)
         return sorted(by_label.values(), key=lambda followed: followed.arm.place)
 
-    def told(self) -> Stands:
+    def told(self) -> ExperimentState:
         arms = self.arms()
         runs = [run.stands() for followed in arms for run in followed.runs]
         phases = {run.phase for run in [*self.runs.values(), *self.tuning.values()]}
         phase: Phase = next(
             p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished"
         )
-        return Stands(
+        return ExperimentState(
             name=self.folder.absolute().name,
             phase=phase if phases else "waiting",
             arms=[self._arm(followed, _base_of(followed, arms)) for followed in arms],
@@ -232,7 +232,7 @@ class Standing:
             tuned=sum(run.phase == "finished" for run in self.tuning.values()),
         )
 
-    def _arm(self, followed: FollowedArm, base: FollowedArm | None) -> ArmStands:
+    def _arm(self, followed: FollowedArm, base: FollowedArm | None) -> ArmState:
         made_from = tuple(
             (run.job.seed, run.played, sum(len(log.held_out) for log in run.logs.values()))
             for one in (followed, base)
@@ -250,11 +250,11 @@ class Standing:
         return {followed.arm.label: _curve(followed.runs, metric, points) for followed in self.arms()}
 
 
-def followed(folder: Path) -> Standing:
+def followed(folder: Path) -> ExperimentProgress:
     """The experiment in a folder, looked at once; a clear error if there is none."""
     if not is_experiment(folder):
         raise UserError(f"{folder} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
-    standing = Standing(folder)
+    standing = ExperimentProgress(folder)
     standing.look()
     return standing
 
@@ -267,18 +267,18 @@ def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm 
     return None if followed.arm.is_plain or base is followed else base
 
 
-def _stands(followed: FollowedArm, base: FollowedArm | None) -> ArmStands:
+def _stands(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
     job, played = followed.runs[0].job, followed.played
     both = min(played, base.played) if base else 0
 
-    def measure(value: Callable[[NodeLog], float], total: float = 1.0) -> Measure | None:
+    def measure(value: Callable[[FollowedNode], float], total: float = 1.0) -> Measure | None:
         values: Values = list(followed.each(value).values())
         return measures.measured(values, total) if played else None
 
-    def change(value: Callable[[NodeLog], float]) -> Measure | None:
+    def change(value: Callable[[FollowedNode], float]) -> Measure | None:
         return measures.compared(followed.each(value), base.each(value)) if base and both else None
 
-    return ArmStands(
+    return ArmState(
         arm=followed.arm.label,
         nodes=job.nodes,
         seeds=[run.job.seed for run in followed.counted],

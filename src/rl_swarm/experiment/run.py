@@ -101,7 +101,7 @@ class Experiment:
 
 
 @dataclass
-class Child:
+class RunProcess:
     job: Job
     process: ChildProcess
     told: Told = field(default_factory=Told)
@@ -204,7 +204,7 @@ class Runner:
         if not pending:
             return True
         pending.sort(key=self._turn)
-        running: list[Child] = []
+        running: list[RunProcess] = []
         shown = Shown(self.console, sorted(jobs, key=self._turn), self._played(jobs))
         with shown.bars:
             try:
@@ -233,7 +233,7 @@ class Runner:
                 self._stop(running)
         return True
 
-    def _plan(self, child: Child) -> None:
+    def _plan(self, child: RunProcess) -> None:
         """How long all of it may take, and how many runs there is room for."""
         folder = self.experiment.folder
         run = Run.read(folder(child.job))
@@ -277,13 +277,13 @@ class Runner:
         """A line, whatever its length; in a terminal it is folded between words."""
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
-    def _start(self, job: Job) -> Child:
+    def _start(self, job: Job) -> RunProcess:
         files = self.experiment.files(job)
         job.write(files)
         arguments = (job, files, self.experiment.user, self.experiment.keep_models)
-        return Child(job, ChildProcess(self.context, job.name, _child_main, *arguments))
+        return RunProcess(job, ChildProcess(self.context, job.name, _child_main, *arguments))
 
-    def _heard(self, running: Sequence[Child]) -> list[Child]:
+    def _heard(self, running: Sequence[RunProcess]) -> list[RunProcess]:
         """Takes in what the runs say; those that have ended."""
         wait([child.process.pipe for child in running], timeout=0.25)
         ended = []
@@ -297,7 +297,7 @@ class Runner:
                 ended.append(child)
         return ended
 
-    def _ended(self, child: Child) -> bool:
+    def _ended(self, child: RunProcess) -> bool:
         """Whether the run is over; one that failed by accident is started again, from its last checkpoint."""
         if child.told.error:
             raise UserError(f"{child.job.name}: {child.told.error}")
@@ -313,7 +313,7 @@ class Runner:
         self.say(f"{name} ended with exit code {code} and goes on")
         return False
 
-    def _stop(self, running: Sequence[Child]) -> None:
+    def _stop(self, running: Sequence[RunProcess]) -> None:
         """Lets the runs finish their rounds and save; a second Ctrl-C does not wait for that."""
         try:
             for child in running:
@@ -352,14 +352,14 @@ def play(
     from rl_swarm.learning.memory import available
     from rl_swarm.telemetry.machine import hardware
 
-    members = [lockstep.Member(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    members = [lockstep.RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
     owner = Identity.derived("experiment", job.seed, 0)
-    swarm = lockstep.Swarm(files, members, owner, user, job.specialists())
+    swarm = lockstep.LockstepSwarm(files, members, owner, user, job.specialists())
     device = swarm.nodes[0].policy.device
     free = available(device)
     files.write(report.MACHINE, msgspec.json.encode(hardware([device])))
 
-    def tell(swarm: lockstep.Swarm) -> None:
+    def tell(swarm: lockstep.LockstepSwarm) -> None:
         if pipe is None:
             return
         unit = 1 if sys.platform == "darwin" else 1024

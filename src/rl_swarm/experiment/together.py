@@ -10,10 +10,10 @@ from collections.abc import Hashable, Sequence
 
 from rl_swarm.learning import sampler
 from rl_swarm.learning.devices import out_of_memory
-from rl_swarm.learning.parallel.stacked import Stack, kind_of
+from rl_swarm.learning.parallel.stacked import ModelStack, kind_of
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import Request
-from rl_swarm.node.requests import Answering, Learning
+from rl_swarm.node.requests import SampleRequest, TrainRequest
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.telemetry.journal import Stopwatch
 
@@ -23,11 +23,11 @@ class Together:
         kinds = defaultdict[Hashable, list[Policy]](list)
         for policy in policies:
             kinds[kind_of(policy.trainer)].append(policy)
-        self.parties = [(alike, Stack([p.trainer for p in alike])) for kind, alike in kinds.items()
+        self.parties = [(alike, ModelStack([p.trainer for p in alike])) for kind, alike in kinds.items()
                         if kind is not None and len(alike) > 1]  # fmt: skip
 
-    def sample(self, work: Sequence[Answering]) -> None:
-        parties = defaultdict[Hashable, list[Answering]](list)
+    def sample(self, work: Sequence[SampleRequest]) -> None:
+        parties = defaultdict[Hashable, list[SampleRequest]](list)
         for one in work:
             engine = sampler.engine_of(one.policy.model)
             if engine is None or one.greedy or len(one.questions) * one.count > one.policy.batch:
@@ -48,7 +48,7 @@ class Together:
                 one.completions = completions
             share([one.watch for one in party], "generate", started)
 
-    def learn(self, work: Sequence[Learning]) -> None:
+    def learn(self, work: Sequence[TrainRequest]) -> None:
         waiting = {one.policy: one for one in work}
         for policies, stack in self.parties:
             party = [waiting.pop(policy, None) for policy in policies]
@@ -65,7 +65,7 @@ class Together:
             one.run()
 
 
-def sample(party: Sequence[Answering]) -> list[list[list[Completion]]]:
+def sample(party: Sequence[SampleRequest]) -> list[list[list[Completion]]]:
     """Completions of all questions of several nodes, whose models one engine serves, in one pass."""
     engine = sampler.engine_of(party[0].policy.model)
     assert engine is not None

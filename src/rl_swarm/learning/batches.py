@@ -54,7 +54,7 @@ def count_tokens(groups: Sequence[TrainingGroup]) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """The lengths of what lies in the row; completion i continues prompt `rows[i]`."""
 
     prompts: tuple[int, ...]
@@ -76,12 +76,12 @@ class Batch:
     claimed_M: Tensor  # whether they are a stranger's
 
     @classmethod
-    def of(cls, groups: Sequence[TrainingGroup], tokens: int) -> tuple["Batch", Shape]:
+    def of(cls, groups: Sequence[TrainingGroup], tokens: int) -> tuple["Batch", BatchShape]:
         """The batch on the CPU; `tokens` of the whole update share the loss."""
         rows = [number for number, group in enumerate(groups) for _ in group.completions]
         completions = [ids for group in groups for ids in group.completions]
         fed = [*(group.prompt for group in groups), *(ids[:-1] for ids in completions)]
-        shape = Shape(
+        shape = BatchShape(
             tuple(len(g.prompt) for g in groups), tuple(len(ids) - 1 for ids in completions), tuple(rows)
         )
         ends = list(accumulate(map(len, fed)))

@@ -14,7 +14,7 @@ from rl_swarm import settings
 from rl_swarm.learning import memory
 from rl_swarm.learning.cpu import precision
 from rl_swarm.learning.memory import GIB
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.settings import ConfigError, Settings
 
 log = logging.getLogger(__name__)
@@ -34,19 +34,19 @@ class ModelCard:
 
     name: str
     pool: str
-    shape: Shape  # layers, hidden, inner, heads, key heads, head size, vocabulary
+    shape: ModelShape  # layers, hidden, inner, heads, key heads, head size, vocabulary
 
 
 CATALOGUE = (
-    ModelCard("tiny", "bundled", Shape(3, 256, 768, 8, 8, 32, 305)),
-    ModelCard("coder", "bundled", Shape(4, 256, 768, 8, 8, 32, 1590)),
-    ModelCard("smollm2-135m", "offline", Shape(30, 576, 1536, 9, 3, 64, 49152)),
-    ModelCard("Qwen/Qwen2.5-0.5B-Instruct", "small", Shape(24, 896, 4864, 14, 2, 64, 151936)),
-    ModelCard("Qwen/Qwen3-0.6B", "small", Shape(28, 1024, 3072, 16, 8, 128, 151936)),
-    ModelCard("Qwen/Qwen2.5-1.5B-Instruct", "large", Shape(28, 1536, 8960, 12, 2, 128, 151936)),
-    ModelCard("Qwen/Qwen3-1.7B", "large", Shape(28, 2048, 6144, 16, 8, 128, 151936)),
-    ModelCard("Qwen/Qwen2.5-Coder-0.5B-Instruct", "coding", Shape(24, 896, 4864, 14, 2, 64, 151936)),
-    ModelCard("Qwen/Qwen2.5-Coder-1.5B-Instruct", "judging", Shape(28, 1536, 8960, 12, 2, 128, 151936)),
+    ModelCard("tiny", "bundled", ModelShape(3, 256, 768, 8, 8, 32, 305)),
+    ModelCard("coder", "bundled", ModelShape(4, 256, 768, 8, 8, 32, 1590)),
+    ModelCard("smollm2-135m", "offline", ModelShape(30, 576, 1536, 9, 3, 64, 49152)),
+    ModelCard("Qwen/Qwen2.5-0.5B-Instruct", "small", ModelShape(24, 896, 4864, 14, 2, 64, 151936)),
+    ModelCard("Qwen/Qwen3-0.6B", "small", ModelShape(28, 1024, 3072, 16, 8, 128, 151936)),
+    ModelCard("Qwen/Qwen2.5-1.5B-Instruct", "large", ModelShape(28, 1536, 8960, 12, 2, 128, 151936)),
+    ModelCard("Qwen/Qwen3-1.7B", "large", ModelShape(28, 2048, 6144, 16, 8, 128, 151936)),
+    ModelCard("Qwen/Qwen2.5-Coder-0.5B-Instruct", "coding", ModelShape(24, 896, 4864, 14, 2, 64, 151936)),
+    ModelCard("Qwen/Qwen2.5-Coder-1.5B-Instruct", "judging", ModelShape(28, 1536, 8960, 12, 2, 128, 151936)),
 )
 
 
@@ -144,7 +144,7 @@ def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:
     return 2.0 * rows * width * width * done / (time.perf_counter() - started)
 
 
-def round_seconds(shape: Shape, settings: Settings, sampling: float, training: float) -> float:
+def round_seconds(shape: ModelShape, settings: Settings, sampling: float, training: float) -> float:
     """About how long a round takes at these speeds, when all completions are as long as can be."""
     group = memory.prompt_tokens(settings) + settings.generations * settings.completion_tokens()
     sampled, trained = settings.local * group, (settings.local + settings.external) * group

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Batch, Shape
+from rl_swarm.learning.batches import Batch, BatchShape
 from rl_swarm.learning.cpu.attention import PackedAttention
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.devices import low_precision
@@ -57,7 +57,7 @@ def precision(decoder: Decoder) -> AbstractContextManager[object]:
     return nullcontext() if decoder.exact else low_precision(decoder.model)
 
 
-def attention_of(decoder: Decoder, shape: Shape) -> tuple[Attend, Tensor]:
+def attention_of(decoder: Decoder, shape: BatchShape) -> tuple[Attend, Tensor]:
     """Attention over a row of this shape, and the positions of its tokens."""
     device = decoder.model.device
     if decoder.fused:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.settings import Settings
 
 GIB = 1 << 30
@@ -30,18 +30,18 @@ LARGE_BATCH = 3 * GIB  # of a GPU's memory: a model of which more tokens fit tak
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
-def keeping(shape: Shape, settings: Settings) -> int:
+def keeping(shape: ModelShape, settings: Settings) -> int:
     """Bytes that a node keeps all the time: weights and two moments in float32, and a copy in bfloat16 to sample from."""
     reference = 4 * shape.parameters if settings.kl_weight > 0 else 0
     return 6 * shape.parameters + 8 * shape.trained(settings.lora_rank) + reference
 
 
-def desk(shape: Shape, settings: Settings) -> int:
+def desk(shape: ModelShape, settings: Settings) -> int:
     """Bytes that training needs beside a micro-batch: gradients, and the weights in bfloat16."""
     return 4 * shape.trained(settings.lora_rank) + 2 * shape.parameters
 
 
-def training(shape: Shape, settings: Settings, device_type: str, tokens: int) -> int:
+def training(shape: ModelShape, settings: Settings, device_type: str, tokens: int) -> int:
     """Bytes that a micro-batch of so many tokens takes: what layers keep for the way back, and some logits."""
     asked = shape.heads * shape.head_size
     all_heads = asked + 2 * shape.key_heads * shape.head_size
@@ -62,7 +62,7 @@ def training(shape: Shape, settings: Settings, device_type: str, tokens: int) ->
     return tokens * shape.layers * layer + number * copies * logits + head
 
 
-def most_tokens(shape: Shape, settings: Settings, device_type: str) -> int:
+def most_tokens(shape: ModelShape, settings: Settings, device_type: str) -> int:
     """Of a micro-batch, where memory is plentiful."""
     if device_type != "cuda":
         return MOST_TOKENS
@@ -70,7 +70,7 @@ def most_tokens(shape: Shape, settings: Settings, device_type: str) -> int:
     return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MOST_TOKENS)
 
 
-def sampling(shape: Shape, settings: Settings, device_type: str, sequences: int) -> int:
+def sampling(shape: ModelShape, settings: Settings, device_type: str, sequences: int) -> int:
     """Bytes that so many sequences take: keys and values of every token, and the logits of the next."""
     per_token = 2 * shape.layers * shape.key_heads * shape.head_size
     room = settings.completion_tokens()
@@ -112,7 +112,7 @@ class Plan:
         )
 
 
-def plan(shape: Shape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
+def plan(shape: ModelShape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
     """The largest sizes that fit: first a second desk goes, then what makes micro-batches large, then what takes more is
     halved, until all fits or nothing can be halved.
 
@@ -127,7 +127,7 @@ def plan(shape: Shape, available: int, settings: Settings, device_type: str, nod
 
 
 def _plan(
-    shape: Shape, available: int, usable: float, settings: Settings, device_type: str, nodes: int
+    shape: ModelShape, available: int, usable: float, settings: Settings, device_type: str, nodes: int
 ) -> Plan:
     longest = prompt_tokens(settings) + settings.completion_tokens()
     groups, count = max(1, settings.local + settings.external), settings.generations

@@ -21,7 +21,7 @@ from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_
 from rl_swarm.learning.likelihood import surprise
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
 from rl_swarm.learning.word_probability import word_probability
@@ -66,7 +66,7 @@ class Policy:
             )
         free = memory.available(device, 1 if sharing else memory.sharing(settings, device))
         nodes = sharing.nodes if sharing else 1
-        shape = replace(Shape.of(model.config), packed=support.refusal(model) is None)
+        shape = replace(ModelShape.of(model.config), packed=support.refusal(model) is None)
         self.plan = memory.plan(shape, free, settings, device.type, nodes)
         self.batch = self.plan.sequences  # sampled at once
         eos = model.generation_config.eos_token_id

@@ -23,7 +23,7 @@ from rl_swarm.learning.support import refusal, shares_prompts
 from rl_swarm.learning.weights import Weights
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
 
 CROWDED = 0.75  # a batch in which fewer than this share still grow is made smaller
@@ -143,27 +143,27 @@ def release(model: Model) -> None:
         engine.leave(model)
 
 
-def share(model: Model, engine: "Engine") -> None:
+def share(model: Model, engine: "CudaEngine") -> None:
     """This engine, which serves other models too, samples from this model from now on."""
     release(model)
     _shared[model] = engine
 
 
 _weights: "weakref.WeakKeyDictionary[Model, Weights]" = weakref.WeakKeyDictionary()
-_engines: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
-_shared: "weakref.WeakKeyDictionary[Model, Engine]" = weakref.WeakKeyDictionary()
+_engines: "weakref.WeakKeyDictionary[Model, CudaEngine]" = weakref.WeakKeyDictionary()
+_shared: "weakref.WeakKeyDictionary[Model, CudaEngine]" = weakref.WeakKeyDictionary()
 
 
-def engine_of(model: Model) -> "Engine | None":
+def engine_of(model: Model) -> "CudaEngine | None":
     """What samples from this model on a GPU, where its kernels know the model and can be compiled."""
     if model.device.type != "cuda":
         return None
     if model not in _engines:
         if slow_path(model) is not None:
             return None
-        from rl_swarm.learning.cuda.engine import Engine
+        from rl_swarm.learning.cuda.engine import CudaEngine
 
-        _engines[model] = _shared.get(model) or Engine()
+        _engines[model] = _shared.get(model) or CudaEngine()
     return _engines[model]
 
 
@@ -178,9 +178,9 @@ def slow_path(model: Model) -> str | None:
         return None
     if find_spec("triton") is None:
         return "Triton is not installed: sampling and training run without the kernels for GPUs"
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
-    if not Engine.supports(model):
+    if not CudaEngine.supports(model):
         return f"there are no sampling kernels for {kind} with this configuration: a step is many torch calls"
     return None
 

@@ -8,7 +8,7 @@ from rl_swarm.learning import support
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a decoder-only model."""
 
     layers: int
@@ -23,7 +23,7 @@ class Shape:
     packed: bool = True  # whether it takes the fast path, which never holds the logits of all tokens
 
     @classmethod
-    def of(cls, config: Any) -> "Shape":
+    def of(cls, config: Any) -> "ModelShape":
         """Of a model of transformers, by its configuration. What an unknown family does not say is guessed."""
         config = config.get_text_config()
         hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1

@@ -31,7 +31,7 @@ class WarmUpError(UserError):
 
 
 @dataclass(frozen=True)
-class Example:
+class WarmupExample:
     """A question and a completion that earns its full reward."""
 
     question: Question
@@ -40,17 +40,17 @@ class Example:
 
 def make_examples(
     environment: Reasoning, count: int, seed: int, fits: Callable[[str], bool] = lambda completion: True
-) -> tuple[list[Example], list[str]]:
+) -> tuple[list[WarmupExample], list[str]]:
     """So many examples that fit, and the tasks that gave none: no right answer is known, or all are too long."""
     rng = random.Random(f"warm-up {seed}")
-    examples: list[Example] = []
+    examples: list[WarmupExample] = []
     asked: set[str] = set()
     for _ in range(0, MOST_QUESTIONS * count, ASKED_AT_ONCE):
         questions = environment.questions([rng.getrandbits(62) for _ in range(ASKED_AT_ONCE)])
         asked.update(question.task for question in questions)
         for question, completion in zip(questions, environment.solutions(questions), strict=True):
             if completion is not None and fits(completion):
-                examples.append(Example(question, completion))
+                examples.append(WarmupExample(question, completion))
         if len(examples) >= count:
             break
     examples = examples[:count]
@@ -58,7 +58,7 @@ def make_examples(
 
 
 def train(
-    policy: Policy, examples: Sequence[Example], epochs: int, rate: float, seed: int
+    policy: Policy, examples: Sequence[WarmupExample], epochs: int, rate: float, seed: int
 ) -> Iterator[float]:
     """One step at a time; yields how improbable the right answers were before it, in nats a token.
 

@@ -34,7 +34,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerWeights:
     qkv: Linear
     o: Linear
     up: Linear  # gate and up, one after the other, where the model has a gate
@@ -154,7 +154,9 @@ class Weights:
         gate, up = inner.chunk(2, -1)
         return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def _heads(self, qkv: Tensor, layer: Layer, turn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _heads(
+        self, qkv: Tensor, layer: LayerWeights, turn: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, ...]:
         """Queries, keys and values in float32, normalised and rotated."""
         decoder = self.decoder
         asking, width = decoder.heads + decoder.key_heads, decoder.head_size
@@ -171,11 +173,11 @@ class Weights:
     def inner(self) -> int:
         return self.layers[0].down.weight.shape[1]
 
-    def _llama_layer(self, layer: Any) -> Layer:
+    def _llama_layer(self, layer: Any) -> LayerWeights:
         attention, mlp, gemma = layer.self_attn, layer.mlp, self.decoder.family == "gemma3_text"
         normed = self.decoder.family in ("qwen3", "gemma3_text")
         before_mlp = layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm
-        return Layer(
+        return LayerWeights(
             qkv=self._linear([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_layernorm),
             o=self._linear([attention.o_proj]),
             up=self._linear([mlp.gate_proj, mlp.up_proj], before_mlp),
@@ -186,8 +188,8 @@ class Weights:
             k_norm=self._norm(attention.k_norm).weight if normed else None,
         )
 
-    def _gpt2_layer(self, layer: Any) -> Layer:
-        return Layer(
+    def _gpt2_layer(self, layer: Any) -> LayerWeights:
+        return LayerWeights(
             qkv=self._linear([layer.attn.c_attn]),
             o=self._linear([layer.attn.c_proj]),
             up=self._linear([layer.mlp.c_fc]),

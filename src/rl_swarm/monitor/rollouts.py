@@ -18,7 +18,7 @@ from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import RolloutPage, RolloutRow, Text
 from rl_swarm.monitor.snapshot import find
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.node.conversation import Transcript
+from rl_swarm.node.conversation import Conversation
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
@@ -191,7 +191,7 @@ class Texts:
             self._failed = True
             return {}
 
-    def _transcript(self, manifest: Manifest, round: int) -> Transcript:
+    def _transcript(self, manifest: Manifest, round: int) -> Conversation:
         """What a question of a later stage was made from is read where its author read it."""
         peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
 
@@ -200,7 +200,9 @@ class Texts:
                 yield self._published((round, stage, peers[peer_id]))
 
         assert self._environment is not None
-        return Transcript(manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers))
+        return Conversation(
+            manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers)
+        )
 
     def close(self) -> None:
         if self._environment is not None:

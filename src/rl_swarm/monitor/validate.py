@@ -20,7 +20,7 @@ from rl_swarm.monitor.run_reader import NodeView
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.round_server import read_history
-from rl_swarm.node.conversation import Transcript
+from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.selection import Transcripts, check, for_ending
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
@@ -67,7 +67,7 @@ class RoundLine(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Run:
+class ValidatedRun:
     address: Address
     manifest: Manifest
     state: State
@@ -88,7 +88,7 @@ class Run:
 
 def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
-) -> tuple[Verdict, Run | None]:
+) -> tuple[Verdict, ValidatedRun | None]:
     """Everything that can be checked without scoring; `rescore` does the rest."""
     if isinstance(address, str) and address.startswith("p2p://"):
         from rl_swarm.monitor import validate_peers
@@ -111,7 +111,7 @@ def validate(
     return verdict, run
 
 
-def _open(address: Address, verdict: Verdict) -> Run | None:
+def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
     files = address.files
     try:
         manifest = read_manifest(files)
@@ -127,17 +127,17 @@ def _open(address: Address, verdict: Verdict) -> Run | None:
         verdict.notes.append(
             f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)"
         )
-    return Run(address, manifest, state, history)
+    return ValidatedRun(address, manifest, state, history)
 
 
-def check_size(run: Run, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
+def check_size(run: ValidatedRun, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
     if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
         verdict.errors.append(f"rounds that were finished: {expected}, expected: {rounds}")
     if nodes is not None and len(run.state.members) != nodes:
         verdict.errors.append(f"nodes that took part: {len(run.state.members)}, expected: {nodes}")
 
 
-def check_history(run: Run, verdict: Verdict, finished: int) -> None:
+def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
     """What the owner wrote, of as many rounds as have finished."""
     places = set()
     for ended in run.history:
@@ -154,7 +154,7 @@ def check_history(run: Run, verdict: Verdict, finished: int) -> None:
     verdict.count("round", finished)
 
 
-def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
+def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
     """Every report that the coordinator counted is still there, unaltered."""
     found = {}
     for ended in run.history:
@@ -184,7 +184,7 @@ def _check_reports(run: Run, verdict: Verdict) -> dict[tuple[str, int, int], Rep
     return found
 
 
-def _check_gaps(run: Run, verdict: Verdict) -> None:
+def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
     """Every round that a member missed has a reason: it came late, skipped it, reported late, or left."""
     for peer_id, member in run.state.members.items():
         reported = {ended.round for ended in run.history if peer_id in ended.reports}
@@ -215,7 +215,7 @@ def _check_gaps(run: Run, verdict: Verdict) -> None:
             )
 
 
-def _is_there(run: Run, path: str) -> bool:
+def _is_there(run: ValidatedRun, path: str) -> bool:
     try:
         run.files.read(path, 0)
     except OSError:
@@ -223,7 +223,7 @@ def _is_there(run: Run, path: str) -> bool:
     return True
 
 
-def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
+def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
     """Every node's log tells the rewards that it reported."""
     elsewhere = [peer_id for peer_id, member in run.state.members.items() if not run.has_log(member.node)]
     if elsewhere:
@@ -250,7 +250,7 @@ def _check_logs(run: Run, reports: dict[tuple[str, int, int], Report], verdict: 
             verdict.count("log line", len(said))
 
 
-def _check_lines(run: Run, node: str, verdict: Verdict) -> None:
+def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
     """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
     view = NodeView(node)
     view.refresh(LocalFiles(run.address.here))
@@ -263,7 +263,7 @@ def _check_lines(run: Run, node: str, verdict: Verdict) -> None:
             verdict.notes.append(f"logs/{node}/{name}: {counted(lines, 'line')} cannot be read ({why})")
 
 
-def _killed_before_logging(run: Run, node: str, number: int) -> bool:
+def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
     """A node that dies between its report and its log line comes back and skips that round."""
     events = _lines(run, node, "training_events.jsonl", Event)
     return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
@@ -271,7 +271,7 @@ def _killed_before_logging(run: Run, node: str, number: int) -> bool:
     )
 
 
-def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
+def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
     """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
     found = []
     for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
@@ -280,7 +280,7 @@ def _lines(run: Run, node: str, name: str, kind: type[T]) -> list[T]:
     return found
 
 
-def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
+def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
     """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
     members = {member.node for member in run.state.members.values()}
     played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
@@ -308,12 +308,12 @@ def _publications(run: Run, verdict: Verdict) -> Iterator[tuple[str, Publication
         )
 
 
-def _publication(run: Run, path: str) -> Publication:
+def _publication(run: ValidatedRun, path: str) -> Publication:
     limit = run.manifest.limits.file_bytes
     return unseal(run.files.read(path, limit), Publication, limit)
 
 
-def _check_rollouts(run: Run, verdict: Verdict) -> None:
+def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
     """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
     present: dict[tuple[int, int], set[str]] = {}
@@ -339,7 +339,7 @@ def _check_rollouts(run: Run, verdict: Verdict) -> None:
                 verdict.errors.append(f"round {ended.round}: the rollouts of {nodes[peer_id]} are missing")
 
 
-def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
+def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
     """Makes the questions of some publications again and compares what their answers earn."""
     found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
@@ -367,19 +367,19 @@ def rescore(run: Run, environment: Environment, verdict: Verdict, count: int = R
             verdict.count("rescored answer", len(claimed))
 
 
-def _transcripts(run: Run, environment: Environment, published: list[Publication]) -> Transcripts:
+def _transcripts(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Transcripts:
     """The earlier stages of every round, from what lies there."""
     by_place = {(one.round, one.stage, one.peer_id): one for one in published}
-    made: dict[int, Transcript] = {}
+    made: dict[int, Conversation] = {}
 
-    def transcript(number: int) -> Transcript:
+    def transcript(number: int) -> Conversation:
         def fetch(stage: int, peer_id: str) -> list[Publication]:
             found = by_place.get((number, stage, peer_id))
             return [found] if found is not None else []
 
         if number not in made:
             members = sorted(run.state.members)
-            made[number] = Transcript(
+            made[number] = Conversation(
                 run.manifest, environment, number, fetch, lambda *why: None, members=members
             )
         return made[number]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from rl_swarm.config.resolve import load
-from rl_swarm.monitor.validate import Run, Verdict, check_history, check_size
+from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, check_size
 from rl_swarm.network.folder import read_manifest, read_roll, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
 from rl_swarm.network.round_server import read_history
@@ -25,11 +25,11 @@ NEWEST = 3  # rounds back to which documents are asked for
 MOST_ASKED = 64  # members, drawn at random
 
 
-def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdict, Run]:
+def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdict, ValidatedRun]:
     verdict = Verdict()
     with observed(address, load().settings) as (place, clock):
         manifest = read_manifest(place.files)
-        run = Run(place, manifest, State(swarm=manifest.swarm()), [], published=[])
+        run = ValidatedRun(place, manifest, State(swarm=manifest.swarm()), [], published=[])
         if clock is not None:
             run.state = clock()
             verdict.notes.append(
@@ -45,7 +45,7 @@ def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdi
     return verdict, run
 
 
-def _check_conducted(run: Run, verdict: Verdict) -> None:
+def _check_conducted(run: ValidatedRun, verdict: Verdict) -> None:
     """The coordinator's state and history; without them, who introduces itself is taken for a member."""
     run.state = State(swarm=run.manifest.swarm(), members=_introduced(run, verdict))
     try:
@@ -64,7 +64,7 @@ def _check_conducted(run: Run, verdict: Verdict) -> None:
     check_history(run, verdict, min(had, finished))
 
 
-def _introduced(run: Run, verdict: Verdict) -> dict[str, Member]:
+def _introduced(run: ValidatedRun, verdict: Verdict) -> dict[str, Member]:
     found = {}
     names = [name for name in run.files.names("peers") if name.endswith(".json")]
     for path, answer in asked(run.files, [f"peers/{name}" for name in names], MAX_BYTES):
@@ -77,7 +77,7 @@ def _introduced(run: Run, verdict: Verdict) -> dict[str, Member]:
     return found
 
 
-def _check_roll(run: Run, verdict: Verdict) -> None:
+def _check_roll(run: ValidatedRun, verdict: Verdict) -> None:
     try:
         if read_roll(run.files, run.manifest).number > 0:
             verdict.count("owner's list")
@@ -87,7 +87,7 @@ def _check_roll(run: Run, verdict: Verdict) -> None:
         verdict.errors.append(f"the owner's list of who may take part cannot be believed ({error})")
 
 
-def _check_members(run: Run, verdict: Verdict) -> None:
+def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
     """What members published and reported last: theirs, for where it lies, and what the coordinator counted."""
     members = sorted(run.state.members)
     if len(members) > MOST_ASKED:
@@ -110,7 +110,7 @@ def _check_members(run: Run, verdict: Verdict) -> None:
         )
 
 
-def _add_heard(run: Run) -> None:
+def _add_heard(run: ValidatedRun) -> None:
     """What those of later stages were made from, so that their questions can be made again."""
     assert run.published is not None
     for stage in range(run.manifest.stages - 1, 0, -1):
@@ -132,7 +132,7 @@ def _add_heard(run: Run) -> None:
 
 
 def _newest(
-    run: Run,
+    run: ValidatedRun,
     verdict: Verdict,
     members: Iterable[str],
     places: Iterable[tuple[int, int]],

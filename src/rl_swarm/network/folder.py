@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from rl_swarm.network.base import NetworkError, OnReject
 from rl_swarm.protocol import admission
-from rl_swarm.protocol.admission import AdmissionError, Roll
+from rl_swarm.protocol.admission import AccessList, AdmissionError
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication, within
@@ -144,12 +144,12 @@ def read_state(files: Files, manifest: Manifest) -> State:
     return state
 
 
-def read_roll(files: Files, manifest: Manifest) -> Roll:
+def read_roll(files: Files, manifest: Manifest) -> AccessList:
     """The owner's list; an empty one where there is none."""
     try:
-        roll = unseal(files.read(ROLL, MAX_BYTES), Roll)
+        roll = unseal(files.read(ROLL, MAX_BYTES), AccessList)
     except FileNotFoundError:
-        return Roll(swarm=manifest.swarm())
+        return AccessList(swarm=manifest.swarm())
     if roll.peer_id != manifest.peer_id:
         raise Rejected("owner", "the list is not signed by the swarm's owner")
     if roll.swarm != manifest.swarm():
@@ -159,7 +159,7 @@ def read_roll(files: Files, manifest: Manifest) -> Roll:
 
 def change_roll(
     files: Files, manifest: Manifest, owner: Identity, names: Iterable[str], allow: bool
-) -> tuple[Roll, Roll]:
+) -> tuple[AccessList, AccessList]:
     """Allows or denies peers or invitations; the owner's list before and after. It is written only if it changes."""
     before = after = read_roll(files, manifest)
     for name in names:
@@ -373,7 +373,7 @@ class FolderCoordinator:
         self._refusal = ""  # why a state was not used, said once
         self._reported: set[tuple[int, int]] = set()
         self._joined = math.nan  # the introduction by which this node is known
-        self.roll = Roll(swarm=manifest.swarm())
+        self.roll = AccessList(swarm=manifest.swarm())
         self.turned_away: Why | None = None
         self._told_to_wait = False
 

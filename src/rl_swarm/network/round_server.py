@@ -40,7 +40,7 @@ from rl_swarm.network.folder import (
     report_path,
 )
 from rl_swarm.protocol import admission, rounds
-from rl_swarm.protocol.admission import Roll
+from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Ended, PeerInfo, Refusal, Report, Rules, State
@@ -67,7 +67,7 @@ MAX_TIDIED = 20  # rounds whose rollouts are removed at a time
 MAX_REPLAYED = 10_000  # introductions that are read when the history is ahead of the state
 
 
-class Conductor:
+class RoundServer:
     def __init__(
         self, files: Files, manifest: Manifest, identity: Identity, settings: Settings, stop: threading.Event
     ) -> None:
@@ -94,7 +94,7 @@ class Conductor:
         self._listing = Listing()
         self._next: dict[str, str] = {}  # by folder: where the next look at refused documents begins
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
-        self.roll = Roll(swarm=self.swarm)
+        self.roll = AccessList(swarm=self.swarm)
         # Stamps of what all nodes read, by path.
         self._written: dict[str, tuple[int, ...] | None] = {}
         self._look_again_at = 0.0

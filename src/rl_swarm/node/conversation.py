@@ -8,7 +8,7 @@ the same, makes the question again and compares.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment
+from rl_swarm.environments.base import PEER_SECONDS, Environment, FollowUp
 from rl_swarm.protocol.manifest import Manifest, derive, question_seed
 from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
@@ -21,7 +21,7 @@ OVERHEARD = 2  # peers that had spoken in time, and yet were not heard
 
 
 @dataclass
-class Transcript:
+class Conversation:
     """Of one round. Statements are checked once, by whomever they are heard."""
 
     manifest: Manifest
@@ -42,7 +42,7 @@ class Transcript:
         """The node's own questions in a stage."""
         heard = self.statements(self.heard(peer_id, stage))
         return self._follow_up(
-            [Cue(peer_id, role, stage, number, seed, heard) for number, seed in enumerate(seeds)], None
+            [FollowUp(peer_id, role, stage, number, seed, heard) for number, seed in enumerate(seeds)], None
         )
 
     def again(self, rollouts: Sequence[Rollout]) -> list[Question]:
@@ -56,7 +56,7 @@ class Transcript:
         self._check_heard(first.peer_id, first.stage, first.heard)
         heard = self.statements(first.heard)
         cues = [
-            Cue(r.peer_id, r.role, r.stage, r.number, self._seed(r), heard, claimed=r.prompt)
+            FollowUp(r.peer_id, r.role, r.stage, r.number, self._seed(r), heard, claimed=r.prompt)
             for r in rollouts
         ]
         questions = self._follow_up(cues, PEER_SECONDS)
@@ -142,7 +142,7 @@ class Transcript:
     def _seed(self, rollout: Rollout) -> int:
         return question_seed(self.manifest, rollout.round, rollout.peer_id, rollout.number)
 
-    def _follow_up(self, cues: Sequence[Cue], seconds: float | None) -> list[Question]:
+    def _follow_up(self, cues: Sequence[FollowUp], seconds: float | None) -> list[Question]:
         for cue in cues[:1]:
             if cue.role and cue.role not in list(self.environment.roles)[1:]:
                 raise Rejected("role", f"there is no role {quoted(cue.role)} in {self.manifest.environment}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SAMPLING_SEED = 1
 
 
-class Example(msgspec.Struct, frozen=True):
+class AnsweredQuestion(msgspec.Struct, frozen=True):
     task: str
     prompt: str
     answer: str | None
@@ -37,7 +37,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     greedy_by_task: dict[str, float]
     well_formed_by_task: dict[str, float]
     accuracy_well_formed_by_task: dict[str, float]
-    examples: list[Example]
+    examples: list[AnsweredQuestion]
     samples: int | None = None  # answers to every question
     temperature: float | None = None
 
@@ -92,11 +92,15 @@ def means(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return {name: mean(found[name]) for name in sorted(found)}
 
 
-def _one_per_task(answered: Sequence[tuple[Question, str]], rewards: Sequence[float]) -> list[Example]:
-    found: dict[str, Example] = {}
+def _one_per_task(
+    answered: Sequence[tuple[Question, str]], rewards: Sequence[float]
+) -> list[AnsweredQuestion]:
+    found: dict[str, AnsweredQuestion] = {}
     for (question, text), reward in zip(answered, rewards, strict=True):
         if question.task not in found:
-            found[question.task] = Example(question.task, question.prompt, question.answer, text, reward)
+            found[question.task] = AnsweredQuestion(
+                question.task, question.prompt, question.answer, text, reward
+            )
     return list(found.values())
 
 

@@ -18,11 +18,11 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.trainer import Update
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.node import selection, strategies
-from rl_swarm.node.conversation import Transcript
+from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.evaluation import evaluate, mean
 from rl_swarm.node.hub import Push
-from rl_swarm.node.reputation import Standing, in_turn
-from rl_swarm.node.requests import Answering, Learning, Published, Work, portions
+from rl_swarm.node.reputation import PeerReputation, in_turn
+from rl_swarm.node.requests import Published, SampleRequest, TrainRequest, Work, update_batches
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, derive, question_seed
@@ -67,12 +67,12 @@ class Node:
     refused: set[selection.Place] = field(default_factory=set)  # publications that failed, not read again
     late: Counter[str] = field(default_factory=Counter)  # nodes that are not waited for, and for how long
     members: Mapping[str, Member] = field(default_factory=dict)
-    transcripts: dict[int, Transcript] = field(default_factory=dict)  # by round
+    transcripts: dict[int, Conversation] = field(default_factory=dict)  # by round
 
     def __post_init__(self) -> None:
         self.plays = self.role or Role(self.environment)
         self.watch = Stopwatch()  # of the stage at hand
-        self.standing = Standing(self.settings.peer_patience, self.settings.ban_rounds)
+        self.standing = PeerReputation(self.settings.peer_patience, self.settings.ban_rounds)
         self.strategy = strategies.named(self.settings.strategy)
 
     @property
@@ -159,8 +159,8 @@ class Node:
 
         training = [*local, *external.chosen]
         update = Update()
-        for groups in portions(training, settings.step_groups) * settings.epochs:
-            yield (learning := Learning(self.policy, groups, watch))
+        for groups in update_batches(training, settings.step_groups) * settings.epochs:
+            yield (learning := TrainRequest(self.policy, groups, watch))
             update.add(learning.update)
 
         if settings.publish == "round":
@@ -201,7 +201,7 @@ class Node:
         speakers = transcript.speakers(stage, order, self.settings.fetch_max_peers, roles)
         return [said for peer_id in speakers for said in transcript.said(stage, peer_id)]
 
-    def transcript(self, round: int) -> Transcript:
+    def transcript(self, round: int) -> Conversation:
         """The earlier stages of a round, as far as this node has heard them."""
 
         def fetch(stage: int, peer_id: str) -> Iterator[Publication]:
@@ -210,7 +210,7 @@ class Node:
                     yield publication
 
         if round not in self.transcripts:
-            self.transcripts[round] = Transcript(self.manifest, self.environment, round, fetch, self.reject)
+            self.transcripts[round] = Conversation(self.manifest, self.environment, round, fetch, self.reject)
         self.transcripts[round].members = sorted(self.members)
         return self.transcripts[round]
 
@@ -231,7 +231,7 @@ class Node:
         self.check_stop()
         count = count or self.settings.generations
         seed = derive(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
-        yield (answering := Answering(self.policy, questions, count, seed, self.watch, greedy))
+        yield (answering := SampleRequest(self.policy, questions, count, seed, self.watch, greedy))
         with self.watch("score"):
             return self.scored(questions, answering.completions)
 

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from rl_swarm.learning.checkpoints import MOST_KEPT, KeptReputation
 
 
-class Standing:
+class PeerReputation:
     """A peer that failed is asked half as often with every failure, then for some rounds not at all.
 
     Rollouts that pass take a failure back. After the rounds without, the next failure leads to as many again.

@@ -12,7 +12,7 @@ from rl_swarm.telemetry.journal import Stopwatch
 
 
 @dataclass
-class Answering:
+class SampleRequest:
     """Completions of these questions."""
 
     policy: Policy
@@ -40,7 +40,7 @@ class Published:
 
 
 @dataclass
-class Learning:
+class TrainRequest:
     """An update on these groups."""
 
     policy: Policy
@@ -53,10 +53,10 @@ class Learning:
             self.update = self.policy.learn(self.groups)
 
 
-Work = Answering | Published | Learning
+Work = SampleRequest | Published | TrainRequest
 
 
-def portions(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
+def update_batches(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
     """What the updates of a round are made on, one after the other; there is at least one."""
     if not size:
         return [groups]

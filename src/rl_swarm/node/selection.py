@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rl_swarm.environments.base import PEER_SECONDS, Environment
 from rl_swarm.network.base import OnReject
-from rl_swarm.node.conversation import Transcript, check_prompt
+from rl_swarm.node.conversation import Conversation, check_prompt
 from rl_swarm.node.reputation import most_of_one
 from rl_swarm.node.strategies import Strategy
 from rl_swarm.protocol.manifest import Manifest, question_seed
@@ -24,7 +24,7 @@ from rl_swarm.protocol.wire import Rejected
 
 Key = tuple[str, int, int, int]  # peer, round, stage, number
 Place = tuple[str, int, int]  # of a publication: peer, round, stage
-Transcripts = Callable[[int], Transcript]  # of a round
+Transcripts = Callable[[int], Conversation]  # of a round
 LONG = 64  # characters from which two peers do not write the same text by chance
 
 

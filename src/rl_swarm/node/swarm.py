@@ -56,7 +56,7 @@ SHARED = {
 
 
 @dataclass
-class Child:
+class NodeProcess:
     name: str
     role: Role
     members: dict[str, Settings]  # by their names
@@ -67,18 +67,18 @@ class Child:
     done: bool = False
 
 
-class LocalSwarm:
+class SwarmProcesses:
     """A coordinator and its nodes, each its own process."""
 
     def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
         self.address = address
-        self.children = [Child("coordinator", "coordinator", {"coordinator": coordinator})]
+        self.children = [NodeProcess("coordinator", "coordinator", {"coordinator": coordinator})]
         gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
         for number, (name, settings) in enumerate(workers.items()):
             each = settings.devices_per_node
             sharing = settings.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
             settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
-            child = Child(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
+            child = NodeProcess(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
             others = [
                 c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1
             ]
@@ -117,7 +117,7 @@ class LocalSwarm:
         """Tells the children to stop, gives them time to save, and ends those that do not."""
         self._end(self.children)
 
-    def _adopt(self, orphans: Sequence[Child]) -> None:
+    def _adopt(self, orphans: Sequence[NodeProcess]) -> None:
         """Replaces children whose fork server has died: how they end could not be seen any more. They save first."""
         if not orphans:
             return
@@ -127,7 +127,7 @@ class LocalSwarm:
             self.restarts += 1
             self._start(child)
 
-    def _end(self, children: Sequence[Child]) -> None:
+    def _end(self, children: Sequence[NodeProcess]) -> None:
         running = [child.process for child in children if child.process is not None]
         deadline = time.monotonic() + GRACE_SECONDS
         try:
@@ -141,12 +141,12 @@ class LocalSwarm:
             for process in running:
                 process.join(GRACE_SECONDS)
 
-    def _start(self, child: Child) -> None:
+    def _start(self, child: NodeProcess) -> None:
         arguments = (child.role, child.members, self.address, child.environ)
         child.process = ChildProcess(self.context, child.name, _child_main, *arguments)
         child.started = time.monotonic()
 
-    def _restart(self, child: Child, code: int) -> None:
+    def _restart(self, child: NodeProcess, code: int) -> None:
         quick = time.monotonic() - child.started < QUICK_SECONDS
         child.quick_ends = child.quick_ends + 1 if quick else 0
         if child.quick_ends >= (MOST_KILLS if code < 0 else MOST_FAILURES):

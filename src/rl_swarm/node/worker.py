@@ -23,7 +23,7 @@ from rl_swarm.network.address import Address, is_url, known_addresses, locate
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
 from rl_swarm.network.presence import Watch, only_one_here
-from rl_swarm.network.round_server import Conductor
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import run_settings
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.identity import Identity
@@ -108,7 +108,7 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
         if settings.network == "p2p":
             _lead_among_peers(place, settings, identity, manifest, stop)
             return
-        state = Conductor(place.files, manifest, identity, settings, stop).run()
+        state = RoundServer(place.files, manifest, identity, settings, stop).run()
         log.info("%s at round %d", state.phase, state.round)
 
 
@@ -131,7 +131,7 @@ def _lead_among_peers(
             coordinator = coordinator_of(files, manifest, identity, "", stop, settings.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
             return
-        state = Conductor(files, manifest, identity, settings, stop).run()
+        state = RoundServer(files, manifest, identity, settings, stop).run()
         log.info("%s at round %d", state.phase, state.round)
         stop.wait(joining.LAST_WORDS)  # nodes still ask how it ended
 
@@ -398,10 +398,10 @@ def _restored(
 ) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
-    from rl_swarm.learning.parallel.data_parallel import Leader
+    from rl_swarm.learning.parallel.data_parallel import DataParallelLeader
     from rl_swarm.learning.policy import Policy
 
-    load = Leader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
+    load = DataParallelLeader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
     for saved in checkpoints.written(swarm):
         place = saved.place
         model = place.model if settings.model == "auto" else settings.model

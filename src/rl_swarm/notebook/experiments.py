@@ -9,7 +9,7 @@ from rich.text import Text
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report, text
 from rl_swarm.experiment.drawing import drawn
-from rl_swarm.experiment.progress import Standing
+from rl_swarm.experiment.progress import ExperimentProgress
 from rl_swarm.notebook.cells import set_flags, shown, written
 from rl_swarm.notebook.picture import WIDTH
 from rl_swarm.notebook.plots import Plot, needs_matplotlib
@@ -27,7 +27,7 @@ def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
     """Runs the SAPO experiment, or goes on with it; the folder of its results. Options are those of `rl-swarm experiment
     sapo` (`configs="paper"`) and settings of docs/settings.md. A `test` is a small one, in a folder of its own."""
     folder = Path(f"{out}-test" if test else out)
-    standing = Standing(folder)
+    standing = ExperimentProgress(folder)
 
     def picture(last: bool) -> RenderableType:
         standing.look()

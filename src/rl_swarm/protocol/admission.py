@@ -35,7 +35,7 @@ class AdmissionError(UserError):
 Listed = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MOST_LISTED)]
 
 
-class Roll(msgspec.Struct, frozen=True, kw_only=True):
+class AccessList(msgspec.Struct, frozen=True, kw_only=True):
     """The owner's list. A new one replaces the one before and has a higher number."""
 
     peer_id: str = ""
@@ -47,7 +47,7 @@ class Roll(msgspec.Struct, frozen=True, kw_only=True):
     denied: Listed = []
     revoked: Listed = []  # invitations: whoever came by one of these is out, unless allowed
 
-    def changed(self, name: str, allow: bool) -> "Roll":
+    def changed(self, name: str, allow: bool) -> "AccessList":
         """The list with one more peer or invitation allowed or denied."""
         allowed, denied, revoked = (
             set(names) - {name} for names in (self.allowed, self.denied, self.revoked)
@@ -108,7 +108,7 @@ def shown_by(peer_id: str, shown: str, manifest: Manifest) -> Invitation:
     return invitation
 
 
-def why_not(manifest: Manifest, roll: Roll, peer_id: str, member: Member | None) -> Why | None:
+def why_not(manifest: Manifest, roll: AccessList, peer_id: str, member: Member | None) -> Why | None:
     """Why a peer may not take part, as far as the list and the state tell."""
     if peer_id == manifest.peer_id:
         return None
@@ -123,7 +123,7 @@ def why_not(manifest: Manifest, roll: Roll, peer_id: str, member: Member | None)
 
 
 def admit(
-    manifest: Manifest, roll: Roll, members: Mapping[str, Member], peer_id: str, shown: str, now: float
+    manifest: Manifest, roll: AccessList, members: Mapping[str, Member], peer_id: str, shown: str, now: float
 ) -> tuple[str, Why | None]:
     """By which invitation a peer comes, if any, and why it may not take part. `shown` is its ticket."""
     member = members.get(peer_id)

@@ -278,7 +278,7 @@ def serve(requests: BinaryIO, outgoing: BinaryIO, done: int, kept_from: dict[str
 
 
 @dataclass
-class Child:
+class ScoringChild:
     pid: int
     requests: BinaryIO
     done: int
@@ -306,14 +306,14 @@ def last_word(status: int) -> str:
     return "it needed too much memory" if os.WEXITSTATUS(status) == NO_MEMORY else "it ended"
 
 
-def fork(replies_to: int, keep: int) -> Child:
+def fork(replies_to: int, keep: int) -> ScoringChild:
     requests_out, requests_in = os.pipe()
     done_out, done_in = os.pipe()
     pid = os.fork()
     if pid:
         os.close(requests_out)
         os.close(done_in)
-        return Child(pid, os.fdopen(requests_in, "wb"), done_out)
+        return ScoringChild(pid, os.fdopen(requests_in, "wb"), done_out)
     status = 1
     try:
         mine = {0, 1, 2, requests_out, done_in, replies_to, keep}
@@ -351,7 +351,7 @@ def main() -> None:
         gc.freeze()  # what is shared with the children stays shared
         gc.enable()
         os.environ.clear()
-        children: dict[bytes, Child] = {}
+        children: dict[bytes, ScoringChild] = {}
         with os.fdopen(requests, "rb") as incoming:
             for line in incoming:
                 who, reply = line[:1], b""

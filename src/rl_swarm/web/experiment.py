@@ -13,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 from rl_swarm import __version__
 from rl_swarm.experiment.arms import RUNS
 from rl_swarm.experiment.measures import Measure
-from rl_swarm.experiment.progress import ArmStands, Points, RunStands, Standing, Stands
+from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunStands
 from rl_swarm.monitor.follower import Looking
 from rl_swarm.monitor.records import Line, Lines
 from rl_swarm.monitor.runs import Runs
@@ -34,13 +34,13 @@ MEASURED = (
 @dataclass(frozen=True)
 class ExperimentPage:
     version: int  # grows when anything changes
-    stands: Stands
+    stands: ExperimentState
 
 
 class Followed(Looking):
     """An experiment that many look at."""
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: ExperimentProgress) -> None:
         super().__init__()
         self.standing = standing
 
@@ -58,7 +58,7 @@ class Followed(Looking):
 
 
 def create_experiment_app(folder: Path, hosts: Sequence[str], token: str | None = None) -> FastAPI:
-    followed = Followed(Standing(folder))
+    followed = Followed(ExperimentProgress(folder))
     stream, runs = Stream(followed), Runs(None, folder.absolute() / RUNS, folder.absolute().name)
 
     def close() -> None:
@@ -132,7 +132,7 @@ def _lines(metric: str, curves: dict[str, Points]) -> Lines:
     return Lines(metric, rounds, mean_of([line.values for line in lines]), lines)
 
 
-def arms_csv(arms: Sequence[ArmStands]) -> str:
+def arms_csv(arms: Sequence[ArmState]) -> str:
     """A line per arm; every measure with the ends of its interval."""
     plain = ["arm", "nodes", "played", "rounds", "against"]
     header = [*plain, "seeds", *(f"{name}{end}" for name in MEASURED for end in ("", "_low", "_high"))]

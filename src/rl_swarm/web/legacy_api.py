@@ -31,7 +31,7 @@ class RoundAndStage:
 
 
 @dataclass(frozen=True)
-class Leader:
+class LeaderboardRow:
     id: str
     nickname: str
     participation: int
@@ -41,7 +41,7 @@ class Leader:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    leaders: list[Leader]
+    leaders: list[LeaderboardRow]
     total: int
 
 
@@ -147,7 +147,9 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
 def leaders(swarm: Follower, total: bool) -> Leaderboard:
     page = telling.nodes(swarm, limit=100_000)
     found = [
-        Leader(n.peer_id, n.name, n.participation, n.total_reward if total else n.reward or 0.0, n.wins)
+        LeaderboardRow(
+            n.peer_id, n.name, n.participation, n.total_reward if total else n.reward or 0.0, n.wins
+        )
         for n in page.nodes
     ]
     found.sort(key=lambda leader: (-leader.score, leader.id))

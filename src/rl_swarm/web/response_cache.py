@@ -17,7 +17,7 @@ Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
 
 
 @dataclass(frozen=True)
-class Answer:
+class CachedResponse:
     start: Message
     body: bytes
     packed: bool  # by gzip, where that pays
@@ -39,7 +39,7 @@ class Answer:
 class Kept:
     def __init__(self, app: ASGIApp, version: Callable[[], int]) -> None:
         self.app, self.version = app, version
-        self.made: dict[Key, asyncio.Task[Answer]] = {}
+        self.made: dict[Key, asyncio.Task[CachedResponse]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
@@ -51,7 +51,7 @@ class Kept:
         for message in answer.messages(_takes_gzip(scope)):
             await send(message)
 
-    def _wanted(self, key: Key, scope: Scope) -> "asyncio.Task[Answer]":
+    def _wanted(self, key: Key, scope: Scope) -> "asyncio.Task[CachedResponse]":
         """The answer that is kept or under way, or a new one."""
         if key not in self.made or _is_old(self.made[key]):
             self.made = {k: task for k, task in self.made.items() if not _is_old(task)}
@@ -60,7 +60,7 @@ class Kept:
             self.made[key] = asyncio.create_task(self._make(scope))
         return self.made[key]
 
-    async def _make(self, scope: Scope) -> Answer:
+    async def _make(self, scope: Scope) -> CachedResponse:
         """Asks the application. Whoever asked first may hang up: others wait for this too."""
         messages: list[Message] = []
 
@@ -76,14 +76,14 @@ class Kept:
         if packed:
             body = await asyncio.to_thread(gzip.compress, body, 1)
         keep = KEPT_SECONDS if len(body) <= LARGEST_KEPT else 0.0
-        return Answer(messages[0], body, packed, time.monotonic() + keep)
+        return CachedResponse(messages[0], body, packed, time.monotonic() + keep)
 
 
 def _takes_gzip(scope: Scope) -> bool:
     return any(name == b"accept-encoding" and b"gzip" in value for name, value in scope["headers"])
 
 
-def _is_old(task: "asyncio.Task[Answer]") -> bool:
+def _is_old(task: "asyncio.Task[CachedResponse]") -> bool:
     if not task.done():
         return False
     return task.cancelled() or task.exception() is not None or time.monotonic() >= task.result().until

@@ -10,7 +10,7 @@ from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.learning.devices import BUNDLED, CATALOGUE
 from rl_swarm.learning.policy import Policy, bundled
-from rl_swarm.learning.sizes import Shape
+from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.node.evaluation import evaluate
 from rl_swarm.settings import Settings
 
@@ -35,7 +35,9 @@ def mean(values):
 
 def test_it_is_small_and_known(policy):
     assert sum(path.stat().st_size for path in BUNDLED["coder"].iterdir()) < 20e6
-    assert Shape.of(policy.model.config) == next(card.shape for card in CATALOGUE if card.name == "coder")
+    assert ModelShape.of(policy.model.config) == next(
+        card.shape for card in CATALOGUE if card.name == "coder"
+    )
     assert bundled("coder") == bundled(str(BUNDLED["coder"])) == "coder"
 
 

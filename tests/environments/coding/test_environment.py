@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_swarm.environments.base import Cue
+from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
@@ -109,7 +109,7 @@ def proposed(count, level="easy"):
 
 
 def cues(heard, peer="solver-1", count=4, stage=1):
-    return [Cue(peer, "", stage, number, 1000 + number, tuple(heard)) for number in range(count)]
+    return [FollowUp(peer, "", stage, number, 1000 + number, tuple(heard)) for number in range(count)]
 
 
 def test_solvers_are_asked_what_was_proposed(coding):
@@ -139,7 +139,7 @@ def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
 def shown(questions, heard, peer="solver-1"):
     """The questions of a peer as another one makes them again."""
     return [
-        Cue(peer, "", 1, number, 1000 + number, tuple(heard), claimed=question.prompt)
+        FollowUp(peer, "", 1, number, 1000 + number, tuple(heard), claimed=question.prompt)
         for number, question in enumerate(questions)
     ]
 
@@ -251,10 +251,10 @@ def test_a_proposer_chooses_its_level_and_nothing_else(coding):
     subject = prompts.SUBJECTS[12 % len(prompts.SUBJECTS)]
     for level in LEVELS:
         claimed = prompts.proposer_prompt(level, subject)
-        cue = Cue("proposer-1", "proposer", 0, 0, 12, claimed=claimed)
+        cue = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=claimed)
         assert coding.follow_up([cue])[0].prompt == claimed
     other = prompts.proposer_prompt("easy", prompts.SUBJECTS[13 % len(prompts.SUBJECTS)])
-    cue = Cue("proposer-1", "proposer", 0, 0, 12, claimed=other)
+    cue = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=other)
     assert coding.follow_up([cue])[0].prompt != other
     assert coding.score(
         [(coding.follow_up([cue])[0], text) for text in (as_json(make("easy", 21, 1)), "{}")]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from processes import QUICK, run, status
 
-from rl_swarm.environments.base import Cue
+from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.environment import Coding
@@ -85,7 +85,7 @@ def test_a_proposer_goes_on_at_its_level(coding):
     for success in [0.3] * 10 + [0.5] * 12:
         proposer.difficulty = proposer.difficulty.after(success)
     proposer.written = [3, 88]
-    (question,) = coding.follow_up([Cue("me", "proposer", 0, 0, 5)])
+    (question,) = coding.follow_up([FollowUp("me", "proposer", 0, 0, 5)])
     tasks = [as_json(make("easy", 31, index)) for index in range(3)]
     assert proposer._is_new(tasks[0], question) and proposer._is_new(tasks[1], question)
     again = Proposer(coding)
@@ -100,7 +100,7 @@ def test_a_proposer_goes_on_at_its_level(coding):
 
 def test_a_proposer_takes_drafts_that_count_once_and_else_makes_a_task(coding):
     proposer = Proposer(coding)
-    (question,) = coding.follow_up([Cue("me", "proposer", 0, 0, 5)])
+    (question,) = coding.follow_up([FollowUp("me", "proposer", 0, 0, 5)])
     good = next(
         text
         for text in (as_json(make("easy", 31, index)) for index in range(20))
@@ -126,14 +126,14 @@ def test_where_programs_must_not_run_a_guess_is_the_verdict():
     late = environment.score([(questions[0], "no code"), (questions[0], fenced("x = 1"))], seconds=-1.0)
     assert late == [-1.0], "nor is it guessed when time is up"
     # What was proposed cannot be checked, so it is not asked.
-    cue = Cue("me", "", 1, 0, 7, heard=())
+    cue = FollowUp("me", "", 1, 0, 7, heard=())
     assert environment.follow_up([cue])[0].task in LEVELS
     environment.close()
 
 
 def test_what_a_proposer_remembers_fits_into_a_checkpoint(coding):
     proposer = Proposer(coding)
-    (question,) = coding.follow_up([Cue("me", "proposer", 0, 0, 5)])
+    (question,) = coding.follow_up([FollowUp("me", "proposer", 0, 0, 5)])
     written = {"question": "f(n) adds.", "tests": [["f(1)", "1"], ["f(2)", "2"]]}
     for number in range(2 * MOST_REMEMBERED):
         proposer._is_new(json.dumps({**written, "solution": f"def f(n):\n    return n + {number}"}), question)

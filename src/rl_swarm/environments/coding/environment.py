@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from rl_swarm.environments.base import PEER_SECONDS, Cue, Environment, LanguageModel, ModelLoader, Role
+from rl_swarm.environments.base import PEER_SECONDS, Environment, FollowUp, LanguageModel, ModelLoader, Role
 from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
 from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
@@ -128,7 +128,7 @@ class Coding(Environment):
                     break
         return found
 
-    def follow_up(self, cues: Sequence[Cue], seconds: float | None = None) -> list[Question]:
+    def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
         """Proposers are asked for tasks. A solver's k-th question is the k-th proposal in an order that follows from who
         proposes and who solves, or, where that one is not sound, a task of the sources.
 
@@ -263,7 +263,7 @@ class Coding(Environment):
         self._check(keys, seconds)
         return [float(self._checked.get(_name(key), proposals.LATE).task is not None) for key in keys]
 
-    def _invitation(self, cue: Cue) -> Question:
+    def _invitation(self, cue: FollowUp) -> Question:
         """What a proposer is asked. The subject follows from the seed; the level is its own choice."""
         subject = prompts.SUBJECTS[cue.seed % len(prompts.SUBJECTS)]
         asked = {prompts.proposer_prompt(level, subject): level for level in LEVELS}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Shape
+from rl_swarm.learning.batches import BatchShape
 from rl_swarm.learning.decoder import Decoder
 
 STRETCH = (
@@ -45,7 +45,7 @@ class Part:
 Call = tuple[Part, Part, bool]  # queries, keys, and whether causal
 
 
-def calls(shape: Shape) -> Iterator[Call]:
+def calls(shape: BatchShape) -> Iterator[Call]:
     """All that has to be computed for a row of this shape."""
     lengths = [*shape.prompts, *shape.completions]
     starts = [0, *accumulate(lengths)]
@@ -111,7 +111,7 @@ class _PackedAttention(torch.autograd.Function):
 class PackedAttention:
     """Attention over a row of this shape, as the decoder calls it."""
 
-    def __init__(self, decoder: Decoder, shape: Shape) -> None:
+    def __init__(self, decoder: Decoder, shape: BatchShape) -> None:
         self.decoder, self.plan = decoder, list(calls(shape))
         behind = [shape.prompts[row] for row in shape.rows]
         places = [torch.arange(length) for length in shape.prompts]
@@ -119,7 +119,7 @@ class PackedAttention:
         self.positions_N = torch.cat(places)
 
     @staticmethod
-    def fits(decoder: Decoder, shape: Shape) -> bool:
+    def fits(decoder: Decoder, shape: BatchShape) -> bool:
         """Whether no window ends inside a sequence."""
         lengths = [
             shape.prompts[row] + length for row, length in zip(shape.rows, shape.completions, strict=True)

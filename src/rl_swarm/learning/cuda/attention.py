@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_swarm.learning.batches import Shape, flat
+from rl_swarm.learning.batches import BatchShape, flat
 from rl_swarm.learning.decoder import Attend, Decoder
 
 BLOCK = 64  # tokens that one program of attention holds
@@ -34,7 +34,7 @@ class Segments:
     positions_N: Tensor
 
     @classmethod
-    def of(cls, shape: Shape, tokens: int = 0, count: int = 0) -> "Segments":
+    def of(cls, shape: BatchShape, tokens: int = 0, count: int = 0) -> "Segments":
         """The segments of a row, which is filled up to `tokens`, and the tables to `count` segments."""
         lengths = [*shape.prompts, *shape.completions]
         parents = [-1] * len(shape.prompts) + list(shape.rows)

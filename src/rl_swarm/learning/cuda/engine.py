@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Batch, Shape, flat
+from rl_swarm.learning.batches import Batch, BatchShape, flat
 from rl_swarm.learning.cuda import decoding as kernels
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.fused import ALIGNED
 from rl_swarm.learning.cuda.graphs import Recorder, one_at_a_time, recording
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import out_of_memory, release_memory
-from rl_swarm.learning.parallel.batcher import Meeting
+from rl_swarm.learning.parallel.batcher import DynamicBatcher
 from rl_swarm.learning.sampler import Decoding, Request, Sample, samples, truncated
-from rl_swarm.learning.weights import Layer, Linear, Norm, Stack, Weights
+from rl_swarm.learning.weights import LayerWeights, Linear, Norm, Stack, Weights
 
 LOOK_EVERY = 8  # steps between looks at which sequences have ended
 SIZES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # batches that graphs are made for
@@ -44,7 +44,7 @@ class Room(NamedTuple):
     length: int = 0  # of the longest prompt and its completion
 
 
-class Scratch:
+class ScratchBuffers:
     """Memory to sample in, of all nodes. It is kept between calls, so that recorded graphs stay valid."""
 
     def __init__(self, nodes: int, sequences: int) -> None:
@@ -96,7 +96,7 @@ class Scratch:
         release_memory()  # what follows may be of another size, and for another thread
 
 
-class Engine:
+class CudaEngine:
     """Samples from models of one shape, at most so many."""
 
     weights: Weights  # of the first seat, with which kernels find those of all others
@@ -110,8 +110,8 @@ class Engine:
         self, nodes: int = 1, dtype: torch.dtype = torch.bfloat16, sequences: int = 0, threads: bool = True
     ) -> None:
         self.nodes, self.dtype = nodes, dtype
-        self.meeting = Meeting[Request, Groups](self._serve, waits=threads)
-        self.stack, self.scratch = Stack(nodes), Scratch(nodes, sequences)
+        self.meeting = DynamicBatcher[Request, Groups](self._serve, waits=threads)
+        self.stack, self.scratch = Stack(nodes), ScratchBuffers(nodes, sequences)
         self.seats: list[Weights | None] = [None] * nodes
         self.graphs = dict[object, Any]()
         self.ends = dict[frozenset[int], Tensor]()
@@ -275,7 +275,7 @@ class Engine:
         lengths = tuple(map(len, prompts))
         each = np.repeat([list(accumulate(lengths)), lengths], count, axis=1)
         ends_B, lengths_B = brought(torch.from_numpy(each), self.device)
-        self.reader.run(Batch.reading(ids_N), Shape(lengths, (), ()), node)
+        self.reader.run(Batch.reading(ids_N), BatchShape(lengths, (), ()), node)
         hidden_ME = at.read_NE[ends_B - 1]
         total = len(hidden_ME)
         at.prompt_starts_B[node, :total] = node * at.room.prompt_tokens + ends_B - lengths_B
@@ -392,7 +392,7 @@ class Engine:
         if add:
             self.parts = across
 
-    def _attend(self, rows: int, number: int, layer: Layer) -> None:
+    def _attend(self, rows: int, number: int, layer: LayerWeights) -> None:
         at = self.scratch
         decoder, window = self.decoder, self.decoder.windows[number]
         turn = at.turns.get(decoder.kinds[number])

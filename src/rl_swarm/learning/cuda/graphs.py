@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Batch, Shape, side_by_side
+from rl_swarm.learning.batches import Batch, BatchShape, side_by_side
 from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
 Step = Callable[..., None]  # of a batch, its segments, and what else a recording is made for
@@ -78,7 +78,7 @@ class Recorder:
         self.pool: Any = None
         self.aside: Any = None  # a stream of its own to rehearse and record on: it brings its own workspaces
 
-    def run(self, batch: Batch, shape: Shape, *whose: Hashable) -> None:
+    def run(self, batch: Batch, shape: BatchShape, *whose: Hashable) -> None:
         if self.device.type != "cuda":
             self.step(batch, Segments.of(shape), *whose)
             return
@@ -105,7 +105,7 @@ class Recorder:
         return min(fitting, default=(tokens, targets, count, *whose))
 
     @staticmethod
-    def _segments(shape: Shape, tokens: int) -> int:
+    def _segments(shape: BatchShape, tokens: int) -> int:
         """How many there are, with those that fill up the row, and an empty one."""
         lengths = (*shape.prompts, *shape.completions)
         return len(lengths) + -(-(tokens - sum(lengths)) // BLOCK) + 1
@@ -141,7 +141,7 @@ class Recorder:
         real, truth = torch.zeros(targets), torch.zeros(targets, dtype=torch.bool)
         batch = Batch(torch.zeros(tokens, dtype=torch.int64), whole, whole, real, real, real, truth, truth)
         stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
-        shape = Shape(tuple(len(stretch) for stretch in stretches), (), ())
+        shape = BatchShape(tuple(len(stretch) for stretch in stretches), (), ())
         return batch, Segments.of(shape, tokens, count)
 
     def _rehearse(self, inputs: Inputs, *whose: Hashable) -> None:
@@ -160,7 +160,7 @@ class StackedRecorder(Recorder):
         super().__init__(step, device)
         self.models = models
 
-    def run_all(self, batches: Sequence[tuple[Batch, Shape]]) -> None:
+    def run_all(self, batches: Sequence[tuple[Batch, BatchShape]]) -> None:
         tokens = max(LEAST, rounded(max(len(batch.ids_N) for batch, _ in batches)))
         targets = rounded(max(len(batch.targets_M) for batch, _ in batches))
         key = self._fitting(tokens, targets, max(self._segments(shape, tokens) for _, shape in batches), ())

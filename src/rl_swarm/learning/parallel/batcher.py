@@ -33,7 +33,7 @@ class Ticket(Generic[Order, Result]):
     done: bool = False
 
 
-class Meeting(Generic[Order, Result]):
+class DynamicBatcher(Generic[Order, Result]):
     def __init__(
         self, serve: Callable[[Hashable, list[Order]], Iterable[Result]], waits: bool = True
     ) -> None:

@@ -62,7 +62,7 @@ class Start(msgspec.Struct, frozen=True):
     threads: int
 
 
-class Sample(msgspec.Struct, frozen=True, tag=True):
+class SampleTask(msgspec.Struct, frozen=True, tag=True):
     prompts: list[str]
     count: int
     seed: int
@@ -138,7 +138,7 @@ class TeamTrainer(Trainer):
         return sum(int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in self.parameters())
 
 
-class Member(Policy):
+class DataParallelMember(Policy):
     """A policy with a part in a team."""
 
     trainer_class = TeamTrainer
@@ -168,7 +168,7 @@ class Helper:
     stderr: IO[bytes]
 
 
-class Leader(Member):
+class DataParallelLeader(DataParallelMember):
     """The policy of a node with several devices."""
 
     def __init__(self, *args: Any) -> None:
@@ -184,7 +184,7 @@ class Leader(Member):
         system_prompt: str,
         path: Path | None = None,
         sharing: Sharing | None = None,
-    ) -> "Leader":
+    ) -> "DataParallelLeader":
         device, wanted = pick_device(settings), settings.devices_per_node
         if device.type == "cuda":
             check_devices(wanted, torch.cuda.device_count())
@@ -222,7 +222,7 @@ class Leader(Member):
         for helper in self.helpers:
             first = helper.rank * each
             if part := list(prompts[first : first + each]):
-                self._send(helper, Sample(part, count, seed + first, greedy))
+                self._send(helper, SampleTask(part, count, seed + first, greedy))
                 asked.append(helper)
         done = super().sample(prompts[:each], count, seed, greedy)
         for helper in asked:
@@ -256,7 +256,7 @@ class Leader(Member):
         if self.folder is not None:
             self.folder.cleanup()
 
-    def _send(self, helper: Helper, message: Start | Sample | Learn) -> None:
+    def _send(self, helper: Helper, message: Start | SampleTask | Learn) -> None:
         with self._blaming():
             helper.pipe.send_bytes(msgspec.msgpack.encode(message))
 
@@ -379,14 +379,14 @@ def _help(pipe: Connection, folder: str) -> None:
         torch.set_num_threads(start.threads)
         if pick_device(start.settings).type == "cuda":
             torch.cuda.set_device(start.rank)
-        policy = Member.load(start.settings, start.system_prompt)
-        assert isinstance(policy, Member)
+        policy = DataParallelMember.load(start.settings, start.system_prompt)
+        assert isinstance(policy, DataParallelMember)
         reply(Reply())
         policy.meet(start.rank, folder)
         reply(Reply())
         while True:
-            command = msgspec.msgpack.decode(commands.get(), type=Sample | Learn)
-            if isinstance(command, Sample):
+            command = msgspec.msgpack.decode(commands.get(), type=SampleTask | Learn)
+            if isinstance(command, SampleTask):
                 made = policy.sample(command.prompts, command.count, command.seed, command.greedy)
                 reply(Reply(completions=made))
             else:

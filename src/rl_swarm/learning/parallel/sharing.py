@@ -25,7 +25,7 @@ from rl_swarm.learning.trainer import Trainer
 from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.cuda.engine import Engine
+    from rl_swarm.learning.cuda.engine import CudaEngine
 
 
 class Sharing:
@@ -33,8 +33,8 @@ class Sharing:
 
     def __init__(self, nodes: int, threads: bool = True) -> None:
         self.nodes, self.threads = nodes, threads  # whether every node has a thread of its own
-        self.desks = dict[Hashable, queue.LifoQueue[Desk]]()
-        self.engines = dict[Hashable, "Engine"]()
+        self.desks = dict[Hashable, queue.LifoQueue[TrainingSlot]]()
+        self.engines = dict[Hashable, "CudaEngine"]()
         self.lock = threading.Lock()
 
     def admit(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
@@ -45,19 +45,21 @@ class Sharing:
             if kind not in self.desks:
                 self.desks[kind] = queue.LifoQueue()
                 for _ in range(plan.desks):
-                    self.desks[kind].put(Desk())
+                    self.desks[kind].put(TrainingSlot())
         if sampler.engine_of(model) is not None:
-            from rl_swarm.learning.cuda.engine import Engine
+            from rl_swarm.learning.cuda.engine import CudaEngine
 
             with self.lock:
                 if design not in self.engines:
-                    self.engines[design] = Engine(self.nodes, sequences=plan.sequences, threads=self.threads)
+                    self.engines[design] = CudaEngine(
+                        self.nodes, sequences=plan.sequences, threads=self.threads
+                    )
             sampler.share(model, self.engines[design])
         return SharedTrainer(model, pad, settings, self.desks[kind])
 
 
 @dataclass
-class Desk:
+class TrainingSlot:
     trainer: Trainer | None = None  # made by the first who sits there
     free: "torch.cuda.Event | None" = None  # when the GPU has done all that its last user gave it to do
 
@@ -65,7 +67,9 @@ class Desk:
 class SharedTrainer(Trainer):
     """Takes the gradients of its updates at a desk."""
 
-    def __init__(self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[Desk]") -> None:
+    def __init__(
+        self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[TrainingSlot]"
+    ) -> None:
         super().__init__(model, pad, settings)
         self.recorder = None
         self.desks = desks

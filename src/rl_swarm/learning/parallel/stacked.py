@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rl_swarm.learning.batches import Batch, Shape, TrainingGroup, count_tokens, micro_batches, side_by_side
+from rl_swarm.learning.batches import (
+    Batch,
+    BatchShape,
+    TrainingGroup,
+    count_tokens,
+    micro_batches,
+    side_by_side,
+)
 from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_turned
 from rl_swarm.learning.devices import out_of_memory, release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of
@@ -95,7 +102,7 @@ class StackedDecoder(Decoder):
         return x.reshape(self.count, -1, x.shape[-1])
 
 
-class Stack:
+class ModelStack:
     """The trainers of several models, which make their updates together."""
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
@@ -210,7 +217,7 @@ class Stack:
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
             add_gradients(self.decoder, batch, attend, positions_N, self.settings.temperature, loss_of)
 
-    def _one_by_one(self, shapes: Sequence[Shape], tokens: int) -> tuple[Attend, Tensor]:
+    def _one_by_one(self, shapes: Sequence[BatchShape], tokens: int) -> tuple[Attend, Tensor]:
         """Attention over every model's part of a row by itself, where there are no kernels."""
         decoder = Decoder(self.models[0], fused=False)
         found = [attention_of(decoder, shape) if shape.prompts else None for shape in shapes]

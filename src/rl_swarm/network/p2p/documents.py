@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_swarm.network.folder import HISTORY, MANIFEST, RECORD_BYTES, ROLL, SAFE_NAME, STATE
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.late_answers import Ask
 from rl_swarm.network.p2p.records import (
     DEEPEST,
@@ -30,7 +30,7 @@ from rl_swarm.network.p2p.records import (
     MOST_NOTICE,
     REPORT_SECONDS,
     REPORTS,
-    Notice,
+    DhtRecord,
     acceptable,
     key_of,
     neighbourhood,
@@ -75,7 +75,7 @@ class PeerFiles:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PeerEngine,
         swarm: str,
         owner: str,
         identity: Identity,
@@ -94,7 +94,7 @@ class PeerFiles:
         self.names_of = dict[
             str, str
         ]()  # and the other way round: who speaks under many names is heard under the first
-        self._listed = dict[str, tuple[float, dict[str, Notice]]]()  # by folder: when, and what, by path
+        self._listed = dict[str, tuple[float, dict[str, DhtRecord]]]()  # by folder: when, and what, by path
         self._left = dict[str, float]()  # when notices were last left, by path
         self._of_rounds = deque[str]()  # its documents of single rounds, the oldest first
         self._report = ""  # the path of its newest report
@@ -184,13 +184,13 @@ class PeerFiles:
                 raise
             return sorted(direct)
 
-    def notices(self, folder: str) -> list[Notice]:
+    def notices(self, folder: str) -> list[DhtRecord]:
         """What lies in a folder or a part of the introductions, signed by whom it is of; of each author the newest."""
         now, key = self.clock(), key_of(self.swarm, folder)
         looks_again = self.identity.peer_id == self.owner and self.members is None
         records = self.engine.find(key, quick=looks_again)
         found = (acceptable(key, subkey, value, now) for subkey, value in records.items())
-        by_author = dict[str, list[Notice]]()
+        by_author = dict[str, list[DhtRecord]]()
         for notice in found:
             if notice is not None and notice.swarm == self.swarm:
                 by_author.setdefault(notice.peer_id, []).append(notice)
@@ -307,7 +307,7 @@ class PeerFiles:
             self._leave(path, data)
 
     def _leave(self, path: str, data: bytes) -> None:
-        notice = Notice(
+        notice = DhtRecord(
             swarm=self.swarm,
             path=path,
             sha256=hashlib.sha256(data).hexdigest(),
@@ -335,12 +335,12 @@ class PeerFiles:
         else:
             yield folder, REPORT_SECONDS if REPORTS.fullmatch(folder) else KEPT_SECONDS, REPLICAS
 
-    def _list(self, folder: str) -> Iterable[Notice]:
+    def _list(self, folder: str) -> Iterable[DhtRecord]:
         found = self.notices(folder)
         for notice in found:
             self.engine.introduce(notice.peer_id, notice.addresses)
         with self._lock:
-            listed = dict[str, Notice]()
+            listed = dict[str, DhtRecord]()
             for notice in found:
                 node = notice.name.removesuffix(".json")
                 if folder.startswith(OF_NODES) and SAFE_NAME.fullmatch(node):

@@ -32,7 +32,7 @@ from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import acceptable
 from rl_swarm.network.p2p.reliability import Reliability
 from rl_swarm.network.p2p.requests import BoundedHandlers, PendingCalls, Requests, write_message
-from rl_swarm.network.p2p.streams import Stream, StreamSlots
+from rl_swarm.network.p2p.streams import PeerStream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import Rejected
@@ -73,7 +73,7 @@ class EngineError(NetworkError):
     """The engine cannot start; the message says what would help."""
 
 
-class Engine:
+class PeerEngine:
     addresses: Sequence[str] = ()  # under which others reach this peer
     clock = staticmethod(time.time)
     clock_compared = False  # with those of others
@@ -119,7 +119,7 @@ class Engine:
         self.table = Table(None)
         self.keeper: asyncio.Task[None] | None = None
 
-    def start(self) -> "Engine":
+    def start(self) -> "PeerEngine":
         """Starts the daemon and listens. Others may be found later."""
         self.thread.start()
         try:
@@ -411,7 +411,7 @@ class Engine:
     async def _answer(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers a stranger. It gets as much time and memory as anybody, and no more."""
         peer_id = str(info.peer_id)
-        stream = Stream(peer_id, self.is_member(peer_id), writer.close)
+        stream = PeerStream(peer_id, self.is_member(peer_id), writer.close)
         try:
             if not self.streams.open(stream):
                 return

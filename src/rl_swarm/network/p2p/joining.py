@@ -16,9 +16,9 @@ from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, pauses
 from rl_swarm.network.p2p import time_offset as clocks
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import Notice, acceptable, key_of
+from rl_swarm.network.p2p.records import DhtRecord, acceptable, key_of
 from rl_swarm.network.presence import only_one_here
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -42,7 +42,9 @@ REMEMBER_SECONDS = 5.0  # between looks at who is there
 
 
 @contextmanager
-def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[Engine]:
+def engine_of(
+    identity: Identity, known: Sequence[str], settings: Settings, here: Path
+) -> Iterator[PeerEngine]:
     """A running engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
     with only_one_here(identity, "p2p"):  # two daemons of one identity would take each other's messages
@@ -51,9 +53,9 @@ def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here
 
 def _engine(
     identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles
-) -> Iterator[Engine]:
+) -> Iterator[PeerEngine]:
     first = [*known, *(known_addresses(settings.p2p_known) if settings.p2p_known else [])]
-    engine = Engine(
+    engine = PeerEngine(
         identity,
         list(dict.fromkeys([*first, *_addresses(local, ADDRESSES)])),
         listen=tuple(settings.p2p_listen.split(",")),
@@ -79,7 +81,7 @@ def _engine(
 
 @contextmanager
 def among_peers(
-    engine: Engine, identity: Identity, manifest: Manifest, signed: bytes, here: Path
+    engine: PeerEngine, identity: Identity, manifest: Manifest, signed: bytes, here: Path
 ) -> Iterator[PeerFiles]:
     """The swarm's documents; this peer's own are renewed until the end, and the manifest is handed on."""
     local = LocalFiles(here)
@@ -109,7 +111,7 @@ def among_peers(
         done.set()
 
 
-def tell(engine: Engine, here: Path) -> None:
+def tell(engine: PeerEngine, here: Path) -> None:
     """Leaves this engine's addresses for other processes of this machine."""
     LocalFiles(here).write(BOOT, msgspec.json.encode({"addresses": list(engine.addresses)}))
 
@@ -133,7 +135,7 @@ class Candidate:
 
 
 def await_manifest(
-    engine: Engine, settings: Settings, stop: threading.Event
+    engine: PeerEngine, settings: Settings, stop: threading.Event
 ) -> tuple[Manifest, bytes] | None:
     """The manifest of the swarm that the peers there are in, signed as it is; None when told to stop.
 
@@ -164,7 +166,7 @@ def await_manifest(
     return None
 
 
-def _of_given_peers(engine: Engine, owner: str | None) -> tuple[tuple[Manifest, bytes] | None, bool]:
+def _of_given_peers(engine: PeerEngine, owner: str | None) -> tuple[tuple[Manifest, bytes] | None, bool]:
     """Asks the peers whose addresses were given for the manifest; also tells whether all of them answered."""
     all_answered = True
     for peer_id in dict.fromkeys(address.rpartition("/")[2] for address in engine.given):
@@ -204,7 +206,7 @@ def _most_told_of(candidates: list[Candidate]) -> Candidate:
     )
 
 
-def manifests(engine: Engine) -> dict[str, Candidate]:
+def manifests(engine: PeerEngine) -> dict[str, Candidate]:
     """The manifests that peers have left notices of, by swarm."""
     found = dict[str, Candidate]()
     try:
@@ -231,7 +233,7 @@ def manifests(engine: Engine) -> dict[str, Candidate]:
     return found
 
 
-def _body(engine: Engine, notice: Notice) -> bytes:
+def _body(engine: PeerEngine, notice: DhtRecord) -> bytes:
     if notice.inside:
         return notice.inside.encode()
     data = engine.ask(notice.peer_id, notice.path.encode(), MAX_BYTES)
@@ -248,7 +250,7 @@ def _addresses(local: LocalFiles, name: str) -> list[str]:
         return []
 
 
-def _remember(local: LocalFiles, engine: Engine) -> None:
+def _remember(local: LocalFiles, engine: PeerEngine) -> None:
     addresses = list(dict.fromkeys([*engine.peers(), *engine.known]))[:MOST_ADDRESSES]
     if addresses and set(addresses) != set(_addresses(local, ADDRESSES)):
         local.write(ADDRESSES, msgspec.json.encode({"addresses": addresses}))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, Notice, neighbourhood, parts_of
+from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, DhtRecord, neighbourhood, parts_of
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo
@@ -185,7 +185,7 @@ class Members:
                 self._meet(peer, notice)
         return len(found), [notice.depth for notice in found]
 
-    def _introduced(self, notice: Notice) -> PeerInfo | None:
+    def _introduced(self, notice: DhtRecord) -> PeerInfo | None:
         """Who introduces itself in a notice, if it is its author, of this swarm, and lately."""
         try:
             peer = unseal(notice.inside.encode(), PeerInfo, INTRODUCTION_BYTES)
@@ -196,7 +196,7 @@ class Members:
         its_own = peer.peer_id == peer.node == notice.peer_id and peer.swarm == self.swarm
         return peer if its_own and peer.timestamp >= self._oldest() else None
 
-    def _meet(self, peer: PeerInfo, notice: Notice) -> None:
+    def _meet(self, peer: PeerInfo, notice: DhtRecord) -> None:
         before = self.known.get(peer.peer_id)
         if before is None or peer.timestamp > before.info.timestamp:
             where = next(filter(None, map(neighbourhood, notice.addresses)), "")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_swarm.network.p2p.records import MAX_OF_AUTHOR_IN_KEY, MOST_NOTICE, Notice
+from rl_swarm.network.p2p.records import MAX_OF_AUTHOR_IN_KEY, MOST_NOTICE, DhtRecord
 
 MAX_OF_AUTHOR = 64  # notices of one author: an introduction in some parts, a manifest, what an owner writes
 MAX_REPORTS_OF_AUTHOR = 8
@@ -62,7 +62,7 @@ class DhtQuota:
         self.refused = 0  # records since the start
 
     def admit(
-        self, key: bytes, subkey: str, notice: Notice, size: int, expires: float
+        self, key: bytes, subkey: str, notice: DhtRecord, size: int, expires: float
     ) -> Iterable[Place] | None:
         """Makes room for a notice: the places that have to be emptied for it, or None if it is refused."""
         now = self.clock()
@@ -194,7 +194,7 @@ class DhtQuota:
             self.shares.pop(claim.author, None)
 
 
-def _is_now(notice: Notice, view: SwarmView | None) -> bool:
+def _is_now(notice: DhtRecord, view: SwarmView | None) -> bool:
     """Tells whether a report is of a round that is played about now; everything else is of no round."""
     number = notice.report_round()
     rounds = view.report_rounds() if view is not None and number is not None else None

@@ -28,7 +28,7 @@ REPORTS = re.compile(r"rewards/round_(0|[1-9][0-9]{0,8})/stage_(0|[1-9][0-9]{0,3
 OTHER_FOLDERS = ("", "peers", "state")  # in which there are documents that others have to find
 
 
-class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A document that its author keeps."""
 
     peer_id: Id = ""
@@ -83,7 +83,7 @@ def parts_of(swarm: str, peer_id: str) -> list[str]:
     return ["peers", *(f"peers/{bits[:depth]}" for depth in range(1, DEEPEST + 1))]
 
 
-def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice | None:
+def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> DhtRecord | None:
     """The notice in a record, if it is one: signed by whom it is of, where it belongs, of now."""
     notice = _unsealed(value)
     if notice is None or notice.subkey() != subkey or (key is not None and key not in notice.where()):
@@ -94,10 +94,10 @@ def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> Notice
 
 
 @lru_cache(REMEMBERED)
-def _unsealed(value: bytes) -> Notice | None:
+def _unsealed(value: bytes) -> DhtRecord | None:
     """Reads a notice whose signature is right. The same ones are read again at every look."""
     try:
-        return unseal(value, Notice, MOST_NOTICE)
+        return unseal(value, DhtRecord, MOST_NOTICE)
     except Rejected as error:
         log.debug("a record is refused: %s", error)
         return None

@@ -26,7 +26,7 @@ MAX_PEERS = 4096  # of whom budgets are kept
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not worked on."""
 
 
@@ -57,7 +57,7 @@ class Requests:
                 if budget.refused >= MAX_REFUSED:
                     budget.refused = 0
                     await disconnect(peer)
-                raise Refused("too much is asked")
+                raise RequestRefused("too much is asked")
             budget.refused = 0
             budget.left -= 1 + len(data) / UNIT_IN
             answer = await handler(data, peer)

@@ -16,7 +16,7 @@ STRANGERS_ANSWERS = 32  # of them, to peers that are no members
 
 
 @dataclass(eq=False)
-class Stream:
+class PeerStream:
     peer_id: str
     is_member: bool
     close: Callable[[], None]
@@ -26,10 +26,10 @@ class StreamSlots:
     """Says which streams may wait for their request, and which are answered."""
 
     def __init__(self) -> None:
-        self.waiting = dict[Stream, None]()  # the longest waiting first
-        self.answered = dict[Stream, None]()
+        self.waiting = dict[PeerStream, None]()  # the longest waiting first
+        self.answered = dict[PeerStream, None]()
 
-    def open(self, stream: Stream) -> bool:
+    def open(self, stream: PeerStream) -> bool:
         """Lets a stream wait for its request, unless its peer has too many."""
         counts = Counter(other.peer_id for other in [*self.waiting, *self.answered])
         if counts[stream.peer_id] >= MAX_OF_PEER:
@@ -42,7 +42,7 @@ class StreamSlots:
             loser.close()
         return stream in self.waiting
 
-    def answer(self, stream: Stream) -> bool:
+    def answer(self, stream: PeerStream) -> bool:
         """Gives a stream whose request has come a turn to be answered, if there is one."""
         if stream not in self.waiting:
             return False
@@ -53,6 +53,6 @@ class StreamSlots:
         self.answered[stream] = None
         return True
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: PeerStream) -> None:
         self.waiting.pop(stream, None)
         self.answered.pop(stream, None)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
-from rl_swarm.network.p2p.engine import WHAT_TIME, Engine
+from rl_swarm.network.p2p.engine import WHAT_TIME, PeerEngine
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def _clocks(peers: int) -> str:
     return "that of the only peer that was asked" if peers == 1 else f"those of {peers} peers"
 
 
-def compared(engine: Engine) -> Comparison | None:
+def compared(engine: PeerEngine) -> Comparison | None:
     """This machine's clock beside those of some peers to whom there is a connection; None where nobody tells the time."""
     try:
         peers = sorted({address.rpartition("/")[2] for address in engine.peers()})
@@ -63,7 +63,7 @@ def compared(engine: Engine) -> Comparison | None:
     return Comparison(min(ahead, key=abs) if len(ahead) < 3 else median(ahead), len(ahead))
 
 
-def warn(engine: Engine) -> None:
+def warn(engine: PeerEngine) -> None:
     """Says once whether the clocks disagree, as soon as there is somebody to ask."""
     if engine.clock_compared or (found := compared(engine)) is None:
         return

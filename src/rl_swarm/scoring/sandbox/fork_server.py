@@ -33,7 +33,7 @@ from typing import NoReturn
 
 from rl_swarm.scoring import lockdown
 from rl_swarm.scoring.sandbox.literals import write
-from rl_swarm.scoring.sandbox.namespaces import Scratch, drop_capabilities, move_in
+from rl_swarm.scoring.sandbox.namespaces import ScratchMount, drop_capabilities, move_in
 
 MEMORY = 256 << 20  # of address space
 SCRATCH, FILE_SIZE = "/scratch/tmp", 4 << 20
@@ -73,7 +73,7 @@ def rights(scratch: bool) -> dict[str, int]:
     return found
 
 
-def move(isolation: str) -> Scratch | None:
+def move(isolation: str) -> ScratchMount | None:
     """The part of the isolation that all programs share. Raises OSError where the kernel does not offer it."""
     scratch = None
     if isolation == "namespaces":

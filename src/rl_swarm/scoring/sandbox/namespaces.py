@@ -46,7 +46,7 @@ SYS_ADMIN = 1 << 21  # the capability to mount
 MOUNT, UNMOUNT, DONE = b"+", b"-", b"."
 
 
-class Scratch:
+class ScratchMount:
     """Asks the process outside for the scratch file system."""
 
     def __init__(self, asking: socket.socket) -> None:
@@ -63,7 +63,7 @@ class Scratch:
         self.asking.send(UNMOUNT)
 
 
-def move_in(library: Sequence[str], scratch: str, options: str) -> Scratch:
+def move_in(library: Sequence[str], scratch: str, options: str) -> ScratchMount:
     """Return in a forked child, the first process in there. This one mounts for it, and ends with it."""
     was_root = os.geteuid() == 0
     as_nobody = False
@@ -104,7 +104,7 @@ def move_in(library: Sequence[str], scratch: str, options: str) -> Scratch:
     _check(
         LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl"
     )  # when the one outside ends, so does everything in here
-    return Scratch(asking)
+    return ScratchMount(asking)
 
 
 def drop_capabilities(but: int = 0) -> None:

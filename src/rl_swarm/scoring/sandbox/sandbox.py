@@ -72,7 +72,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramVerdict:
     passed: tuple[bool, ...]
     error: str = ""  # what a person reads: the first thing that went wrong
     judged: bool = True  # not when time was up before its turn, which says nothing about the program
@@ -150,11 +150,11 @@ class Sandbox:
                 return
         raise UserError(ADVICE.format(why="; ".join(problems)))
 
-    def judge(self, programs: Sequence[Program], seconds: float | None = None) -> list[Verdict]:
+    def judge(self, programs: Sequence[Program], seconds: float | None = None) -> list[ProgramVerdict]:
         """A verdict for every program. With `seconds`, those whose turn does not come in time are not `judged`."""
         latest = math.inf if seconds is None else time.monotonic() + seconds
         waiting = deque(enumerate(programs))
-        verdicts: dict[int, Verdict] = {}
+        verdicts: dict[int, ProgramVerdict] = {}
 
         def work() -> None:
             while True:
@@ -177,7 +177,7 @@ class Sandbox:
         while self._idle:
             self._idle.pop().stop()
 
-    def _judge(self, program: Program, latest: float) -> Verdict:
+    def _judge(self, program: Program, latest: float) -> ProgramVerdict:
         try:
             expected = check(program)
         except ValueError as error:
@@ -344,7 +344,7 @@ def check(program: Program) -> list[Value]:
     return expected
 
 
-def compare(program: Program, expected: Sequence[Value], lines: Sequence[str], ending: str) -> Verdict:
+def compare(program: Program, expected: Sequence[Value], lines: Sequence[str], ending: str) -> ProgramVerdict:
     """The verdict, from what a program said and how it ended."""
     if not lines or lines[0] != "=":
         return failed(program, shown(lines[0][1:]) if lines else ending)
@@ -353,7 +353,7 @@ def compare(program: Program, expected: Sequence[Value], lines: Sequence[str], e
         problem = _wrong(test.call, value, lines[number]) if number < len(lines) else ending
         passed.append(not problem)
         error = error or problem
-    return Verdict(tuple(passed), error)
+    return ProgramVerdict(tuple(passed), error)
 
 
 def _wrong(call: str, expected: Value, line: str) -> str:
@@ -370,8 +370,8 @@ def too_slow(wall_limit: float) -> str:
     return f"too slow: it takes more than {wall_limit:g} s by the clock"
 
 
-def failed(program: Program, error: str, judged: bool = True) -> Verdict:
-    return Verdict((False,) * len(program.tests), error, judged)
+def failed(program: Program, error: str, judged: bool = True) -> ProgramVerdict:
+    return ProgramVerdict((False,) * len(program.tests), error, judged)
 
 
 def shown(text: str) -> str:
