@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment, Role
     from rl_swarm.learning.checkpoints import Checkpoints, Place
     from rl_swarm.learning.parallel.sharing import Sharing
-    from rl_swarm.learning.policy import Policy, other_models
+    from rl_swarm.learning.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +238,7 @@ def _take_part(
 
     from rl_swarm.learning.checkpoints import Checkpoints
     from rl_swarm.learning.devices import devices_of, pick_device, use_threads
+    from rl_swarm.learning.policy import other_models
     from rl_swarm.node.hub import Push
     from rl_swarm.node.node import Node
     from rl_swarm.telemetry.machine import Load, hardware
