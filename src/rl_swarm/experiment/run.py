@@ -26,9 +26,8 @@ from rl_swarm.errors import UserError
 from rl_swarm.evaluation import mean
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
-from rl_swarm.experiment.measures import Run
+from rl_swarm.experiment.measures import Run, Tuned
 from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
-from rl_swarm.experiment.report import Tuned
 from rl_swarm.identity import Identity
 from rl_swarm.network.files import LocalFiles
 from rl_swarm.network.folder import read_manifest, read_state
