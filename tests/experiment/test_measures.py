@@ -159,21 +159,6 @@ def test_several_experiments_stand_beside_each_other_and_unfinished_runs_are_nam
         report.write([tmp_path], tmp_path)
 
 
-def test_what_was_packed_makes_the_same_report(tmp_path: Path) -> None:
-    lines = {"ann": [(0.125, 0.1), (0.3, 0.3)], "bob": [(0.2, 0.2), (0.2, 0.2)]}
-    made(tmp_path / "e", Arm(4, 0, "alone"), 1, lines, {"ann": (0.1, 0.2), "bob": (0.1, 0.4)})
-    made(tmp_path / "e", Arm(8, 0, "alone"), 1, {"ann": [(0.1, 0.1)]}, {"ann": (0.1, 0.2)})  # unfinished
-    assert [run.folder.name for run in report.pack(tmp_path / "e", tmp_path / "packed")] == ["4-0-seed1"]
-    for name in ("e", "packed"):
-        report.write([tmp_path / name], tmp_path / name)
-    whole, packed = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("e", "packed"))
-    assert whole["configurations"] == packed["configurations"] and not packed["unfinished"]
-    path = tmp_path / "packed" / "runs" / "4-0-seed1" / measures.PACKED
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="cannot be read"):
-        report.write([tmp_path / "packed"], tmp_path / "packed")
-
-
 def test_intervals_are_over_seeds_and_the_nodes_within_them() -> None:
     assert (measured([[0.5, 0.5], [0.5, 0.5]]).low, measured([[0.5]]).high) == (0.5, 0.5)
     seeds = measured([[0.0, 0.0], [1.0, 1.0]])

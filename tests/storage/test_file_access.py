@@ -109,7 +109,6 @@ ALLOWED = {
     "cli/warmup.py": "files that the user named",
     "cli/experiment.py": "directories that the user named",
     "experiment/figures.py": "into memory",
-    "experiment/measures.py": "LocalFiles",
     "notebook/experiments.py": "directories that the user named",
     "notebook/plots.py": "into memory",
     "cli/doctor.py": "the machine",
@@ -121,10 +120,9 @@ ALLOWED = {
 # Modules that have shared paths at hand too: there it is the functions that are listed.
 MIXED = {
     "cli/app.py": {"validate"},
-    "cli/experiment.py": {"report", "pack"},
+    "cli/experiment.py": {"_check_folder"},
     "cli/running.py": {"up", "_run", "alone", "_new_run_directory"},
     "experiment/figures.py": {"draw"},
-    "experiment/measures.py": {"is_packed"},
     "node/hub.py": {"__call__", "_work", "_upload", "_tidy", "put_aside", "_where"},
     "learning/checkpoints.py": {"save", "_aside", "fetch", "clear", "_digests", "restore_optimizer"},
     "network/p2p/observer.py": {"observed"},

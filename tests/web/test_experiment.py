@@ -81,12 +81,16 @@ def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallEx
 
 def test_a_packed_experiment_stands_as_the_one_that_it_was_packed_from(experiment: SmallExperiment) -> None:
     experiment.play("2/2 sapo", 2, more=0.1)
-    packed = experiment.out.parent / "packed" / "e"
+    packed = experiment.out.parent / "packed" / "e.jsonl.xz"
     report.pack(experiment.out, packed)
     whole, told = followed(experiment.out), followed(packed)
     assert told.told().arms == whole.told().arms and not told.look()
     assert told.told().runs == [replace(run, packed=True) for run in whole.told().runs]
     assert told.curves("fresh_local", 100) == whole.curves("fresh_local", 100)
+    with TestClient(create_experiment_app(packed, ["localhost"]), "http://localhost") as client:
+        stands = client.get("/api/experiment").json()["stands"]
+        assert (stands["name"], stands["phase"], len(stands["runs"])) == ("e", "finished", 2)
+        assert client.get("/run/2-0-seed1/api/overview").status_code == 404, "its runs have no pages"
 
 
 def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(
@@ -192,3 +196,6 @@ def test_status_tells_it_in_a_shell(experiment: SmallExperiment) -> None:
     assert code == 0 and json.loads(output)["arms"][1]["played"] == 2
     code, output = run(where, "watch", "e", "--tui")
     assert code == 0 and "2-2-sapo-seed1 running 2/4" in output, output
+    report.pack(experiment.out, where / "e.jsonl.xz")
+    code, output = run(where, "status", "e.jsonl.xz")
+    assert code == 0 and "1 of 1 runs have finished" in output and output.startswith("e  "), output

@@ -159,40 +159,54 @@ def sapo(
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What --out was, or single runs.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="What --out was, single runs, or packed experiments."),
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; the first DIR by default.")
+        Path | None, typer.Option("--out", help="Where to write; the first PATH by default, unless packed.")
     ] = None,
 ) -> None:
     """Write the report of one or several experiments again, all arms beside each other."""
+    from rl_swarm.experiment.arms import is_packed
     from rl_swarm.experiment.report import write
     from rl_swarm.protocol.untrusted import printable
     from rl_swarm.protocol.wire import MAX_BYTES
     from rl_swarm.storage.files import LocalFiles
 
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(
-                f"{folder}: there is no such directory. Give what `experiment sapo --out` was given."
-            )
-    path = write(folders, out or folders[0])
-    print(printable(LocalFiles(path.parent).read(path.name, MAX_BYTES).decode(errors="replace")), end="")
+    for path in paths:
+        if not is_packed(path):
+            _check_folder(path)
+    if out is None and is_packed(paths[0]):
+        raise UserError(f"{paths[0]} is a packed experiment. Say with --out in which directory to write.")
+    written = write(paths, out or paths[0])
+    text = LocalFiles(written.parent).read(written.name, MAX_BYTES).decode(errors="replace")
+    print(printable(text), end="")
 
 
 @app.command()
 def pack(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --out was.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What --out was.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A file (NAME.jsonl.xz), or a directory for one per DIR.")
+    ],
 ) -> None:
-    """Keep of the finished runs what a report reads, in some tens of kilobytes each, to store or to send."""
+    """Keep what a report reads of an experiment's finished runs as one file, small enough to store or to send."""
+    from rl_swarm.experiment.arms import PACKED, is_packed, name_of
     from rl_swarm.experiment.report import pack
 
+    paths = [out if is_packed(out) else out / f"{name_of(folder)}{PACKED}" for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise UserError(f"{out}: two of these experiments would be in one file. Pack them one by one.")
+    for folder, path in zip(folders, paths, strict=True):
+        _check_folder(folder)
+        print(f"{counted(pack(folder, path), 'run')} in {path}")
+    print(f"Read with: {program()} experiment report {' '.join(map(quoted, paths))} --out DIR")
+
+
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such directory. Give what `experiment sapo --out` was given.")
-    packed = pack(folder, out)
-    print(
-        f"{counted(len(packed), 'run')} in {out}. Read them with: {program()} experiment report {out}, or watch {out}"
-    )
 
 
 def _rates(text: str) -> list[float]:

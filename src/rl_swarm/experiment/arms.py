@@ -50,6 +50,7 @@ ELSEWHERE = (
 )  # fmt: skip
 RUNS, TUNING = "runs", "tuning"  # folders of an experiment
 FILE = "arm.json"  # in a run's
+PACKED = ".jsonl.xz"  # how the name of a packed experiment ends
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -190,8 +191,19 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def is_experiment(address: str | Path) -> bool:
-    """Whether a folder is one that `experiment sapo` was given as `--out`, and that has a run in it."""
-    return any(job_folders(Path(address) / kind) for kind in (RUNS, TUNING))
+    """Tells whether this is a folder that `experiment sapo --out` was given and that has a run, or a packed experiment."""
+    path = Path(address)
+    return is_packed(path) or any(job_folders(path / kind) for kind in (RUNS, TUNING))
+
+
+def is_packed(path: Path) -> bool:
+    """Tells by its name whether an experiment is kept as one file."""
+    return path.name.endswith(PACKED)
+
+
+def name_of(path: Path) -> str:
+    """Names an experiment after its folder or file."""
+    return path.resolve().name.removesuffix(PACKED)
 
 
 def files_of(run: Path) -> LocalFiles:

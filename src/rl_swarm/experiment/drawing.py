@@ -40,11 +40,11 @@ def drawn(told: ExperimentState, width: int) -> Group:
     return Group(*parts)
 
 
-def watch(folder: Path, console: Console, stop: threading.Event) -> None:
+def watch(path: Path, console: Console, stop: threading.Event) -> None:
     """Shows an experiment until all its runs have finished or `stop` is set; once, where there is no terminal."""
-    standing = followed(folder)
+    standing = followed(path)
     if not console.is_terminal:
-        return snapshot(folder)
+        return snapshot(path)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             told = standing.told()
@@ -54,8 +54,8 @@ def watch(folder: Path, console: Console, stop: threading.Event) -> None:
             standing.look()
 
 
-def snapshot(folder: Path, as_json: bool = False) -> None:
-    told = followed(folder).told()
+def snapshot(path: Path, as_json: bool = False) -> None:
+    told = followed(path).told()
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(told)).decode())
     else:

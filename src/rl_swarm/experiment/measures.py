@@ -5,7 +5,6 @@ by bootstrap: seeds are drawn anew, and within each seed its nodes. With one see
 questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says so.
 """
 
-import lzma
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from msgspec.structs import astuple
 
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job, files_of
@@ -27,8 +25,6 @@ from rl_swarm.telemetry.journal import METRICS, new_lines
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
 WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
-PACKED = "nodes.json.xz"
-MOST_PACKED, MOST_UNPACKED, MOST_MEMORY = 64 << 20, 256 << 20, 256 << 20  # bytes
 SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
 
 
@@ -43,11 +39,6 @@ class RoundLine(msgspec.Struct, frozen=True, tag_field="kind", tag="round"):
     trained_tokens: int
     seconds: dict[str, float]
 
-    def packed(self) -> tuple[float, ...]:
-        """In fewer digits, with the seconds of all phases as one number."""
-        *numbers, seconds = astuple(self)
-        return (*(round(number, 5) for number in numbers), round(sum(seconds.values()), 3))
-
 
 class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out"):
     round: int  # after which it was measured; -1: before the first
@@ -58,6 +49,15 @@ class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out")
 
 
 _LINE = msgspec.json.Decoder(RoundLine | HeldOutLine)
+
+
+class Tuned(msgspec.Struct, frozen=True):
+    """How an arm's learning rate was chosen: the held-out score at the end of every rate's runs."""
+
+    rate: float
+    scores: dict[str, float]  # by rate
+    seeds: list[int]
+    rounds: int
 
 
 @dataclass
@@ -88,30 +88,20 @@ class Run:
     """One run: its nodes in the order of their names."""
 
     job: Job
-    folder: Path
     nodes: list[NodeLog]
 
     @classmethod
     def read(cls, folder: Path) -> "Run | None":
-        """The run in a folder, as far as all its nodes have got; None where there is none."""
+        """Reads the run in a folder; None where there is none."""
         job, files = Job.read(folder), files_of(folder)
-        if is_packed(folder):
-            logs = _unpacked(folder)
-        else:
-            logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in logged(files)]
-        if job is None or not logs:
-            return None
-        played = min(len(log.rounds) for log in logs)
-        return cls(job, folder, [log.up_to(played) for log in logs]) if played else None
+        logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in logged(files)]
+        return cls.of(job, logs) if job else None
 
-    def pack(self, files: LocalFiles) -> None:
-        """Writes what a report reads of this run into another folder, in some tens of kilobytes."""
-        self.job.write(files)
-        nodes = [
-            (list(zip(*(line.packed() for line in log.rounds), strict=True)), log.held_out)
-            for log in self.nodes
-        ]  # column by column, which packs best
-        files.write(PACKED, lzma.compress(msgspec.json.encode(nodes), preset=9))
+    @classmethod
+    def of(cls, job: Job, logs: Sequence[NodeLog]) -> "Run | None":
+        """Makes a run of its nodes' logs, as far as all have got; None where they have not played."""
+        played = min((len(log.rounds) for log in logs), default=0)
+        return cls(job, [log.up_to(played) for log in logs]) if played else None
 
     @property
     def played(self) -> int:
@@ -138,34 +128,6 @@ def logged(files: LocalFiles) -> list[str]:
             files.stat(f"logs/{node}/{METRICS}")
             found.append(node)
     return found
-
-
-def is_packed(folder: Path) -> bool:
-    """Tells whether a run is kept as one small file."""
-    try:
-        return files_of(folder).stat(PACKED).st_size > 0
-    except OSError:
-        return False
-
-
-def _unpacked(folder: Path) -> list[NodeLog]:
-    path = folder / PACKED
-    try:
-        decompressor = lzma.LZMADecompressor(memlimit=MOST_MEMORY)
-        data = decompressor.decompress(files_of(folder).read(PACKED, MOST_PACKED), MOST_UNPACKED)
-        if not decompressor.eof:
-            raise UserError(f"{path} cannot be read: it is cut off, or too large.")
-        found = msgspec.json.decode(data, type=list[tuple[list[list[int | float]], list[HeldOutLine]]])
-        return [NodeLog([_line(*values) for values in zip(*columns, strict=True)], held)
-                for columns, held in found]  # fmt: skip
-    except (OSError, ValueError, TypeError, lzma.LZMAError, msgspec.DecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
-
-
-def _line(*values: float) -> RoundLine:
-    *numbers, seconds = values
-    fields = dict(zip(RoundLine.__struct_fields__, numbers, strict=False))
-    return msgspec.convert({"kind": "round", **fields, "seconds": {"all": seconds}}, RoundLine)
 
 
 def percent(share: float) -> str:

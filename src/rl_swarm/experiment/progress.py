@@ -7,14 +7,14 @@ all of them have played; arms are compared up to the round that both have. Every
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from rl_swarm.errors import UserError
-from rl_swarm.experiment import measures
-from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, job_folders
+from rl_swarm.experiment import measures, packed
+from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, is_packed, job_folders, name_of
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
@@ -83,8 +83,7 @@ _LINE = msgspec.json.Decoder(_RoundLine | _HeldOutLine)
 class FollowedNode:
     """The few numbers of a node's log that are shown: thousands of rounds of many runs are kept."""
 
-    def __init__(self, files: LocalFiles, path: str) -> None:
-        self.files, self.path = files, path
+    def __init__(self) -> None:
         self._begin(0)
 
     def _begin(self, file: int) -> None:
@@ -92,15 +91,24 @@ class FollowedNode:
         self.held_out: Points = []
         self._file, self._read = file, 0
 
-    def look(self) -> bool:
+    @classmethod
+    def of(cls, log: measures.NodeLog) -> "FollowedNode":
+        """Takes all of a log that is whole."""
+        found = cls()
+        found.fresh.extend(line.reward_local for line in log.rounds)
+        found.training.extend(line.reward_training for line in log.rounds)
+        found.held_out += [(line.round + 1, line.sampled) for line in log.held_out]
+        return found
+
+    def look(self, files: LocalFiles, path: str) -> bool:
         """Reads what is new; a run that goes on after a crash has put another file in the old one's place."""
         try:
-            file = self.files.stat(self.path).st_ino
+            file = files.stat(path).st_ino
         except OSError:  # somebody has removed it
             return False
         if file != self._file:
             self._begin(file)
-        lines, self._read = journal.new_lines(self.files, self.path, self._read)
+        lines, self._read = journal.new_lines(files, path, self._read)
         for line in lines:
             with suppress(msgspec.DecodeError):  # the report, which needs them all, would say so
                 found = _LINE.decode(line)
@@ -111,24 +119,17 @@ class FollowedNode:
                     self.held_out.append((found.round + 1, found.sampled))
         return bool(lines)
 
-    def take(self, log: measures.NodeLog) -> None:
-        """All of a log that was packed."""
-        self.fresh = array("d", [line.reward_local for line in log.rounds])
-        self.training = array("d", [line.reward_training for line in log.rounds])
-        self.held_out = [(line.round + 1, line.sampled) for line in log.held_out]
-
     def scored(self, rounds: int) -> float:
         """The held-out score at the last look until then."""
         return [score for after, score in self.held_out if after <= rounds][-1]
 
 
+@dataclass
 class FollowedRun:
-    def __init__(self, folder: Path, job: Job) -> None:
-        self.folder, self.job = folder, job
-        self.view = RunView(folder)
-        self.packed = measures.is_packed(folder)
-        self.logs: dict[str, FollowedNode] = {}
-        self.phase: Phase = "waiting"
+    job: Job
+    view: RunView | None  # None: only its numbers are here
+    logs: dict[str, FollowedNode] = field(default_factory=dict)
+    phase: Phase = "waiting"
 
     @property
     def played(self) -> int:
@@ -136,33 +137,25 @@ class FollowedRun:
         return min(known) if len(known) == self.job.count else 0
 
     def look(self) -> bool:
-        if self.phase == "finished":
+        if self.view is None or self.phase == "finished":
             return False
-        if self.packed:
-            return self._unpack()
-        before, self.phase = self.phase, self._phase()  # before the logs: when it has finished they are whole
-        for node in measures.logged(self.view.here):
-            self.logs.setdefault(node, FollowedNode(self.view.here, f"logs/{node}/{journal.METRICS}"))
-        return any([log.look() for log in self.logs.values()]) or self.phase != before
-
-    def _unpack(self) -> bool:
-        with suppress(UserError):  # the report would say so
-            if run := measures.Run.read(self.folder):
-                for number, log in enumerate(run.nodes):
-                    self.logs[str(number)] = FollowedNode(self.view.here, measures.PACKED)
-                    self.logs[str(number)].take(log)
-                self.phase = "finished"
-        return self.phase == "finished"
-
-    def _phase(self) -> Phase:
-        self.view.refresh_swarm()
-        for node in self.view.nodes.values():  # whose logs are read here, and not by the view
-            node.alive = self.view.is_alive(node)
-        return self.view.phase
+        here, before = self.view.here, self.phase
+        self.phase = _phase(self.view)  # before the logs: when it has finished they are whole
+        for node in measures.logged(here):
+            self.logs.setdefault(node, FollowedNode())
+        logs = [log.look(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
+        return any(logs) or self.phase != before
 
     def stands(self) -> RunStands:
-        job = self.job
-        return RunStands(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, self.packed)
+        job, numbers_only = self.job, self.view is None
+        return RunStands(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, numbers_only)
+
+
+def _phase(view: RunView) -> Phase:
+    view.refresh_swarm()
+    for node in view.nodes.values():  # whose logs are read here, and not by the view
+        node.alive = view.is_alive(node)
+    return view.phase
 
 
 @dataclass
@@ -185,18 +178,20 @@ class FollowedArm:
 
 
 class ExperimentProgress:
-    """An experiment that is followed."""
+    """Follows an experiment; one that was packed is read once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.runs: dict[str, FollowedRun] = {}
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs = _packed(path) if is_packed(path) else {}
         self.tuning: dict[str, FollowedRun] = {}
         self._told: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
 
     def look(self) -> bool:
         """Reads what is new; whether there was anything."""
+        if is_packed(self.path):
+            return False
         found = [(RUNS, self.runs), (TUNING, self.tuning)]
-        changed = [self._find(self.folder / kind, runs) for kind, runs in found]
+        changed = [self._find(self.path / kind, runs) for kind, runs in found]
         return any([*changed, *(run.look() for _, runs in found for run in list(runs.values()))])
 
     def _find(self, folder: Path, known: dict[str, FollowedRun]) -> bool:
@@ -207,7 +202,7 @@ class ExperimentProgress:
         for name in changed:
             known.pop(name, None)
             if name in new:
-                known[name] = FollowedRun(folder / name, new[name])
+                known[name] = FollowedRun(new[name], RunView(folder / name))
         return bool(changed)
 
     def arms(self) -> list[FollowedArm]:
@@ -224,7 +219,7 @@ class ExperimentProgress:
             p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished"
         )
         return ExperimentState(
-            name=self.folder.absolute().name,
+            name=name_of(self.path),
             phase=phase if phases else "waiting",
             arms=[self._arm(followed, _base_of(followed, arms)) for followed in arms],
             runs=runs,
@@ -250,13 +245,22 @@ class ExperimentProgress:
         return {followed.arm.label: _curve(followed.runs, metric, points) for followed in self.arms()}
 
 
-def followed(folder: Path) -> ExperimentProgress:
-    """The experiment in a folder, looked at once; a clear error if there is none."""
-    if not is_experiment(folder):
-        raise UserError(f"{folder} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
-    standing = ExperimentProgress(folder)
+def followed(path: Path) -> ExperimentProgress:
+    """The experiment in a folder or file, looked at once; a clear error if there is none."""
+    if not is_experiment(path):
+        raise UserError(f"{path} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
+    standing = ExperimentProgress(path)
     standing.look()
     return standing
+
+
+def _packed(path: Path) -> dict[str, FollowedRun]:
+    """Takes the runs of a packed experiment."""
+    found = {}
+    for run in packed.read(path)[1]:
+        logs = {str(number): FollowedNode.of(log) for number, log in enumerate(run.nodes)}
+        found[run.job.name] = FollowedRun(run.job, None, logs, "finished")
+    return found
 
 
 def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm | None:

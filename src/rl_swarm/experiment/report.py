@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import msgspec
 
 from rl_swarm.errors import UserError
-from rl_swarm.experiment import measures, text
-from rl_swarm.experiment.arms import RUNS, files_of, job_folders
-from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run
+from rl_swarm.experiment import measures, packed, text
+from rl_swarm.experiment.arms import RUNS, files_of, is_packed, job_folders, name_of
+from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run, Tuned
+from rl_swarm.experiment.packed import Head
 from rl_swarm.node.evaluation import mean
 from rl_swarm.protocol.wire import MAX_BYTES
 from rl_swarm.storage.files import LocalFiles
@@ -20,15 +20,6 @@ from rl_swarm.storage.files import LocalFiles
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
 PUBLISHED = ("4/4", "sapo")  # what the paper found best
-
-
-class Tuned(msgspec.Struct, frozen=True):
-    """How an arm's learning rate was chosen: the held-out score at the end of every rate's runs."""
-
-    rate: float
-    scores: dict[str, float]  # by rate
-    seeds: list[int]
-    rounds: int
 
 
 @dataclass
@@ -41,39 +32,51 @@ class Findings:
     machine: dict[str, str] = field(default_factory=dict)
 
 
-def find(folders: Sequence[Path]) -> Findings:
-    """The finished runs in these folders; arms of several experiments carry the name of theirs."""
+def find(paths: Sequence[Path]) -> Findings:
+    """Finds the finished runs of experiments, in folders or packed. Of several, arms carry the name of theirs."""
     found = Findings([])
-    for folder in folders:
-        runs = _folders(folder)
-        if not runs:
-            raise UserError(
-                f"{folder} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given."
-            )
-        prefix = _prefix(folder, folders)
+    for path in paths:
+        prefix = _prefix(path, paths)
+        head, runs, unfinished = _experiment(path)
         by_label: dict[str, ArmResult] = {}
-        for path in runs:
-            run = Run.read(path)
-            if run is None or not run.is_whole:
-                found.unfinished.append(f"{prefix}{path.name}")
-                continue
+        for run in runs:
             label = prefix + run.job.arm.label
             by_label.setdefault(label, ArmResult(label, run.job.arm, [])).runs.append(run)
         found.arms += sorted(by_label.values(), key=lambda result: result.arm.place)
-        found.tuned |= {prefix + label: tuned for label, tuned in read_rates(folder).items()}
-        found.machine |= _read(runs[0] / MACHINE, dict[str, str]) or {}
+        found.unfinished += [prefix + name for name in unfinished]
+        found.tuned |= {prefix + label: tuned for label, tuned in head.rates.items()}
+        found.machine |= head.machine
     if not found.arms:
         raise UserError(
-            f"No run has finished yet in {', '.join(map(str, folders))}; unfinished: {', '.join(found.unfinished)}."
+            f"No run has finished yet in {', '.join(map(str, paths))}; unfinished: {', '.join(found.unfinished)}."
         )
     return found
 
 
-def _prefix(folder: Path, folders: Sequence[Path]) -> str:
+def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
+    """Reads the finished runs of one experiment, and the names of those that are not."""
+    if is_packed(path):
+        head, kept = packed.read(path)
+        return head, list(kept), []
+    folders, runs, unfinished = _folders(path), [], []
+    if not folders:
+        raise UserError(
+            f"{path} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given."
+        )
+    for folder in folders:
+        run = Run.read(folder)
+        if run is None or not run.is_whole:
+            unfinished.append(folder.name)
+        else:
+            runs.append(run)
+    machine = _read(folders[0] / MACHINE, dict[str, str]) or {}
+    return Head(machine, read_rates(path)), runs, unfinished
+
+
+def _prefix(path: Path, paths: Sequence[Path]) -> str:
     """What sets the arms of one experiment apart from those of others: its name, or its path where two have one name."""
-    names = [one.resolve().name for one in folders]
-    name = folder.resolve().name
-    return "" if len(folders) == 1 else f"{name if names.count(name) == 1 else folder}: "
+    names, name = [name_of(one) for one in paths], name_of(path)
+    return "" if len(paths) == 1 else f"{name if names.count(name) == 1 else path}: "
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -95,37 +98,35 @@ def _read(path: Path, kind: Any) -> Any:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
-def write(folders: Sequence[Path], out: Path) -> Path:
+def write(paths: Sequence[Path], out: Path) -> Path:
     """Writes report.md, report.json and the figures; returns the first."""
-    found = find(folders)
+    found = find(paths)
     files, numbers = LocalFiles(out), as_numbers(found)
     files.write(NUMBERS, msgspec.json.format(msgspec.json.encode(numbers)) + b"\n")
     files.write("report.md", text.whole(numbers, _drawn(numbers, out)).encode())
     return out / "report.md"
 
 
-def pack(folder: Path, out: Path) -> list[Run]:
-    """Keeps what a report reads of the finished runs."""
-    found = [run for arm in find([folder]).arms for run in arm.runs]
-    for run in found:
-        packed = LocalFiles(out).below(f"{RUNS}/{run.folder.name}")
-        run.pack(packed)
-        for source, target, name in ((run.folder, packed, MACHINE), (folder, LocalFiles(out), RATES)):
-            with suppress(FileNotFoundError):
-                target.write(name, files_of(source).read(name, MAX_BYTES))
-    return found
+def pack(folder: Path, path: Path) -> int:
+    """Keeps what a report reads of the finished runs as one file; returns how many those are."""
+    head, runs, unfinished = _experiment(folder)
+    if not runs:
+        raise UserError(f"No run has finished yet in {folder}; unfinished: {', '.join(unfinished)}.")
+    packed.write(path, head, runs)
+    return len(runs)
 
 
-def read(folders: Sequence[Path]) -> dict[str, Any]:
+def read(paths: Sequence[Path]) -> dict[str, Any]:
     """The numbers of some experiments; of one whose runs are not there, what its report.json says."""
-    if all(_folders(folder) for folder in folders):
-        return as_numbers(find(folders))
+    known = [is_packed(path) or bool(_folders(path)) for path in paths]
+    if all(known):
+        return as_numbers(find(paths))
     merged: dict[str, Any] = {}
-    for folder in folders:
-        numbers = as_numbers(find([folder])) if _folders(folder) else _read(folder / NUMBERS, dict[str, Any])
+    for path, has_runs in zip(paths, known, strict=True):
+        numbers = as_numbers(find([path])) if has_runs else _read(path / NUMBERS, dict[str, Any])
         if numbers is None:
-            raise UserError(f"{folder} holds neither runs nor {NUMBERS} of an experiment.")
-        prefix = _prefix(folder, folders)
+            raise UserError(f"{path} holds neither runs nor {NUMBERS} of an experiment.")
+        prefix = _prefix(path, paths)
         arms = {prefix + label: arm for label, arm in numbers["configurations"].items()}
         for arm in arms.values():
             arm["against"] = {prefix + base: change for base, change in arm["against"].items()}

@@ -23,9 +23,8 @@ from rich.console import Console
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
-from rl_swarm.experiment.measures import Run
+from rl_swarm.experiment.measures import Run, Tuned
 from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
-from rl_swarm.experiment.report import Tuned
 from rl_swarm.network.folder import read_manifest, read_state
 from rl_swarm.node.evaluation import mean
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent

@@ -46,7 +46,7 @@ def head(numbers: Mapping[str, Any]) -> list[str]:
     seeds = sorted({seed for arm in arms.values() for seed in arm["seeds"]})
     machine = numbers["machine"]
     made = f"written {numbers['made']}"
-    if machine:
+    if {"processor", "cores"} <= machine.keys():
         gpu = f", {machine['gpu']}" if "gpu" in machine else ""
         made = f"played on {machine['processor']}, {machine['cores']} cores{gpu}; {made}"
     about = [_one_of(arms, "nodes", "node"), _one_of(arms, "rounds", "round"), _one_of(arms, "model")]

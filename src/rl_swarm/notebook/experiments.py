@@ -8,6 +8,7 @@ from rich.text import Text
 
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report, text
+from rl_swarm.experiment.arms import is_packed
 from rl_swarm.experiment.drawing import drawn
 from rl_swarm.experiment.progress import ExperimentProgress
 from rl_swarm.notebook.cells import set_flags, shown, written
@@ -53,14 +54,15 @@ def flags(options: dict[str, object]) -> list[str]:
     return found + set_flags(given)
 
 
-def results(*folders: str | Path) -> "Results":
-    """What came of one or several experiments: of the folders that `experiment` was given, or with a report.json."""
-    for folder in folders:
-        if not Path(folder).is_dir():
+def results(*given: str | Path) -> "Results":
+    """What came of one or several experiments: of the folders that `experiment` was given, packed, or with a report.json."""
+    paths = [Path(path) for path in given]
+    for path in paths:
+        if not (is_packed(path) or path.is_dir()):
             raise UserError(
-                f"{folder}: there is no such folder. Give what the experiment was given as its folder."
+                f"{path}: there is no such folder. Give what the experiment was given as its folder."
             )
-    return Results(report.read([Path(folder) for folder in folders]))
+    return Results(report.read(paths))
 
 
 class Markdown:

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
-from rl_swarm.experiment.arms import RUNS
+from rl_swarm.experiment.arms import RUNS, name_of
 from rl_swarm.experiment.measures import Measure
 from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunStands
 from rl_swarm.monitor.follower import Looking
@@ -57,9 +57,9 @@ class Followed(Looking):
             return _lines(metric, self.standing.curves(metric, points))
 
 
-def create_experiment_app(folder: Path, hosts: Sequence[str], token: str | None = None) -> FastAPI:
-    followed = Followed(ExperimentProgress(folder))
-    stream, runs = Stream(followed), Runs(None, folder.absolute() / RUNS, folder.absolute().name)
+def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = None) -> FastAPI:
+    followed = Followed(ExperimentProgress(path))
+    stream, runs = Stream(followed), Runs(None, path.absolute() / RUNS, name_of(path))
 
     def close() -> None:
         stream.closed = True

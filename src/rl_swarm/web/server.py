@@ -82,12 +82,12 @@ def serve(
 
 
 def serve_experiment(
-    folder: Path, listening: socket.socket, stop: threading.Event, token: str | None = None
+    path: Path, listening: socket.socket, stop: threading.Event, token: str | None = None
 ) -> None:
     """Serves an experiment and all its runs until told to stop."""
     from rl_swarm.web.experiment import create_experiment_app
 
-    _serve(create_experiment_app(folder, hosts_of(listening), token), listening, stop)
+    _serve(create_experiment_app(path, hosts_of(listening), token), listening, stop)
 
 
 def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> None:
