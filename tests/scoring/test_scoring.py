@@ -131,7 +131,8 @@ def test_weights_say_how_often_a_task_is_asked(logic):
 
 def test_questions_are_the_same_in_every_process_whatever_its_hash_seed():
     script = (
-        "from rl_swarm.scoring.process import ScoringProcess; from rl_swarm.protocol.tasks import *\n"
+        "from rl_swarm.scoring.process import ScoringProcess; from rl_swarm.protocol.tasks import Task\n"
+        "from rl_swarm.environments.presets import PRESETS\n"
         "import hashlib\n"
         "scorer = ScoringProcess([Task('ransom_note'), Task('isomorphic_strings'), *PRESETS['sapo']])\n"
         "print(hashlib.sha256(repr([scorer.questions(range(80)), scorer.held_out(40)]).encode()).hexdigest())"
