@@ -21,6 +21,7 @@ from rl_swarm.protocol.wire import seal
 from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import Journal
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, Seconds
 
 SCORED_EVERY = 100  # rounds between held-out scores
 SECONDS = {"questions": 0.001, "generate": 0.5, "score": 0.02, "publish": 0.001, "collect": 0.25, "train": 0.2, "report": 0.001}  # fmt: skip
@@ -116,22 +117,22 @@ class History:
             phases.append((phase, round(start, 4), round(start + seconds, 4)))
             start += seconds
         taken = {self.peers[(node + step * (played % 7 + 1)) % others].peer_id: 1 for step in (1, 2, 3, 4)}
-        self.journals[node].metrics(
-            "round", round=played, stage=0, policy_version=played + 1, reward_local=value,
+        self.journals[node].metrics(RoundRecord(
+            round=played, stage=0, policy_version=played + 1, reward_local=value,
             reward_training=value + 0.05, local_groups=4, local_with_signal=3, no_signal_share=0.25,
             completion_length=20.0 - value, truncated_share=0.03125, entropy=1.0 - value / 3, clip_share=0.0,
             mismatch=0.003215599765, loss=0.014643197879, kl=0.0, grad_norm=1 / (1 + value), trained_tokens=300 + played % 9,
-            tokens_per_second=1500.0 + played % 100, seconds=SECONDS, began=self.joined + played, phases=phases,
+            tokens_per_second=1500.0 + played % 100, seconds=Seconds(**SECONDS),
             external_taken=len(taken), external_scored=12, external_from=taken, external_rejected={},
             external_surprise=2.29, peak_memory=546172928,
-        )  # fmt: skip
+        ), began=self.joined + played, phases=phases)  # fmt: skip
 
     def _score(self, node: int, played: int, when: str) -> None:
         """A held-out score after so many rounds."""
         value = reward(node, played)
         by_task = dict.fromkeys(TASKS, value)
-        self.journals[node].metrics(
-            "held_out", when=when, round=played - 1, questions=200, sampled=value, greedy=value, well_formed=0.5,
+        self.journals[node].metrics(HeldOutRecord(
+            when=when, round=played - 1, questions=200, sampled=value, greedy=value, well_formed=0.5,
             accuracy_well_formed=0.5, by_task=by_task, greedy_by_task=by_task, well_formed_by_task=by_task,
             accuracy_well_formed_by_task=by_task, examples=[],
-        )  # fmt: skip
+        ))  # fmt: skip

@@ -77,7 +77,7 @@ NAMES = {
     "monty": "ours: pydantic-monty, a part of Python",
 }
 UNGUARDED = (  # our keeper, with everything that guards it taken out
-    "from rl_swarm.scoring import keeper\n"
+    "from rl_swarm.scoring.sandbox import fork_server as keeper\n"
     "keeper.move = keeper.lock = lambda *_: None\n"
     "keeper.lockdown.probe = lambda *_: {}\n"
     "keeper.probe = lambda channel: keeper.os.write(channel, b'{\"measured\": true}')\n"

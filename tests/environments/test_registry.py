@@ -53,7 +53,8 @@ def test_what_comes_with_the_package_is_registered_like_any_other() -> None:
     lines = (Path(__file__).parents[2] / "pyproject.toml").read_text().splitlines()
     start = lines.index(f'[project.entry-points."{environments.GROUP}"]') + 1
     block = "\n".join(lines[start : lines.index("", start)]).replace(" = ", ": ")
-    assert yaml.safe_load(block) == environments.BUILT_IN
+    named = {name: environments.named(name) for name in environments.BUILT_IN}
+    assert yaml.safe_load(block) == {n: f"{kind.__module__}:{kind.__name__}" for n, kind in named.items()}
     assert environments.named("reasoning") is Reasoning and environments.named("debate") is Debate
 
 

@@ -15,11 +15,12 @@ from rich.console import Console
 from rl_swarm.cli.app import app
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
-from rl_swarm.experiment.measures import NodeLog, RoundLine, Run
+from rl_swarm.experiment.measures import NodeLog, Run
 from rl_swarm.experiment.plan import Costs, duration, makespan
 from rl_swarm.experiment.run import Experiment, Runner, RunProcess, Told, is_finished, play
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry.schema import RoundRecord, Seconds
 
 SMALL = [
     "--device",
@@ -204,7 +205,7 @@ def test_a_plan_follows_from_what_groups_cost() -> None:
 
 def test_a_plan_counts_what_no_node_notes() -> None:
     """A round takes the nodes three seconds each, and everybody seven."""
-    line = RoundLine(0, 0.0, 0.0, 2, 2, 2, 10, 10, {"generate": 2.0, "train": 1.0})
+    line = RoundRecord(0, 0.0, 0.0, 2, 2, 0.0, seconds=Seconds(generate=2.0, train=1.0))
     nodes = [NodeLog([line] * 5) for _ in range(2)]
     job = Job(Arm(2, 2), 1, 10, 2, settings={"held_out_every": 0})
     costs = Costs.of(Run(job, nodes), looked=4.0, looks=1, start=5.0, rounds=3, took=3 * 7.0)

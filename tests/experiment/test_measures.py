@@ -8,12 +8,12 @@ import pytest
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import measures, report, text
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.measures import HeldOutLine, NodeLog, compared, measured
+from rl_swarm.experiment.measures import NodeLog, Score, compared, measured
 from rl_swarm.storage.files import LocalFiles
 
 
-def held(round: int, sampled: float, **tasks: float) -> HeldOutLine:
-    return HeldOutLine(round, sampled, None, tasks, {})
+def held(round: int, sampled: float, **tasks: float) -> Score:
+    return Score(round, sampled, None, tasks, {})
 
 
 def made(
@@ -36,14 +36,15 @@ def made(
                 dict(
                     kind="round", round=number, reward_local=local, reward_training=training, local_groups=4,
                     local_with_signal=number + 1, external_taken=1, generated_tokens=100, trained_tokens=50,
-                    seconds={"generate": 1.5, "train": 0.5}, entropy=1.0,
+                    seconds={"generate": 1.5, "train": 0.5}, entropy=1.0, tokens_per_second=1.0,
                 )
             )  # fmt: skip
         for at, where, score in ((0, -1, ends[node][0]), (len(lines) + 1, rounds - 1, ends[node][1])):
             lines.insert(
                 at,
-                dict(kind="held_out", round=where, sampled=score, greedy=2 * score, by_task={"gcd": score},
-                     greedy_by_task={"gcd": 2 * score}),
+                dict(kind="held_out", when="now", round=where, questions=8, sampled=score, greedy=2 * score, well_formed=1.0,
+                     accuracy_well_formed=score, by_task={"gcd": score}, greedy_by_task={"gcd": 2 * score},
+                     well_formed_by_task={}, accuracy_well_formed_by_task={}, examples=[]),
             )  # fmt: skip
         (path / "logs" / node).mkdir(parents=True)
         (path / "logs" / node / "metrics.jsonl").write_text(

@@ -83,7 +83,7 @@ SECRET_FILES = {
     "deletes swarm.pem": tries("os.unlink('{pem}')"),
     "writes beside swarm.pem": tries("open('{folder}/new', 'w').write('x')"),
     "reads the passwords": tries("open('/etc/passwd').read()", alone=True),
-    "reads the sandbox's code": tries("open('{package}/scoring/sandbox.py').read()", alone=True),
+    "reads the sandbox's code": tries("open('{package}/scoring/sandbox/sandbox.py').read()", alone=True),
     "lists the root": tries("os.listdir('/')", alone=True),
     "writes into Python's library": tries("open(os.__file__, 'a')"),
     "replaces Python's library": tries("os.rename(os.__file__, os.__file__ + '.old')"),

@@ -23,6 +23,7 @@ from rl_swarm.protocol.wire import seal
 from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import Journal
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, Seconds
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\n=1+1"
 
@@ -109,20 +110,20 @@ class SmallRun:
         FolderExchange(self.files, self.manifest, identity, node, self.stop, print).publish(publication)
 
     def write_round(self, node: str, played: int, reward: float, learned_from: list[str]) -> None:
-        self.journals[node].metrics(
-            "round", round=played, stage=0, reward_local=reward, reward_training=reward, local_groups=4,
+        self.journals[node].metrics(RoundRecord(
+            round=played, stage=0, reward_local=reward, reward_training=reward, local_groups=4,
             local_with_signal=3, external_taken=len(learned_from), external_from=dict.fromkeys(learned_from, 1),
             external_rejected={"digest": 1}, tokens_per_second=100.0,
-            generated_tokens=50, trained_tokens=40, seconds={"generate": 0.5, "train": 0.25},
+            generated_tokens=50, trained_tokens=40, seconds=Seconds(generate=0.5, train=0.25),
             entropy=0.5, grad_norm=1.0, completion_length=6.0, peak_memory=1 << 28,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def score(self, identity: Identity, when: str, sampled: float) -> None:
         played = self.state.round - 1 if when == "start" else self.state.round
         tasks = {"chain_sum": sampled, "gcd": sampled}
         greedy = None if when == "now" else sampled
-        self.journals[identity.node].metrics(
-            "held_out", when=when, round=played, questions=16, sampled=sampled, greedy=greedy, well_formed=0.5,
+        self.journals[identity.node].metrics(HeldOutRecord(
+            when=when, round=played, questions=16, sampled=sampled, greedy=greedy, well_formed=0.5,
             accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
             accuracy_well_formed_by_task=tasks, examples=[],
-        )  # fmt: skip
+        ))  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from rl_swarm.learning.cpu import precision
 
-CHOOSE = "from rl_swarm.learning import precision; print(precision.chosen(256))"
+CHOOSE = "from rl_swarm.learning.cpu import precision; print(precision.chosen(256))"
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,9 @@ from rl_swarm.network.address import locate
 from rl_swarm.node import run_settings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.settings import Settings
+from rl_swarm.telemetry.schema import Load, RoundRecord
 
-GOOD = b'"reward_local":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
+GOOD = b'"reward_local":0.5,"reward_training":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
 NOBODY = 2**31 - 1  # a process id that no system hands out
 
 
@@ -161,15 +162,7 @@ def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tm
     others.event("rejected", node=run.names[0], reason="digest", detail="altered")
     others.event("rejected", node="stranger", reason="digest", detail="altered")
     run.write_round(run.names[0], 0, 0.5, [])
-    mine.metrics(
-        "round",
-        round=1,
-        reward_local=0.5,
-        local_with_signal=1,
-        external_taken=0,
-        tokens_per_second=1.0,
-        load={"gpu": 0.5, "x": 1},
-    )
+    mine.metrics(RoundRecord(1, 0.5, 0.5, 1, 0, 1.0, load=Load(gpu=0.5)))
     run.state = changed(run.state, round=2)
     run.tick()
     follower, _ = followed(run)
@@ -182,7 +175,7 @@ def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tm
     kinds = [event.event for event in telling.events(follower, node=run.names[0]).events]
     assert kinds == ["failed", "restarted", "joined"]
     curves = telling.curves(follower, run.names[0], [])
-    assert curves is not None and curves.metrics["load.gpu"] == [None, 0.5] and "load.x" not in curves.metrics
+    assert curves is not None and curves.metrics["load.gpu"] == [None, 0.5]
 
 
 def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from rl_swarm.protocol.wire import seal
 VICTIM = """
 import sys
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-engine = Engine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], quota=DhtQuota(), relay=False, map_ports=False).start()
+engine = PeerEngine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], quota=DhtQuota(), relay=False, map_ports=False).start()
 print(engine.addresses[0], flush=True)
 for line in sys.stdin:
     print(len(engine.find(line.strip())), flush=True)

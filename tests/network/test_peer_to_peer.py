@@ -68,8 +68,8 @@ def exists(process: int) -> bool:
 NODE = """
 import sys, time
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.network.p2p.engine import Engine
-engine = Engine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], relay=False, map_ports=False).start()
+from rl_swarm.network.p2p.engine import PeerEngine
+engine = PeerEngine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], relay=False, map_ports=False).start()
 print(engine.folder, flush=True)
 time.sleep(100)
 """

@@ -30,9 +30,9 @@ PEER = """
 import json, sys, time
 from pathlib import Path
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.network.p2p.engine import Engine
+from rl_swarm.network.p2p.engine import PeerEngine
 name, listen, known, wanted, reachable = sys.argv[1:]
-engine = Engine(
+engine = PeerEngine(
     Identity.load_or_create(Path(f"{name}.pem")), json.loads(known), [listen], answer=lambda request, peer: name.encode(),
     map_ports=False, reachability=reachable,
 ).start()

@@ -40,6 +40,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import EVENTS, Journal
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 SETTINGS = Settings(
     hf_token="hf_secret", hub_repo="ada/model", external=2, share_logprobs=True, log_level="error"
@@ -66,9 +67,21 @@ def scores(when: str, round: int, sampled: float, greedy: float | None) -> dict[
         "questions": 8,
         "sampled": sampled,
         "greedy": greedy,
+        "well_formed": 1.0,
+        "accuracy_well_formed": sampled,
         "by_task": {"chain_sum": sampled},
         "greedy_by_task": {} if greedy is None else {"chain_sum": greedy},
-        "examples": [{"prompt": "What is 1 + 2?\n"}],
+        "well_formed_by_task": {"chain_sum": 1.0},
+        "accuracy_well_formed_by_task": {"chain_sum": sampled},
+        "examples": [
+            {
+                "task": "chain_sum",
+                "prompt": "What is 1 + 2?\n",
+                "answer": "3",
+                "completion": "3",
+                "reward": 1.0,
+            }
+        ],
     }
 
 
@@ -223,9 +236,9 @@ POLICY = SimpleNamespace(
 
 def make_push(tmp_path: Path, settings: Settings = SETTINGS) -> Push:
     journal = Journal(tmp_path / "logs" / "node")
-    journal.metrics("round", round=0)
+    journal.metrics(RoundRecord(0, 0.0, 0.0, 0, 0, 0.0))
     for line in trained().held_out:
-        journal.metrics("held_out", **{k: v for k, v in line.items() if k != "kind"})
+        journal.metrics(msgspec.convert(line, HeldOutRecord))
     push = Push.wanted(settings, tmp_path / "checkpoints" / ".push-node", journal, threading.Event())
     assert push is not None
     push.delays = (0.01, 0.01)
@@ -327,7 +340,7 @@ def test_only_the_newest_of_those_that_wait_is_pushed(
     push = make_push(tmp_path)
     for number in range(1, 5):
         push(checkpoint, POLICY, manifest())
-        push.journal.metrics("round", round=number)
+        push.journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
         until(lambda: bool(hub.requests))
     hub.open.set()
     push.finish(120)

@@ -449,7 +449,8 @@ def without(*names):
         steps += [(0x15, 0, 1, numbers[name][column]), (0x06, 0, 0, 0x00050000 | 38)]
     program = b"".join(struct.pack("=HBBI", *step) for step in [*steps, (0x06, 0, 0, 0x7FFF0000)])
     return (
-        "from rl_swarm.scoring import lockdown, sandbox\n"
+        "from rl_swarm.scoring import lockdown\n"
+        "from rl_swarm.scoring.sandbox import sandbox\n"
         "from rl_swarm.errors import UserError\n"
         f"lockdown.no_new_privileges(); lockdown.prepare({program!r})()\n"
     )

@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 
-from rl_swarm.telemetry.machine import Load, gpus_of, hardware
+from rl_swarm.telemetry.machine import LoadMeter, gpus_of, hardware
 
 CPU = torch.device("cpu")
 
 
 def test_the_processor_is_busy_when_this_process_is() -> None:
-    load = Load([CPU])
+    load = LoadMeter([CPU])
     time.sleep(0.2)
     rest = load.read()
     began = time.process_time()
@@ -35,7 +35,7 @@ def test_how_busy_a_gpu_is_is_told() -> None:
     device = torch.device("cuda", 0)
     matrix = torch.ones(4096, 4096, device=device)
     assert "GiB" in hardware([device])["gpu"] and len(gpus_of([device])) == 1
-    load = Load([device])
+    load = LoadMeter([device])
     time.sleep(2)
     load.read()
     time.sleep(2)

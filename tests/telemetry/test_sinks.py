@@ -21,6 +21,7 @@ from rl_swarm.config.resolve import load
 from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import METRICS, Journal, Stopwatch, read_lines
 from rl_swarm.telemetry.otlp import endpoints
+from rl_swarm.telemetry.schema import RoundRecord
 from rl_swarm.telemetry.sinks import Feed, Source, feeding, is_installed, numbers, public, wanted
 
 TRACKIO = sys.version_info >= (3, 11)  # its hub library needs a transformers that needs it
@@ -155,10 +156,10 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
     sink = Stuck()
     feed = Feed("slow", lambda: sink, most=10)
     journal = Journal(tmp_path, [feed])
-    journal.metrics("round", round=0)
+    journal.metrics(RoundRecord(0, 0.0, 0.0, 0, 0, 0.0))
     until(lambda: feed.waiting.qsize() == 0)  # it has the first
     for number in range(1, 31):
-        journal.metrics("round", round=number)
+        journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
     assert feed.dropped == 20 and sink.got == []
     assert len(journal.read(METRICS)) == 31
     assert [r.getMessage() for r in caplog.records] == [
@@ -167,7 +168,7 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
     feed.finish()
     sink.go.set()
     feed.thread.join(60)
-    assert sink.got == [*({"round": number} for number in range(11)), "closed"]
+    assert [got if got == "closed" else got["round"] for got in sink.got] == [*range(11), "closed"]
 
 
 def test_a_sink_that_fails_is_switched_off_with_a_word_and_the_journal_goes_on(
@@ -178,7 +179,7 @@ def test_a_sink_that_fails_is_switched_off_with_a_word_and_the_journal_goes_on(
         until(lambda: feeds[0].off)
         journal = Journal(tmp_path, feeds)
         for number in range(3):
-            journal.metrics("round", round=number)
+            journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
         assert feeds[0].waiting.qsize() == 0
     assert len(journal.read(METRICS)) == 3
     (message,) = (r.getMessage() for r in caplog.records)

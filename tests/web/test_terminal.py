@@ -32,6 +32,7 @@ from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import Identity, animal_name
 from rl_swarm.protocol.wire import seal
 from rl_swarm.telemetry.journal import METRICS
+from rl_swarm.telemetry.schema import AnsweredQuestion, HeldOutRecord
 
 NOBODY = 2**31 - 1  # a process id that no system hands out
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b2J[red]markup[/] \u202ereversed\u202c\r\n"
@@ -135,12 +136,12 @@ def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -
     run.journals[node].logs[METRICS].replace(b"")
     tasks = {ESCAPES: 0.5}
     for when in ("start", "now"):
-        run.journals[node].metrics(
-            "held_out", when=when, round=0, questions=1, sampled=0.5, greedy=0.5, well_formed=0.5,
+        run.journals[node].metrics(HeldOutRecord(
+            when=when, round=0, questions=1, sampled=0.5, greedy=0.5, well_formed=0.5,
             accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
             accuracy_well_formed_by_task=tasks,
-            examples=[{"task": ESCAPES, "prompt": ESCAPES, "answer": "1", "completion": ESCAPES, "reward": 0.0}],
-        )  # fmt: skip
+            examples=[AnsweredQuestion(ESCAPES, ESCAPES, "1", ESCAPES, 0.0)],
+        ))  # fmt: skip
     console = Console(file=io.StringIO(), width=400, color_system=None)
     print_summary(RunView.open(run.root), 1.0, console)
     assert isinstance(console.file, io.StringIO)

@@ -18,11 +18,12 @@ from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.warmup import RATE, WarmUpError, make_examples, save, step_count, train
-from rl_swarm.node.evaluation import HeldOut, protocol
 from rl_swarm.node.evaluation import evaluate as score
+from rl_swarm.node.evaluation import protocol
 from rl_swarm.plural import counted
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.settings import Settings
+from rl_swarm.telemetry.schema import HeldOut
 
 
 class WarmUp(msgspec.Struct, frozen=True):

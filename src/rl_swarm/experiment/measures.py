@@ -21,6 +21,7 @@ from rl_swarm.experiment.arms import Arm, Job, files_of
 from rl_swarm.node.evaluation import mean
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, new_lines
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
@@ -28,27 +29,21 @@ WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
 SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
 
 
-class RoundLine(msgspec.Struct, frozen=True, tag_field="kind", tag="round"):
-    round: int
-    reward_local: float
-    reward_training: float
-    local_groups: int
-    local_with_signal: int
-    external_taken: int
-    generated_tokens: int
-    trained_tokens: int
-    seconds: dict[str, float]
+class Score(msgspec.Struct, frozen=True):
+    """What is kept of a held-out score."""
 
-
-class HeldOutLine(msgspec.Struct, frozen=True, tag_field="kind", tag="held_out"):
     round: int  # after which it was measured; -1: before the first
     sampled: float
     greedy: float | None
     by_task: dict[str, float]
     greedy_by_task: dict[str, float]
 
+    @classmethod
+    def of(cls, record: HeldOutRecord) -> "Score":
+        return cls(record.round, record.sampled, record.greedy, record.by_task, record.greedy_by_task)
 
-_LINE = msgspec.json.Decoder(RoundLine | HeldOutLine)
+
+_LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
 
 
 class Tuned(msgspec.Struct, frozen=True):
@@ -62,8 +57,8 @@ class Tuned(msgspec.Struct, frozen=True):
 
 @dataclass
 class NodeLog:
-    rounds: list[RoundLine] = field(default_factory=list)
-    held_out: list[HeldOutLine] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
+    held_out: list[Score] = field(default_factory=list)
 
     @classmethod
     def read(cls, files: LocalFiles, path: str) -> "NodeLog":
@@ -73,10 +68,10 @@ class NodeLog:
                 found = _LINE.decode(line)
             except msgspec.DecodeError as error:
                 raise UserError(f"{files.root}/{path}: a line cannot be read ({error}).") from error
-            if isinstance(found, RoundLine):
+            if isinstance(found, RoundRecord):
                 log.rounds.append(found)
             else:
-                log.held_out.append(found)
+                log.held_out.append(Score.of(found))
         return log
 
     def up_to(self, rounds: int) -> "NodeLog":
@@ -193,9 +188,9 @@ def window(rounds: int, points: int = 100) -> int:
     return max(1, rounds // points, min(10, rounds // 20))
 
 
-def seconds(line: RoundLine) -> float:
+def seconds(line: RoundRecord) -> float:
     """What a round took this node; the nodes of a run take their turns."""
-    return sum(line.seconds.values())
+    return line.seconds.total
 
 
 def oscillation(rewards: Sequence[float]) -> float:
@@ -305,7 +300,7 @@ class ArmResult:
         """What a node of this arm spends in all its rounds, on average."""
         return self.of(lambda run, node: spent(run, node)[-1]).mean
 
-    def curve(self, value: Callable[[RoundLine], float]) -> list[Point]:
+    def curve(self, value: Callable[[RoundRecord], float]) -> list[Point]:
         """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval."""
         size = window(self.rounds)
         return [
@@ -339,7 +334,7 @@ class ArmResult:
     def by_task(self, greedy: bool = False) -> dict[str, tuple[Measure, Measure]]:
         """Of every task the held-out score at the start and at the end."""
 
-        def scores(line: HeldOutLine) -> dict[str, float]:
+        def scores(line: Score) -> dict[str, float]:
             return line.greedy_by_task if greedy else line.by_task
 
         first = self.runs[0].nodes[0].held_out

@@ -13,13 +13,13 @@ from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import astuple
 
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Job
-from rl_swarm.experiment.measures import HeldOutLine, NodeLog, RoundLine, Run, Tuned
+from rl_swarm.experiment.measures import NodeLog, Run, Score, Tuned
 from rl_swarm.protocol.wire import Rejected, decode, typed
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry.schema import RoundRecord, Seconds
 
 MAX_PACKED, MAX_UNPACKED, MAX_MEMORY = 64 << 20, 256 << 20, 256 << 20  # bytes
 
@@ -32,10 +32,10 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class NodeLine(msgspec.Struct, frozen=True):
-    """Holds the log of a node. From `round` on, these are the fields of `RoundLine`, with a value per round."""
+    """Holds the log of a node. From `round` on, these are fields of `RoundRecord`, with a value per round."""
 
     job: Job
-    held_out: list[HeldOutLine]
+    held_out: list[Score]
     round: list[int]
     reward_local: list[float]
     reward_training: list[float]
@@ -48,15 +48,25 @@ class NodeLine(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, job: Job, log: NodeLog) -> "NodeLine":
-        """Takes the columns from a log, with fewer digits."""
-        *numbers, seconds = zip(*map(astuple, log.rounds), strict=True)
-        short = [[round(number, 5) for number in column] for column in numbers]
-        return cls(job, log.held_out, *short, [round(sum(phases.values()), 3) for phases in seconds])
+        """Take the columns from a log, with fewer digits."""
+        columns = {name: [round(getattr(line, name), 5) for line in log.rounds] for name in COLUMNS}
+        seconds = [round(line.seconds.total, 3) for line in log.rounds]
+        return cls(job, log.held_out, **columns, seconds=seconds)
 
     def log(self) -> NodeLog:
-        _, _, *columns = astuple(self)
-        rounds = [RoundLine(*numbers, {"all": seconds}) for *numbers, seconds in zip(*columns, strict=True)]
+        columns = zip(*(getattr(self, name) for name in COLUMNS), self.seconds, strict=True)
+        rounds = [
+            RoundRecord(
+                **dict(zip(COLUMNS, numbers, strict=True)),
+                tokens_per_second=0.0,
+                seconds=Seconds(other=seconds),
+            )
+            for *numbers, seconds in columns
+        ]
         return NodeLog(rounds, self.held_out)
+
+
+COLUMNS = NodeLine.__struct_fields__[2:-1]
 
 
 def write(path: Path, head: Head, runs: Sequence[Run]) -> None:

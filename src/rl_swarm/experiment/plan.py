@@ -35,9 +35,9 @@ class Costs:
         arm, settings = run.job.arm, run.job.members()[0]
 
         def spent(*phases: str) -> float:
-            return mean([sum(line.seconds.get(phase, 0.0) for phase in phases) for line in lines])
+            return mean([sum(getattr(line.seconds, phase) or 0.0 for phase in phases) for line in lines])
 
-        noted = mean([sum(line.seconds.values()) for line in lines]) * len(run.nodes) * rounds
+        noted = mean([line.seconds.total for line in lines]) * len(run.nodes) * rounds
         more = took / noted if noted and took else 1.0  # what is done for all of them no node notes
         local = more * spent("questions", "generate", "score", "publish", "report") / settings.local
         answers = settings.held_out_questions * (settings.held_out_samples + 1)

@@ -20,6 +20,7 @@ from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry import journal
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 METRICS = ("fresh_local", "training_set", "held_out")
 Points = list[tuple[int, float]]  # after so many rounds, a value
@@ -67,17 +68,7 @@ class ExperimentState:
     tuned: int  # of those, finished
 
 
-class _RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
-    reward_local: float
-    reward_training: float
-
-
-class _HeldOutLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="held_out"):
-    round: int  # after which it was measured; -1: before the first
-    sampled: float
-
-
-_LINE = msgspec.json.Decoder(_RoundLine | _HeldOutLine)
+_LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
 
 
 class FollowedNode:
@@ -112,7 +103,7 @@ class FollowedNode:
         for line in lines:
             with suppress(msgspec.DecodeError):  # the report, which needs them all, would say so
                 found = _LINE.decode(line)
-                if isinstance(found, _RoundLine):
+                if isinstance(found, RoundRecord):
                     self.fresh.append(found.reward_local)
                     self.training.append(found.reward_training)
                 else:

@@ -11,11 +11,12 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import measures, packed, text
 from rl_swarm.experiment.arms import RUNS, files_of, is_packed, job_folders, name_of
-from rl_swarm.experiment.measures import ArmResult, NodeLog, RoundLine, Run, Tuned
+from rl_swarm.experiment.measures import ArmResult, NodeLog, Run, Score, Tuned
 from rl_swarm.experiment.packed import Head
 from rl_swarm.node.evaluation import mean
 from rl_swarm.protocol.wire import MAX_BYTES
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry.schema import RoundRecord
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
@@ -269,7 +270,7 @@ def _at_equal_tokens(budget: float) -> dict[str, Callable[[Run, NodeLog], float]
     }
 
 
-def _rewards(result: ArmResult, value: Callable[[RoundLine], float]) -> dict[str, object]:
+def _rewards(result: ArmResult, value: Callable[[RoundRecord], float]) -> dict[str, object]:
     def earned(run: Run, node: NodeLog) -> float:
         return sum(value(line) for line in node.rounds)
 
@@ -290,7 +291,7 @@ def _held_out(result: ArmResult, budgets: Mapping[str, float]) -> dict[str, obje
     def gain(run: Run, node: NodeLog) -> float:
         return node.held_out[-1].sampled - node.held_out[0].sampled
 
-    def ends(value: Callable[[measures.HeldOutLine], float | None]) -> dict[str, object]:
+    def ends(value: Callable[[Score], float | None]) -> dict[str, object]:
         return {
             "start": asdict(result.of(lambda r, n: value(n.held_out[0]) or 0.0)),
             "end": asdict(result.of(lambda r, n: value(n.held_out[-1]) or 0.0)),

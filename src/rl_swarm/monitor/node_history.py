@@ -7,19 +7,19 @@ from operator import attrgetter
 from typing import Any
 
 from rl_swarm.monitor.records import Event
-from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView, RoundLine
+from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
 from rl_swarm.monitor.series import Curves, number
 from rl_swarm.settings import tellable
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
+from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
 
 METRICS = (
     "reward_local", "reward_training", "completion_length", "truncated_share", "no_signal_share", "entropy", "grad_norm",
     "loss", "kl", "clip_share", "mismatch", "tokens_per_second", "trained_tokens", "peak_memory", "external_taken",
     "external_surprise",
 )  # fmt: skip
-LOADS = ("processor", "memory", "gpu", "gpu_memory")
-PHASES = ("questions", "generate", "score", "publish", "collect", "train", "report")
+LOADS = Load.__struct_fields__
 MEASURED = (*METRICS, *(f"seconds.{phase}" for phase in PHASES), *(f"load.{part}" for part in LOADS))
 _values = attrgetter(*MEASURED)
 KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
@@ -73,7 +73,7 @@ class Track:
         self._scores = len(view.held_out)
         return len(lines) + len(scores)
 
-    def _add(self, lines: Sequence[RoundLine]) -> None:
+    def _add(self, lines: Sequence[RoundRecord]) -> None:
         columns = zip(*map(_values, lines), strict=True)
         rounds = [line.round for line in lines]
         self.curves.add(rounds, dict(zip(MEASURED, columns, strict=False)))

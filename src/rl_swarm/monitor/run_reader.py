@@ -8,89 +8,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, Listing, read_manifest, read_state
-from rl_swarm.node.evaluation import HeldOut, mean, protocol
+from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
-from rl_swarm.protocol.wire import Count, Id, Rejected, decode, typed, unseal
+from rl_swarm.protocol.wire import Rejected, decode, typed, unseal
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 TREND_ROUNDS = 20
 LONGEST_LINE = 64 << 10  # bytes of a line about a round
-Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
-Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
-Stage = Annotated[int, Meta(ge=0, lt=64)]
 Phase = Literal["waiting", "running", "stopped", "finished"]
 MOST_FIGURES = 32
 MAX_OTHERS = 256  # introductions of peers that are no members, read in one look
 OTHERS_SECONDS = 5.0  # that one look spends on their logs
 
 
-class Seconds(msgspec.Struct, frozen=True, gc=False):
-    """What the phases of a round took."""
-
-    questions: Number | None = None
-    generate: Number | None = None
-    score: Number | None = None
-    publish: Number | None = None
-    collect: Number | None = None
-    train: Number | None = None
-    report: Number | None = None
-
-
-class Load(msgspec.Struct, frozen=True, gc=False):
-    """How busy the machine was."""
-
-    processor: Number | None = None  # cores
-    memory: Number | None = None  # bytes
-    gpu: Number | None = None  # share of the time
-    gpu_memory: Number | None = None
-
-
-class RoundLine(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
-    """What is read of a round in a log. In a shared folder anybody may have written it, so lines that do not fit are left
-    out. There may be millions, hence fields and no dictionary."""
-
-    round: Count
-    reward_local: Number
-    local_with_signal: Groups
-    external_taken: Groups
-    tokens_per_second: Number
-    timestamp: Number | None = None
-    local_groups: Groups = 0
-    reward_training: Number | None = None
-    completion_length: Number | None = None
-    truncated_share: Number | None = None
-    no_signal_share: Number | None = None
-    entropy: Number | None = None
-    grad_norm: Number | None = None
-    loss: Number | None = None
-    kl: Number | None = None
-    clip_share: Number | None = None
-    mismatch: Number | None = None
-    trained_tokens: Number | None = None
-    peak_memory: Number | None = None
-    external_surprise: Number | None = None
-    seconds: Seconds = Seconds()
-    load: Load = Load()
-    external_from: dict[Id, Groups] = {}  # by peer id
-    external_rejected: dict[Id, Groups] = {}  # by reason
-    stage: Stage = 0
-    passed: bool = False  # nothing was its to do in this stage
-    reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
-    figures: dict[Id, Number] = {}  # that its role told
-
-
-_ROUND = msgspec.json.Decoder(RoundLine)
+_ROUND = msgspec.json.Decoder(RoundRecord)
 
 
 class EventLine(msgspec.Struct, frozen=True, gc=False):
@@ -103,10 +45,6 @@ class EventLine(msgspec.Struct, frozen=True, gc=False):
 _EVENT = msgspec.json.Decoder(EventLine)
 
 
-class HeldOutLine(HeldOut, frozen=True, kw_only=True):
-    when: str
-
-
 @dataclass
 class NodeView:
     """One node as its files show it."""
@@ -115,7 +53,7 @@ class NodeView:
     peer: PeerInfo | None = None
     member: Member | None = None
     alive: bool = False
-    rounds: list[RoundLine] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
     introduced: bytes = b""  # as `peer` was read
@@ -136,7 +74,7 @@ class NodeView:
         return self.held_out[-1] if self.held_out else None
 
     @property
-    def last(self) -> RoundLine | None:
+    def last(self) -> RoundRecord | None:
         return self.rounds[-1] if self.rounds else None
 
     @property
@@ -184,7 +122,7 @@ class NodeView:
                 pass  # not a round
             try:
                 record = decode(line)
-                typed(record, HeldOutLine)
+                typed(record, HeldOutRecord)
                 self.held_out.append(record)
             except Rejected:
                 self.unreadable[METRICS] += 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from rl_swarm.protocol.rounds import Ended, Report, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import LOGS, read_lines
+from rl_swarm.telemetry.schema import RoundRecord
 
 T = TypeVar("T")
 
@@ -51,19 +52,11 @@ class Verdict:
         self.checked[what] = self.checked.get(what, 0) + number
 
 
-class Event(msgspec.Struct, frozen=True):
+class LoggedEvent(msgspec.Struct, frozen=True):
     event: str
     round: int = -1
     first: int = 0
     last: int = -1
-
-
-class RoundLine(msgspec.Struct, frozen=True):
-    kind: Literal["round"]
-    round: int
-    stage: int
-    reward_local: float
-    reward_training: float
 
 
 @dataclass
@@ -190,7 +183,7 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
         reported = {ended.round for ended in run.history if peer_id in ended.reports}
         missing = {ended.round for ended in run.history} - reported
         reasons: dict[int, str] = {}
-        for event in _lines(run, member.node, "training_events.jsonl", Event):
+        for event in _lines(run, member.node, "training_events.jsonl", LoggedEvent):
             if event.event == "skipped":
                 reasons |= dict.fromkeys((n for n in missing if event.first <= n <= event.last), "skipped")
             elif event.event == "joined_late":
@@ -234,7 +227,7 @@ def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], 
             continue
         _check_lines(run, member.node, verdict)
         logged: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for line in _lines(run, member.node, "metrics.jsonl", RoundLine):
+        for line in _lines(run, member.node, "metrics.jsonl", RoundRecord):
             pair = (line.reward_local, line.reward_training)
             logged.setdefault((line.round, line.stage), []).append(pair)
         for (owner, number, stage), report in reports.items():
@@ -255,7 +248,8 @@ def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
     view = NodeView(node)
     view.refresh(LocalFiles(run.address.here))
     starts = sum(
-        event.event in ("joined", "resumed") for event in _lines(run, node, "training_events.jsonl", Event)
+        event.event in ("joined", "resumed")
+        for event in _lines(run, node, "training_events.jsonl", LoggedEvent)
     )
     for name in LOGS:
         if lines := view.unreadable_in(name):
@@ -265,7 +259,7 @@ def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
 
 def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
     """A node that dies between its report and its log line comes back and skips that round."""
-    events = _lines(run, node, "training_events.jsonl", Event)
+    events = _lines(run, node, "training_events.jsonl", LoggedEvent)
     return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
         e.event in ("resumed", "joined") and e.round < number for e in events[1:]
     )

@@ -7,39 +7,15 @@ well-formed answers and the accuracy among them tell how much is format and how 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from rl_swarm.environments.base import Environment
 from rl_swarm.plural import counted
 from rl_swarm.protocol.questions import Question
+from rl_swarm.telemetry.schema import AnsweredQuestion, HeldOut
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
 
 SAMPLING_SEED = 1
-
-
-class AnsweredQuestion(msgspec.Struct, frozen=True):
-    task: str
-    prompt: str
-    answer: str | None
-    completion: str
-    reward: float
-
-
-class HeldOut(msgspec.Struct, frozen=True):
-    questions: int
-    sampled: float
-    greedy: float | None
-    well_formed: float  # share of the sampled answers
-    accuracy_well_formed: float  # reward among those
-    by_task: dict[str, float]  # sampled
-    greedy_by_task: dict[str, float]
-    well_formed_by_task: dict[str, float]
-    accuracy_well_formed_by_task: dict[str, float]
-    examples: list[AnsweredQuestion]
-    samples: int | None = None  # answers to every question
-    temperature: float | None = None
 
 
 def evaluate(

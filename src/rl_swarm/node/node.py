@@ -31,7 +31,8 @@ from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling,
 from rl_swarm.protocol.rounds import Member, Report, State
 from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Journal, Stopwatch
-from rl_swarm.telemetry.machine import Load
+from rl_swarm.telemetry.machine import LoadMeter
+from rl_swarm.telemetry.schema import HeldOutRecord, Load, RoundRecord, Seconds
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Node:
     role: Role | None = None  # the ordinary one by default
     role_name: str = ""  # in what it sends; empty for the ordinary one
     push: Push | None = None  # to the hub, where the settings ask for it
-    load: Load = field(default_factory=Load)  # of what it runs on
+    load: LoadMeter = field(default_factory=LoadMeter)  # of what it runs on
     clock: Callable[[], float] = time.time
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
     held_out: list[Question] = field(default_factory=list)
@@ -392,12 +393,12 @@ class Node:
     ) -> None:
         completions = [c for g in local for c in g.completions]
         lengths = [float(len(c.tokens or ())) for c in completions]
-        self.journal.metrics(
-            "round",
+        reward, several = mean([g.mean_reward for g in local]), self.manifest.stages > 1
+        record = RoundRecord(
             round=state.round,
             stage=state.stage,
             policy_version=self.policy.version,
-            reward_local=mean([g.mean_reward for g in local]),
+            reward_local=reward,
             reward_training=mean([g.mean_reward for g in [*local, *external.chosen]]),
             local_groups=len(local),
             local_with_signal=sum(g.has_signal for g in local),
@@ -413,41 +414,31 @@ class Node:
             trained_tokens=update.tokens,
             generated_tokens=int(sum(lengths)),
             tokens_per_second=round(sum(lengths) / max(watch.seconds["generate"], 1e-9), 1),
-            seconds=watch.rounded(),
-            began=watch.began,
-            phases=watch.phases,
+            seconds=Seconds.of(watch.rounded()),
             external_taken=len(external.chosen),
             external_scored=len(external.scored),
             external_from=dict(Counter(g.peer_id for g in external.chosen)),
             external_rejected=dict(self.rejected),
             external_surprise=round(external.surprise, 2),
             peak_memory=peak_memory(self.policy.device),
-            load=self.load.read(),
-            **self.of_stage(state, local, figures or {}),
+            load=Load(**self.load.read()),
+            figures=dict(figures or {}),
+            reward_by_stage={str(state.stage): reward} if local and several else {},
+            passed=several and not local,
         )
+        self.journal.metrics(record, began=watch.began, phases=watch.phases)
 
-        stages = self.manifest.stages
         log.log(
-            logging.INFO if local or figures or stages == 1 else logging.DEBUG,
+            logging.INFO if local or figures or not several else logging.DEBUG,
             "round %d%s: reward %.2f%s, learned from %d own and %d external groups, %.1f s",
             state.round,
-            f" stage {state.stage}" if stages > 1 else "",
-            mean([g.mean_reward for g in local]),
+            f" stage {state.stage}" if several else "",
+            reward,
             "".join(f", {name} {value:.4g}" for name, value in (figures or {}).items()),
             sum(g.has_signal for g in local),
             len(external.chosen),
             sum(watch.seconds.values()),
         )
-
-    def of_stage(
-        self, state: State, local: Sequence[Group], figures: Mapping[str, float]
-    ) -> dict[str, object]:
-        """What else is told of a stage, where a round has several, and by its role."""
-        told: dict[str, object] = {"figures": dict(figures)} if figures else {}
-        if self.manifest.stages > 1:
-            reward = mean([g.mean_reward for g in local])
-            told |= {"reward_by_stage": {str(state.stage): reward}} if local else {"passed": True}
-        return told
 
     def measure(self, when: str) -> None:
         """The held-out score; greedy answers too at the start and the end."""
@@ -456,7 +447,8 @@ class Node:
         result = evaluate(
             self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now"
         )
-        self.journal.metrics("held_out", when=when, round=self.done[0], **msgspec.to_builtins(result))
+        record = HeldOutRecord(when=when, round=self.done[0], **msgspec.structs.asdict(result))
+        self.journal.metrics(record)
         log.info("held-out score %.3f (%s)", result.sampled, when)
 
     def save(self, push: bool = False) -> None:

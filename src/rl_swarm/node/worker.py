@@ -241,7 +241,7 @@ def _take_part(
     from rl_swarm.learning.policy import other_models
     from rl_swarm.node.hub import Push
     from rl_swarm.node.node import Node
-    from rl_swarm.telemetry.machine import Load, hardware
+    from rl_swarm.telemetry.machine import LoadMeter, hardware
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     use_threads(threads, pick_device(settings))
@@ -288,7 +288,7 @@ def _take_part(
         checkpoints=checkpoints,
         stop=stop,
         push=Push.wanted(settings, private / "push", journal, stop),
-        load=Load(devices),
+        load=LoadMeter(devices),
     )
     if place:
         journal.restore(place.logs)

@@ -14,6 +14,7 @@ from rl_swarm.protocol.untrusted import json_line
 from rl_swarm.protocol.wire import Rejected, decode
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.shared_log import MAX_LOG, SharedLog
+from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, line_of
 
 if TYPE_CHECKING:
     from rl_swarm.telemetry.sinks import Feed
@@ -36,7 +37,10 @@ class Journal:
         self.files, self.folder = files, folder
         self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in LOGS}
 
-    def metrics(self, kind: str, **values: object) -> None:
+    def metrics(self, record: RoundRecord | HeldOutRecord, **timing: object) -> None:
+        """Write a record; `timing` is for traces alone."""
+        values = {**line_of(record), **timing}
+        kind = str(values.pop("kind"))
         self._append(METRICS, {"kind": kind, "timestamp": time.time(), **values})
         for feed in self.feeds:
             feed.put(kind, values)

@@ -46,7 +46,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-class Load:
+class LoadMeter:
     """How busy a node's process kept the processor since it was read last, and its GPUs, whoever uses them."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
