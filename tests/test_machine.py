@@ -1,5 +1,7 @@
 """What a node says about the machine it runs on."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -26,6 +28,22 @@ def test_a_machine_is_told_in_words() -> None:
     told = hardware([CPU])
     assert "gpu" not in told and int(told["cores"]) >= 1 and told["memory"].endswith(" GiB")
     assert all(value and len(value) <= 200 for value in told.values())
+
+
+def test_a_gpu_without_the_driver_of_nvidia_has_no_figures() -> None:
+    pynvml = pytest.importorskip("pynvml")  # a dependency on Linux only
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        assert gpus_of([torch.device("cuda", 0)]) == []
+    else:
+        pytest.skip("there is a driver")
+
+
+def test_how_busy_a_machine_is_can_be_asked_without_torch_and_nvml() -> None:
+    loaded = "import sys; from rl_swarm.telemetry import machine; machine.Load().read(); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert not {"torch", "pynvml"} & set(told.stdout.split())
 
 
 @pytest.mark.gpu

@@ -1,26 +1,29 @@
 """What a node runs on, and how busy that is: read once a round, for its log.
 
 How busy a GPU was is asked of NVIDIA's management library (NVML), which the driver brings along and which keeps the samples
-of the last seconds; without it, and on a CPU, it is the processor alone.
+of the last seconds; without it, and on a CPU, it is the processor alone. Importing this loads no torch.
 """
 
-import ctypes
 import os
 import platform
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rl_swarm import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 1 << 30
 
 
-def hardware(devices: Sequence[torch.device]) -> dict[str, str]:
+def hardware(devices: "Sequence[torch.device]") -> dict[str, str]:
     """The machine in words."""
+    import torch
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {
         "processor": _processor(),
@@ -49,7 +52,7 @@ def _processor() -> str:
 class Load:
     """How busy a node's process kept the processor since it was read last, and its GPUs, whoever uses them."""
 
-    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+    def __init__(self, devices: "Sequence[torch.device]" = ()) -> None:
         self._at, self._busy = time.monotonic(), time.process_time()
         self._gpus = gpus_of(devices)
 
@@ -75,58 +78,45 @@ def _resident() -> int | None:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Sample(ctypes.Structure):
-    _fields_ = (("time", ctypes.c_ulonglong), ("value", ctypes.c_ulonglong))
-
-
-class Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
 class Gpu:
-    UTILIZATION, WHOLE_NUMBER = 1, 1  # a kind of sample, and a kind of value, as NVML counts them
+    """Reads from NVML how busy one GPU is."""
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        self.library, self.handle = library, handle
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self.nvml, self.handle = nvml, handle
         self._seen = 0  # the time of the newest sample that was read
 
     def share(self) -> float | None:
         """Of the time since it was read last, or of the last seconds of it, in which a kernel ran."""
-        kind, count = ctypes.c_uint(), ctypes.c_uint()
-        since = ctypes.c_ulonglong(self._seen)
-        ask = self.library.nvmlDeviceGetSamples
-        if ask(self.handle, self.UTILIZATION, since, ctypes.byref(kind), ctypes.byref(count), None):
+        try:
+            kind, samples = self.nvml.nvmlDeviceGetSamples(
+                self.handle, self.nvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen
+            )
+        except self.nvml.NVMLError:
             return None
-        samples = (Sample * count.value)()
-        if ask(self.handle, self.UTILIZATION, since, ctypes.byref(kind), ctypes.byref(count), samples):
+        found = [sample for sample in samples if sample.timeStamp > self._seen]
+        if not found or kind != self.nvml.NVML_VALUE_TYPE_UNSIGNED_INT:
             return None
-        found = [sample for sample in samples[: count.value] if sample.time > self._seen]
-        if not found or kind.value != self.WHOLE_NUMBER:
-            return None
-        self._seen = max(sample.time for sample in found)
-        return float(sum(sample.value & 0xFFFFFFFF for sample in found)) / len(found) / 100
+        self._seen = max(sample.timeStamp for sample in found)
+        return float(sum(sample.sampleValue.uiVal for sample in found)) / len(found) / 100
 
     def memory(self) -> int | None:
-        told = Memory()
-        failed = self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(told))
-        return None if failed else int(told.used)
+        try:
+            return int(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used)
+        except self.nvml.NVMLError:
+            return None
 
 
-def gpus_of(devices: Sequence[torch.device]) -> list[Gpu]:
-    """The GPUs that NVML knows: none where there is no NVIDIA driver."""
+def gpus_of(devices: "Sequence[torch.device]") -> list[Gpu]:
+    """Finds the GPUs in NVML: none where there is no NVIDIA driver."""
     cuda = [device for device in devices if device.type == "cuda"]
     if not cuda:
         return []
+    import pynvml
+    import torch
+
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2():
-            return []
-        found = []
-        for device in cuda:
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            handle = ctypes.c_void_p()
-            if not library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
-                found.append(Gpu(library, handle))
-        return found
-    except (OSError, AttributeError):  # no such library, or one that is too old
+        pynvml.nvmlInit()
+        names = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in cuda]
+        return [Gpu(pynvml, pynvml.nvmlDeviceGetHandleByUUID(name)) for name in names]
+    except pynvml.NVMLError:  # no such library, or one that is too old
         return []
