@@ -5,7 +5,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from rl_swarm.identity import animal_name
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, ROUND_FOLDER, Listing, read_manifest, read_state
+from rl_swarm.network.folder import RECORD_BYTES, ROUND_FOLDER, Listing, read_manifest, read_state
 from rl_swarm.rounds import Member, PeerInfo, State
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 from rl_swarm.wire import Count, Id, Rejected, decode, typed, unseal
@@ -375,16 +375,6 @@ class RunView:
 
 def _id_of(node: NodeView) -> str:
     return node.peer.peer_id if node.peer else ""
-
-
-def run_names(files: LocalFiles) -> list[str]:
-    """Lists the runs in a folder, by name."""
-    found = []
-    for name in files.names(""):
-        with suppress(OSError):
-            files.stat(f"{name}/{MANIFEST}")
-            found.append(name)
-    return found
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from rl_swarm.learning import smollm2
 from rl_swarm.manifest import Manifest
 from rl_swarm.network.address import is_peer_address, is_url
 from rl_swarm.network.files import LocalFiles
-from rl_swarm.network.folder import change_roll
+from rl_swarm.network.folder import MANIFEST, change_roll
 from rl_swarm.plural import counted
 from rl_swarm.presence import only_run_here
 from rl_swarm.private import swarm_folder
-from rl_swarm.report import RunView, run_names
+from rl_swarm.report import RunView
 from rl_swarm.swarm import LocalSwarm, SwarmError, worker_settings
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.logs import start_logging
@@ -257,7 +257,7 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
 
 
 def _runs(root: Path) -> list[Path]:
-    return [root / name for name in run_names(LocalFiles(root))]
+    return [root / name for name in LocalFiles(root).folders_with(MANIFEST)]
 
 
 def say(console: Console, text: str) -> None:

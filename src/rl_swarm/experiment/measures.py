@@ -9,7 +9,6 @@ import lzma
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -98,7 +97,8 @@ class Run:
         if is_packed(folder):
             logs = _unpacked(folder)
         else:
-            logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in logged(files)]
+            nodes = files.folders_with(METRICS, "logs")
+            logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in nodes]
         if job is None or not logs:
             return None
         played = min(len(log.rounds) for log in logs)
@@ -128,16 +128,6 @@ class Run:
     def share(self) -> float:
         """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
         return self.job.nodes / len(self.nodes)
-
-
-def logged(files: LocalFiles) -> list[str]:
-    """Lists the nodes of a run that have a log with metrics."""
-    found = []
-    for node in files.names("logs"):
-        with suppress(OSError):
-            files.stat(f"logs/{node}/{METRICS}")
-            found.append(node)
-    return found
 
 
 def is_packed(folder: Path) -> bool:

@@ -141,7 +141,7 @@ class FollowedRun:
         if self.packed:
             return self._unpack()
         before, self.phase = self.phase, self._phase()  # before the logs: when it has finished they are whole
-        for node in measures.logged(self.view.here):
+        for node in self.view.here.folders_with(journal.METRICS, "logs"):
             self.logs.setdefault(node, NodeLog(self.view.here, f"logs/{node}/{journal.METRICS}"))
         return any([log.look() for log in self.logs.values()]) or self.phase != before
 
