@@ -15,6 +15,7 @@ from rich.table import Table
 
 from rl_swarm import private, run_settings
 from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, program, quoted
+from rl_swarm.cli.dashboard import say
 from rl_swarm.cli.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
@@ -258,11 +259,6 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
 
 def _runs(root: Path) -> list[Path]:
     return [root / name for name in LocalFiles(root).folders_with(MANIFEST)]
-
-
-def say(console: Console, text: str) -> None:
-    """Prints a line as it is, whatever names stand in it."""
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def _new_run_directory() -> Path:
