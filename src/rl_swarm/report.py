@@ -1,6 +1,5 @@
 """What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
 
-import os
 import platform
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import psutil
 from msgspec import Meta
 
 from rl_swarm.errors import UserError
@@ -392,19 +392,9 @@ def looked_at(address: str) -> Iterator[RunView]:
 
 
 def _runs(pid: int) -> bool:
-    if pid <= 0:  # would be a group of processes, and not one
-        return False
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
+        return pid > 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
         return True
-    return not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
+    except psutil.NoSuchProcess:
         return False

@@ -1,13 +1,13 @@
 """What this machine can run: device, memory, and the model that fits."""
 
 import logging
-import os
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from rl_swarm import config
@@ -76,7 +76,7 @@ def total_memory(device: torch.device) -> int:
     """Bytes that a model on this device can use: the GPU's, or the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(psutil.virtual_memory().total)
 
 
 def pick_model(settings: Settings, device: torch.device) -> str:

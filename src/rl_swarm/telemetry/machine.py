@@ -6,11 +6,12 @@ of the last seconds; without it, and on a CPU, it is the processor alone. Import
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from rl_swarm import __version__
 
@@ -24,11 +25,10 @@ def hardware(devices: "Sequence[torch.device]") -> dict[str, str]:
     """The machine in words."""
     import torch
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {
         "processor": _processor(),
         "cores": str(os.cpu_count() or 1),
-        "memory": f"{memory / GIB:.1f} GiB",
+        "memory": f"{psutil.virtual_memory().total / GIB:.1f} GiB",
         "system": f"{platform.system()} {platform.machine()}",
         "versions": f"rl-swarm {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }
@@ -58,10 +58,11 @@ class Load:
 
     def read(self) -> dict[str, float]:
         at, busy = time.monotonic(), time.process_time()
-        found = {"processor": round((busy - self._busy) / max(at - self._at, 1e-9), 3)}  # cores
+        found = {
+            "processor": round((busy - self._busy) / max(at - self._at, 1e-9), 3),  # cores
+            "memory": psutil.Process().memory_info().rss,
+        }
         self._at, self._busy = at, busy
-        if (memory := _resident()) is not None:
-            found["memory"] = memory
         shares = [share for gpu in self._gpus if (share := gpu.share()) is not None]
         used = [used for gpu in self._gpus if (used := gpu.memory()) is not None]
         if shares:
@@ -69,13 +70,6 @@ class Load:
         if used:
             found["gpu_memory"] = sum(used)
         return found
-
-
-def _resident() -> int | None:
-    """Bytes of memory that this process uses now."""
-    if sys.platform != "linux":
-        return None
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Gpu:
