@@ -7,9 +7,7 @@ after Ctrl-C, a crash or a power cut, with more seeds or arms too.
 
 import logging
 import os
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -362,10 +360,7 @@ def play(
     def tell(swarm: lockstep.Swarm) -> None:
         if pipe is None:
             return
-        unit = 1 if sys.platform == "darwin" else 1024
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        memory = peak_memory(device) if device.type == "cuda" else resident
-        pipe.send_bytes(msgspec.json.encode(Told(swarm.done + 1, swarm.looked, memory or 0, free)))
+        pipe.send_bytes(msgspec.json.encode(Told(swarm.done + 1, swarm.looked, peak_memory(device), free)))
 
     try:
         finished = swarm.run(stop, tell)
