@@ -49,6 +49,11 @@ class Stream:
         """Whether the swarm is being looked at without anybody asking."""
         return self._looking is not None and not self._looking.done()
 
+    def catch_up(self) -> None:
+        """Looks now, unless what is known is a second or two old at most."""
+        if not self.looks or not self.follower.version:
+            self.follower.look()
+
     async def _tell(self) -> None:
         for number, listener in enumerate(list(self.listeners), 1):
             listener.set()
