@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lints, checks types and runs the tests, three at a time: many tests wait for processes
+# Sets up what is missing, then lints, checks imports and types, and runs the tests, three at a time: many tests wait for processes
 # most of the time. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -12,6 +12,7 @@ command -v chromium >/dev/null || echo "There is no chromium: the dashboard's pa
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/lint-imports --no-logo
 .venv/bin/mypy &
 types=$!
 tests=0

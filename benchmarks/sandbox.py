@@ -177,7 +177,7 @@ def run(count: int, tests: int, workers: int, repeats: int) -> list[Result]:
             box = opened(boxes, "seccomp", many, workers)
         in_turn["a fork per program, not isolated"] = (count, partial(in_sandbox, box, many))
         for offer in available():
-            if offer.works:
+            if not offer.problem:
                 box = opened(boxes, offer.isolation, many, workers)
                 in_turn[NAMES[offer.isolation]] = (count, partial(in_sandbox, box, many))
         turns = [

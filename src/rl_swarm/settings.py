@@ -31,6 +31,7 @@ ROLES = ("worker", "coordinator")  # in every swarm; environments may have other
 SINKS = ("tensorboard", "trackio", "wandb")
 SECRETS = ("hf_token", "invitation", "web_token")  # never shown, and not kept with a run
 SHORTEST_TOKEN = 12  # characters
+MAX_DOTENV = 64 << 10  # bytes
 BUNDLED = {
     "tiny": 24,
     "coder": 64,

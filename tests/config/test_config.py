@@ -1,5 +1,6 @@
 """Where a setting's value comes from, and what is said about one that cannot be used."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_swarm.config.resolve import environment_layer, load, read_dotenv
+from rl_swarm.config.resolve import MAX_DOTENV, environment_layer, load, read_dotenv
 from rl_swarm.config.table import settings_table
 from rl_swarm.environments import task_list
 from rl_swarm.environments.presets import PRESETS
@@ -228,6 +229,7 @@ def test_an_env_file_is_read_as_people_write_them(tmp_path):
     path = tmp_path / ".env"
     path.write_text(
         "# SEED=1\n\nexport SEED=5\n MAX_ROUNDS = 6  # rounds\nMODEL_NAME='a b'\nHF_TOKEN=\"x # y\"\nNODE_ID=a#b\nnonsense\n"
+        "SWARM_WEB_TOKEN=${SEED}$\n"
     )
     assert read_dotenv(path) == {
         "SEED": "5",
@@ -235,6 +237,8 @@ def test_an_env_file_is_read_as_people_write_them(tmp_path):
         "MODEL_NAME": "a b",
         "HF_TOKEN": "x # y",
         "NODE_ID": "a#b",
+        "nonsense": None,
+        "SWARM_WEB_TOKEN": "${SEED}$",
     }
     assert read_dotenv(tmp_path / "nowhere") == {}
 
@@ -246,9 +250,26 @@ def test_an_empty_variable_does_not_hide_the_env_file(tmp_path):
     assert layer.origin("seed") == f"SEED in {tmp_path / '.env'}"
 
 
+def test_an_env_file_does_not_change_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEED", "4")
+    monkeypatch.delenv("MAX_ROUNDS", raising=False)
+    (tmp_path / ".env").write_text("SEED=5\nMAX_ROUNDS=6\n")
+    settings = load().settings
+    assert (settings.seed, settings.rounds) == (4, 6)
+    assert os.environ["SEED"] == "4" and "MAX_ROUNDS" not in os.environ
+
+
 def test_an_env_file_that_is_not_text_is_explained(tmp_path):
     (tmp_path / ".env").write_bytes(b"SEED=\xff\xfe")
     assert ".env cannot be read" in refusal()
+
+
+def test_an_env_file_without_end_is_not_read(tmp_path):
+    (tmp_path / ".env").write_bytes(b"SEED=5" + b" " * MAX_DOTENV + b"#\n")
+    assert ".env is too large" in refusal()
+    (tmp_path / ".env").unlink()
+    os.mkfifo(tmp_path / ".env")
+    assert read_dotenv(tmp_path / ".env") == {}
 
 
 def test_variables_that_are_no_settings_are_left_alone():

@@ -1,6 +1,7 @@
 """What is known of a swarm: read once, kept small, and nothing in a log can spoil it."""
 
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,6 +243,16 @@ def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) ->
     assert [e.node for e in telling.events(follower, kind="gone").events] == [run.names[1]]
     assert telling.overview(follower).phase == "stopped" and telling.health(follower).status == "stale"
     assert telling.events(follower, node="nobody").events == []
+
+
+def test_a_node_is_alive_by_its_process_whatever_number_is_claimed(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # and nobody has taken notice of that
+        run = SmallRun(tmp_path / "run", total=5, pid=NOBODY)
+        for pid, alive in ((os.getpid(), 1), (ended.pid, 0), (0, 0), (NOBODY, 0)):
+            run.join(run.identities[1], pid)
+            follower, _ = followed(run)
+            assert telling.overview(follower).alive == alive
 
 
 def test_rollouts_are_read_page_by_page_with_task_and_answer_key(tmp_path: Path) -> None:

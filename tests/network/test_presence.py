@@ -86,6 +86,31 @@ def test_a_machine_without_a_place_for_locks_still_has_a_node(tmp_path, caplog):
         assert "no lock" in caplog.text
 
 
+def test_a_place_for_locks_that_is_somebody_elses_is_not_used(tmp_path, monkeypatch, caplog):
+    mine = os.getuid()
+    monkeypatch.setattr(presence.os, "getuid", lambda: mine + 1)
+    with only_one_here(ME, "swarm"):
+        assert "no lock" in caplog.text and "another user" in caplog.text
+    assert not list(tmp_path.glob("rl-swarm-*/*.lock"))
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path, caplog):
+    with only_one_here(ME, "swarm"):
+        (lock,) = tmp_path.glob("rl-swarm-*/*.lock")
+    (tmp_path / "file").write_text("mine")
+    lock.symlink_to(tmp_path / "file")
+    with only_one_here(ME, "swarm"):
+        assert "no lock" in caplog.text
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_process_that_is_refused_leaves_the_holders_record(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(presence, "LOCK_SECONDS", 0.0)
+    for _ in range(2):
+        with pytest.raises(TwinError, match=f"process {holder.pid}"), only_one_here(ME, "swarm"):
+            pass
+
+
 def introduce(files, host="elsewhere", pid=7, timestamp=None, joined=5.0, who=ME):
     now = time.time() if timestamp is None else timestamp
     peer = PeerInfo(

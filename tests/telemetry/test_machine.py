@@ -1,17 +1,20 @@
 """What a node says about the machine it runs on."""
 
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
-from rl_swarm.telemetry.machine import LoadMeter, gpus_of, hardware
+from rl_swarm.learning.devices import gpu_ids, hardware
+from rl_swarm.telemetry.machine import LoadMeter, gpus_of
 
 CPU = torch.device("cpu")
 
 
 def test_the_processor_is_busy_when_this_process_is() -> None:
-    load = LoadMeter([CPU])
+    load = LoadMeter(gpu_ids([CPU]))
     time.sleep(0.2)
     rest = load.read()
     began = time.process_time()
@@ -28,14 +31,30 @@ def test_a_machine_is_told_in_words() -> None:
     assert all(value and len(value) <= 200 for value in told.values())
 
 
+def test_a_gpu_without_the_driver_of_nvidia_has_no_figures() -> None:
+    pynvml = pytest.importorskip("pynvml")  # a dependency on Linux only
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        assert gpus_of([torch.device("cuda", 0)]) == []
+    else:
+        pytest.skip("there is a driver")
+
+
+def test_how_busy_a_machine_is_can_be_asked_without_torch_and_nvml() -> None:
+    loaded = "import sys; from rl_swarm.telemetry import machine; machine.Load().read(); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert not {"torch", "pynvml"} & set(told.stdout.split())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
 def test_how_busy_a_gpu_is_is_told() -> None:
     """As NVML samples it: at rest first, then under work that lasts for many samples."""
     device = torch.device("cuda", 0)
     matrix = torch.ones(4096, 4096, device=device)
-    assert "GiB" in hardware([device])["gpu"] and len(gpus_of([device])) == 1
-    load = LoadMeter([device])
+    assert "GiB" in hardware([device])["gpu"] and len(gpus_of(gpu_ids([device]))) == 1
+    load = LoadMeter(gpu_ids([device]))
     time.sleep(2)
     load.read()
     time.sleep(2)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from browsing import address_of
+from fastapi.sse import ServerSentEvent
 from msgspec.structs import replace
 from processes import QUICK, end, run, start, until
 from rich.console import Console
@@ -350,15 +351,15 @@ def test_many_who_listen_are_all_told_although_not_at_once(tmp_path: Path) -> No
     follower = Follower(RunView(swarm.root))
     follower.look()
 
-    async def hear(told: AsyncIterator[str]) -> None:
+    async def hear(told: AsyncIterator[ServerSentEvent]) -> None:
         async for event in told:
-            if "changed" in event and int(event.split()[-1]) > 1:
+            if event.data > 1:
                 return
 
     async def many() -> None:
         stream = Stream(follower)
-        listeners = [stream.listen() for _ in range(3 * AT_A_TIME + 1)]
-        assert all("changed" in first for first in [await anext(told) for told in listeners])
+        listeners = [stream.changes() for _ in range(3 * AT_A_TIME + 1)]
+        assert {(await anext(told)).event for told in listeners} == {"changed"}
         swarm.play()
         await asyncio.wait_for(asyncio.gather(*map(hear, listeners)), 60)
         stream.closed = True

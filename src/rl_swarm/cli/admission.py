@@ -33,7 +33,7 @@ def invite(address: str, owner: Identity, uses: int, days: float) -> None:
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
     told = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     told.print(
-        f"Invitation {name} to {manifest.name}: for {uses} peer{'s' * (uses > 1)}, until {until}. Hand over:"
+        f"Invitation {name} to {manifest.name}: for {counted(uses, 'peer')}, until {until}. Hand over:"
     )
     print(token)
     if manifest.admission == "open":

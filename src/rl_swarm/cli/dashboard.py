@@ -56,15 +56,16 @@ def beside(
     if not settings.web:
         yield
     elif not server.is_installed():
-        _say(f"{server.MISSING} (--no-web: do without)", console)
+        say(console, f"{server.MISSING} (--no-web: do without)")
         yield
     else:
         with server.beside(
             root, settings.web_host, settings.web_port, settings.web_token, private_log, interrupted
         ) as url:
-            _say(f"Watch it at {url}", console)
+            say(console, f"Watch it at {url}")
             yield
 
 
-def _say(text: str, console: "Console") -> None:
+def say(console: "Console", text: str) -> None:
+    """Prints a line as it is, whatever names stand in it."""
     console.print(text, markup=False, soft_wrap=True)

@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, program, quoted
+from rl_swarm.cli.dashboard import say
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.errors import UserError
 from rl_swarm.learning import smollm2
 from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
-from rl_swarm.monitor.run_reader import RunView, run_names
+from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.address import is_peer_address, is_url
-from rl_swarm.network.folder import change_roll
+from rl_swarm.network.folder import MANIFEST, change_roll
 from rl_swarm.network.presence import only_run_here
 from rl_swarm.node import run_settings
 from rl_swarm.node.hub import outcomes
@@ -258,12 +259,7 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
 
 
 def _runs(root: Path) -> list[Path]:
-    return [root / name for name in run_names(LocalFiles(root))]
-
-
-def say(console: Console, text: str) -> None:
-    """Prints a line as it is, whatever names stand in it."""
-    console.print(text, markup=False, soft_wrap=True)
+    return [root / name for name in LocalFiles(root).folders_with(MANIFEST)]
 
 
 def _new_run_directory() -> Path:

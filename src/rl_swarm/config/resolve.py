@@ -27,6 +27,8 @@ from rl_swarm.settings import (
     values_of,
 )
 
+MAX_DOTENV = 64 << 10  # bytes
+
 
 @dataclass(frozen=True)
 class SettingsLayer:
@@ -55,33 +57,30 @@ def yaml_layer(path: Path) -> SettingsLayer:
 def environment_layer(environ: Mapping[str, str], dotenv: Path | None = None) -> SettingsLayer:
     """What the environment variables say; an empty variable says nothing."""
     environ = {key: value for key, value in environ.items() if value != ""}
-    merged = {**read_dotenv(dotenv), **environ} if dotenv else environ
+    merged = {**(read_dotenv(dotenv) if dotenv else {}), **environ}
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for setting in all_settings():
         for variable in setting.env:
-            if merged.get(variable, "") != "":
+            if merged.get(variable):
                 values[setting.name] = merged[variable]
                 origins[setting.name] = variable if variable in environ else f"{variable} in {dotenv}"
                 break
     return SettingsLayer("environment", values, origins)
 
 
-def read_dotenv(path: Path) -> dict[str, str]:
+def read_dotenv(path: Path) -> dict[str, str | None]:
+    """Read a `.env` file. `${NAME}` stays as it is: a token may hold that."""
     if not path.is_file():
         return {}
-    pairs = {}
+    from dotenv import dotenv_values
+
     try:
-        lines = path.read_text().splitlines()
+        if path.stat().st_size > MAX_DOTENV:
+            raise ConfigError(f"The settings file {path} is too large: at most {MAX_DOTENV} bytes are read.")
+        return dotenv_values(path, interpolate=False)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
-    for line in lines:
-        key, equals, value = line.strip().removeprefix("export ").partition("=")
-        if equals and not key.startswith("#"):
-            value = value.strip()
-            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            pairs[key.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
-    return pairs
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ training as 4/4 while most groups carry signal; `1/7@1` makes an update on every
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -215,12 +214,7 @@ def files_of(run: Path) -> LocalFiles:
 
 def job_folders(folder: Path) -> list[Path]:
     """Lists the directories in a folder that are runs of an experiment."""
-    files, found = LocalFiles(folder.parent).below(folder.name), []
-    for name in files.names(""):
-        with suppress(OSError):
-            files.stat(f"{name}/{FILE}")
-            found.append(folder / name)
-    return found
+    return [folder / name for name in LocalFiles(folder.parent).folders_with(FILE, folder.name)]
 
 
 def arms(configurations: str, names: str) -> list[Arm]:

@@ -8,9 +8,8 @@ questions' difficulty and, where they exchange rollouts, much more, so such an i
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -89,7 +88,7 @@ class Run:
     def read(cls, folder: Path) -> "Run | None":
         """Reads the run in a folder; None where there is none."""
         job, files = Job.read(folder), files_of(folder)
-        logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in logged(files)]
+        logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in files.folders_with(METRICS, "logs")]
         return cls.of(job, logs) if job else None
 
     @classmethod
@@ -113,16 +112,6 @@ class Run:
     def share(self) -> float:
         """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
         return self.job.nodes / len(self.nodes)
-
-
-def logged(files: LocalFiles) -> list[str]:
-    """Lists the nodes of a run that have a log with metrics."""
-    found = []
-    for node in files.names("logs"):
-        with suppress(OSError):
-            files.stat(f"logs/{node}/{METRICS}")
-            found.append(node)
-    return found
 
 
 def percent(share: float) -> str:
@@ -200,11 +189,8 @@ def oscillation(rewards: Sequence[float]) -> float:
     """
     size = max(5, len(rewards) // WINDOWS)
     windows = [mean(rewards[start : start + size]) for start in range(0, len(rewards) - size + 1, size)]
-    best, falls = 0.0, []
-    for value in windows:
-        best = max(best, value)
-        falls.append(best - value)
-    return mean(falls) if falls else 0.0
+    best = accumulate(windows, max, initial=0.0)  # of those before
+    return mean([max(0.0, before - value) for before, value in zip(best, windows, strict=False)])
 
 
 @dataclass(frozen=True)
@@ -256,21 +242,13 @@ def fresh_until(node: NodeLog, spent: Sequence[float], budget: float) -> float:
     return mean([line.reward_local for line in node.rounds[:count]])
 
 
-def summed(values: Sequence[float]) -> list[float]:
-    found, total = [], 0.0
-    for value in values:
-        total += value
-        found.append(total)
-    return found
-
-
 def tokens_spent(run: Run, node: NodeLog) -> list[float]:
     """Tokens generated so far, per node: a pooled learner's are those of all nodes."""
-    return summed([line.generated_tokens / run.share for line in node.rounds])
+    return list(accumulate(line.generated_tokens / run.share for line in node.rounds))
 
 
 def seconds_spent(run: Run, node: NodeLog) -> list[float]:
-    return summed([seconds(line) / run.share for line in node.rounds])
+    return list(accumulate(seconds(line) / run.share for line in node.rounds))
 
 
 @dataclass

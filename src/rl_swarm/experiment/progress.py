@@ -132,7 +132,7 @@ class FollowedRun:
             return False
         here, before = self.view.here, self.phase
         self.phase = _phase(self.view)  # before the logs: when it has finished they are whole
-        for node in measures.logged(here):
+        for node in here.folders_with(journal.METRICS, "logs"):
             self.logs.setdefault(node, FollowedNode())
         logs = [log.look(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
         return any(logs) or self.phase != before

@@ -244,22 +244,22 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
             result.of(lambda r, n: sum(line.trained_tokens for line in n.rounds) / r.share)
         ),
         "seconds_per_node": asdict(result.of(lambda r, n: measures.seconds_spent(r, n)[-1])),
-        "against": {
-            base.label: {
-                name: (change := measures.compared(result.each(value), base.each(value))) and asdict(change)
-                for name, value in COMPARED.items()
-            }
-            for base in bases(found.arms)
-            if base is not result
-        },
-        "against_at_equal_tokens": {
-            base.label: {
-                name: (change := measures.compared(result.each(value), base.each(value))) and asdict(change)
-                for name, value in _at_equal_tokens(budgets["tokens"]).items()
-            }
-            for base in rivals(found.arms)
-            if base is not result
-        },
+        "against": _changes(result, bases(found.arms), COMPARED),
+        "against_at_equal_tokens": _changes(result, rivals(found.arms), _at_equal_tokens(budgets["tokens"])),
+    }
+
+
+def _changes(
+    result: ArmResult, others: Sequence[ArmResult], values: Mapping[str, Callable[[Run, NodeLog], float]]
+) -> dict[str, object]:
+    """Compares an arm with others: by which share each of its values is higher."""
+    return {
+        base.label: {
+            name: (change := measures.compared(result.each(value), base.each(value))) and asdict(change)
+            for name, value in values.items()
+        }
+        for base in others
+        if base is not result
     }
 
 

@@ -7,9 +7,7 @@ after Ctrl-C, a crash or a power cut, with more seeds or arms too.
 
 import logging
 import os
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -347,9 +345,8 @@ def play(
 ) -> bool:
     """One run, from where it stands to its end (True) or until told to stop."""
     from rl_swarm.experiment import lockstep
-    from rl_swarm.learning.devices import peak_memory
+    from rl_swarm.learning.devices import hardware, peak_memory
     from rl_swarm.learning.memory import available
-    from rl_swarm.telemetry.machine import hardware
 
     members = [lockstep.RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
     owner = Identity.derived("experiment", job.seed, 0)
@@ -361,10 +358,7 @@ def play(
     def tell(swarm: lockstep.LockstepSwarm) -> None:
         if pipe is None:
             return
-        unit = 1 if sys.platform == "darwin" else 1024
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        memory = peak_memory(device) if device.type == "cuda" else resident
-        pipe.send_bytes(msgspec.json.encode(Told(swarm.done + 1, swarm.looked, memory or 0, free)))
+        pipe.send_bytes(msgspec.json.encode(Told(swarm.done + 1, swarm.looked, peak_memory(device), free)))
 
     try:
         finished = swarm.run(stop, tell)

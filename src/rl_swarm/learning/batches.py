@@ -171,7 +171,7 @@ def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[Trai
                 yield batch
                 batch, size = [], 0
                 continue
-            batch.append(_part(group, start, max(end, start + 1)))
+            batch.append(part_of(group, start, max(end, start + 1)))
             size += batch[-1].size
             start = max(end, start + 1)
     if batch:
@@ -187,7 +187,8 @@ def _fitting(group: TrainingGroup, start: int, room: int) -> int:
     return start
 
 
-def _part(group: TrainingGroup, start: int, end: int) -> TrainingGroup:
+def part_of(group: TrainingGroup, start: int, end: int) -> TrainingGroup:
+    """Makes a group of some of the completions."""
     part = slice(start, end)
     return replace(
         group,

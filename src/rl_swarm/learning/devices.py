@@ -1,21 +1,23 @@
 """What this machine can run: device, memory, and the model that fits."""
 
 import logging
-import os
+import platform
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from rl_swarm import settings
+from rl_swarm import __version__, settings
 from rl_swarm.learning import memory
 from rl_swarm.learning.cpu import precision
-from rl_swarm.learning.memory import GIB
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.settings import ConfigError, Settings
+from rl_swarm.telemetry.machine import GIB, machine
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +80,30 @@ def devices_of(device: torch.device, settings: Settings) -> list[torch.device]:
     return [torch.device("cuda", k) for k in range(min(settings.devices_per_node, torch.cuda.device_count()))]
 
 
+def gpu_ids(devices: Sequence[torch.device]) -> list[str]:
+    """Return the ids that NVIDIA's management library knows these GPUs by."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in cuda]
+
+
+def hardware(devices: Sequence[torch.device]) -> dict[str, str]:
+    """Describe the machine, its GPUs and the versions in words."""
+    versions = f"rl-swarm {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    found = {**machine(), "versions": versions}
+    gpus = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
+    if gpus:
+        each = f"{gpus[0].name}, {gpus[0].total_memory / GIB:.0f} GiB"
+        found["gpu"] = each if len(gpus) == 1 else f"{len(gpus)} × {each}"
+    elif devices[0].type == "mps":
+        found["gpu"] = "of the processor"
+    return found
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes that a model on this device can use: the GPU's, or the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(psutil.virtual_memory().total)
 
 
 def pick_model(settings: Settings, device: torch.device) -> str:

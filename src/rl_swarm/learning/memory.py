@@ -4,11 +4,11 @@ The estimates are sums over what a model's shape says; their factors were measur
 they err, `Trainer` and `Policy.sample` still take smaller pieces when memory runs out.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from rl_swarm.learning.sizes import ModelShape
@@ -171,14 +171,9 @@ def available(device: torch.device, nodes: int = 1) -> int:
         free, total = torch.cuda.mem_get_info(index)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)(index)
         return int(min(free + torch.cuda.memory_reserved(index), fraction * total, total / nodes))
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    free, mine = total, 0
-    if Path("/proc/meminfo").exists():
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), total)
-        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-        mine = page * (resident - shared)
+    memory, own = psutil.virtual_memory(), psutil.Process().memory_info()
+    total, free = memory.total, memory.available
+    mine = own.rss - getattr(own, "shared", 0)
     for limit, used in cgroups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
         total, free = min(total, limit), min(free, max(0, limit - used))
     return int(min(free + mine, total / nodes))

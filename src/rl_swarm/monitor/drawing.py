@@ -140,7 +140,7 @@ class Drawing:
 
 def _torn(told: Overview) -> list[str]:
     lines = told.unreadable_lines
-    return [f"{lines} line{'' if lines == 1 else 's'} of the nodes' logs cannot be read"] if lines else []
+    return [f"{counted(lines, 'line')} of the nodes' logs cannot be read"] if lines else []
 
 
 def curve(values: Sequence[float | None]) -> str:

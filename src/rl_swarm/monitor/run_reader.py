@@ -1,20 +1,20 @@
 """What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
 
-import os
 import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, Listing, read_manifest, read_state
+from rl_swarm.network.folder import RECORD_BYTES, Listing, read_manifest, read_state
 from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
@@ -315,16 +315,6 @@ def _id_of(node: NodeView) -> str:
     return node.peer.peer_id if node.peer else ""
 
 
-def run_names(files: LocalFiles) -> list[str]:
-    """Lists the runs in a folder, by name."""
-    found = []
-    for name in files.names(""):
-        with suppress(OSError):
-            files.stat(f"{name}/{MANIFEST}")
-            found.append(name)
-    return found
-
-
 @contextmanager
 def looked_at(address: str) -> Iterator[RunView]:
     """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
@@ -341,19 +331,9 @@ def looked_at(address: str) -> Iterator[RunView]:
 
 
 def _runs(pid: int) -> bool:
-    if pid <= 0:  # would be a group of processes, and not one
-        return False
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
+        return pid > 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
         return True
-    return not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
+    except psutil.NoSuchProcess:
         return False

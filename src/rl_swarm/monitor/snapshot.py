@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median_high
 from typing import Literal
 
 from rl_swarm.monitor.follower import Follower
@@ -293,7 +294,7 @@ def _pace(views: Iterable[NodeView]) -> float | None:
         known = [(line.round, line.timestamp) for line in view.rounds if line.timestamp]
         if len(known) > 1 and (played := known[-1][0] - known[0][0]) > 0:
             paces.append((known[-1][1] - known[0][1]) / played)
-    return sorted(paces)[len(paces) // 2] if paces else None
+    return median_high(paces) if paces else None
 
 
 def _checkpoints(follower: Follower, node: str) -> list[int]:

@@ -7,7 +7,6 @@ node elsewhere is at work if its sign of life is seen to change, and only a fres
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -68,50 +67,31 @@ def only_run_here(root: Path) -> Iterator[None]:
 @contextmanager
 def _held(key: list[str], what: str) -> Iterator[str]:
     """Holds a lock of this machine and yields nothing, or who holds it."""
+    from filelock import FileLock, Timeout
+
     folder = Path(tempfile.gettempdir()) / f"rl-swarm-{os.getuid()}"
     path = folder / f"{digest(canonical(key))[:32]}.lock"
+    lock = FileLock(path, LOCK_SECONDS, 0o600, thread_local=False, on_acquired=_sign)
     with contextlib.ExitStack() as held:
         holder = ""
         try:
-            lock = _awaited(path)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+            held.enter_context(lock)
+            held.callback(path.unlink, missing_ok=True)
+        except Timeout:
+            holder = _holder(path)
         except OSError as error:  # a node without it is better than none
             log.warning("no lock keeps other processes of this machine from %s: %s", what, error)
-        else:
-            if lock is None:
-                holder = _holder(path)
-            else:
-                held.callback(os.close, lock)
-                held.callback(path.unlink, missing_ok=True)
-                told = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
-                os.truncate(lock, 0)
-                os.write(lock, json.dumps(told).encode())
         yield holder
 
 
-def _awaited(path: Path) -> int | None:
-    """The lock's descriptor, or None if another process holds it and goes on to."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if path.parent.lstat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user", str(path.parent))
-    while (lock := _locked(path)) is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return lock
-
-
-def _locked(path: Path) -> int | None:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), os.stat(path)):  # its last holder may have removed it meanwhile
-            return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(lock)
-        raise
-    os.close(lock)
-    return None
+def _sign(lock: int) -> None:
+    """Writes into a lock who holds it."""
+    told = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
+    os.truncate(lock, 0)
+    os.write(lock, json.dumps(told).encode())
 
 
 def _holder(path: Path) -> str:

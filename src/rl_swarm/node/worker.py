@@ -237,11 +237,11 @@ def _take_part(
     watch = Watch(files, shown, identity, manifest.swarm())
 
     from rl_swarm.learning.checkpoints import Checkpoints
-    from rl_swarm.learning.devices import devices_of, pick_device, use_threads
+    from rl_swarm.learning.devices import devices_of, gpu_ids, hardware, pick_device, use_threads
     from rl_swarm.learning.policy import other_models
     from rl_swarm.node.hub import Push
     from rl_swarm.node.node import Node
-    from rl_swarm.telemetry.machine import LoadMeter, hardware
+    from rl_swarm.telemetry.machine import LoadMeter
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     use_threads(threads, pick_device(settings))
@@ -288,7 +288,7 @@ def _take_part(
         checkpoints=checkpoints,
         stop=stop,
         push=Push.wanted(settings, private / "push", journal, stop),
-        load=LoadMeter(devices),
+        load=LoadMeter(gpu_ids(devices)),
     )
     if place:
         journal.restore(place.logs)

@@ -134,6 +134,15 @@ class LocalFiles:
         finally:
             os.close(inside)
 
+    def folders_with(self, file: str, folder: str = "") -> list[str]:
+        """Lists the folders in a folder that hold a file of this name."""
+        found = []
+        for name in self.names(folder):
+            with suppress(OSError):
+                self.stat(f"{folder}/{name}/{file}".lstrip("/"))
+                found.append(name)
+        return found
+
     def stat(self, path: str) -> os.stat_result:
         """Tells size and time of a regular file without opening it for reading."""
         with self._opened() as root, beneath.regular(root, path, getattr(os, "O_PATH", os.O_RDONLY)) as file:

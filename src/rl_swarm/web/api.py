@@ -59,30 +59,14 @@ def create_app(
         stream.closed = True
         texts.close()
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        for ending in (close, *runs.closing):
-            ending()
-
-    app = FastAPI(
-        title="RL Swarm",
-        version=__version__,
-        description="What a swarm does, as its dashboard shows it. Read only, but for stopping the run with a token.",
-        openapi_url="/api/openapi.json",
-        docs_url=None,  # its page would come from elsewhere
-        redoc_url=None,
-        lifespan=lifespan,
-    )
-    app.state.stream, app.state.close = stream, close
-    app.add_middleware(Kept, version=lambda: follower.version)
+    about = "What a swarm does, as its dashboard shows it. Read only, but for stopping the run with a token."
+    app = page_app("RL Swarm", about, "index.html", stream, runs, close)
     if among is None:
-        app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+        serve_others(app, runs)
     guard.protect(app, hosts, token)
 
     def looked() -> Follower:
-        if not stream.looks or not follower.version:  # else what is known is a second or two old
-            follower.look()
+        stream.catch_up()
         return follower
 
     Swarm = Annotated[Follower, Depends(looked)]
@@ -227,15 +211,41 @@ def create_app(
 
         return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
 
-    app.include_router(stream.router())
     app.include_router(original.router(looked, texts))
-
-    @app.get("/", include_in_schema=False)
-    def page() -> FileResponse:
-        return FileResponse(STATIC / "index.html")
-
-    app.mount("/static", StaticFiles(directory=STATIC))
     return app
+
+
+def page_app(
+    title: str, about: str, page: str, stream: Stream, runs: Runs, close: Callable[[], None]
+) -> FastAPI:
+    """Makes the application of a page: its files, its stream of events, and answers that are made once for all."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        for ending in (close, *runs.closing):
+            ending()
+
+    app = FastAPI(
+        title=title,
+        version=__version__,
+        description=about,
+        openapi_url="/api/openapi.json",
+        docs_url=None,  # its page would come from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.close = close
+    app.add_middleware(Kept, version=lambda: stream.follower.version)
+    app.include_router(stream.router())
+    app.mount("/static", StaticFiles(directory=STATIC))
+    app.get("/", include_in_schema=False)(lambda: FileResponse(STATIC / page))
+    return app
+
+
+def serve_others(app: FastAPI, runs: Runs) -> None:
+    """Serves every other run under its name, too."""
+    app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
 
 
 def as_json(record: object) -> Response:

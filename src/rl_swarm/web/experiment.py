@@ -1,16 +1,13 @@
 """An experiment over HTTP: its arms and curves, and every run as a page of its own under `run/<name>/`."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import Depends, FastAPI, Query
-from fastapi.responses import FileResponse, Response
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import Response
 
-from rl_swarm import __version__
 from rl_swarm.experiment.arms import RUNS, name_of
 from rl_swarm.experiment.measures import Measure
 from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunStands
@@ -20,9 +17,7 @@ from rl_swarm.monitor.runs import Runs
 from rl_swarm.monitor.series import mean_of
 from rl_swarm.web import security as guard
 from rl_swarm.web import tables
-from rl_swarm.web.api import OR_CSV, STATIC, Format, as_csv, as_json, create_app
-from rl_swarm.web.response_cache import Kept
-from rl_swarm.web.run_router import Others
+from rl_swarm.web.api import OR_CSV, Format, as_csv, as_json, page_app, serve_others
 from rl_swarm.web.stream import Stream
 
 MEASURED = (
@@ -66,28 +61,13 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
         for ending in runs.closing:
             ending()
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        close()
-
-    app = FastAPI(
-        title="RL Swarm: an experiment",
-        version=__version__,
-        description="What sharing rollouts is worth, measured, as the page shows it. Read only.",
-        openapi_url="/api/openapi.json",
-        docs_url=None,
-        redoc_url=None,
-        lifespan=lifespan,
-    )
-    app.state.close = close
-    app.add_middleware(Kept, version=lambda: followed.version)
-    app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+    about = "What sharing rollouts is worth, measured, as the page shows it. Read only."
+    app = page_app("RL Swarm: an experiment", about, "experiment.html", stream, runs, close)
+    serve_others(app, runs)
     guard.protect(app, hosts, token)
 
     def looked() -> Followed:
-        if not stream.looks or not followed.version:
-            followed.look()
+        stream.catch_up()
         return followed
 
     Experiment = Annotated[Followed, Depends(looked)]
@@ -114,13 +94,6 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
         lines = experiment.lines(metric, points)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
-    app.include_router(stream.router())
-
-    @app.get("/", include_in_schema=False)
-    def page() -> FileResponse:
-        return FileResponse(STATIC / "experiment.html")
-
-    app.mount("/static", StaticFiles(directory=STATIC))
     return app
 
 

@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter
-from fastapi.responses import StreamingResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from rl_swarm.monitor.follower import PAUSE_SECONDS, Looking
 
 PATH = "/api/stream"
-ALIVE_SECONDS = 15.0  # between signs of life to those who hear nothing
 # Who is told asks for a page, so not all are told at once: so many, and after so many seconds the next.
 AT_A_TIME, APART = 4, 0.02
 
@@ -26,19 +25,12 @@ class Stream:
 
     def router(self) -> APIRouter:
         router = APIRouter()
-
-        @router.get(
-            PATH,
-            response_class=StreamingResponse,
-            responses={200: {"content": {"text/event-stream": {}}}, 429: {"description": "Too many listen."}},
-        )
-        def changes() -> StreamingResponse:
-            """An event `changed` whenever there is something new to read, with the number of the version."""
-            return StreamingResponse(self.listen(), media_type="text/event-stream")
-
+        full: dict[int | str, dict[str, object]] = {429: {"description": "Too many listen."}}
+        router.get(PATH, response_class=EventSourceResponse, responses=full)(self.changes)
         return router
 
-    async def listen(self) -> AsyncIterator[str]:
+    async def changes(self) -> AsyncIterator[ServerSentEvent]:
+        """An event `changed` whenever there is something new to read, with the number of the version."""
         changed = asyncio.Event()
         changed.set()
         self.listeners.add(changed)
@@ -46,13 +38,9 @@ class Stream:
             self._looking = asyncio.create_task(self._look())
         try:
             while not self.closed:
-                try:
-                    await asyncio.wait_for(changed.wait(), ALIVE_SECONDS)
-                except asyncio.TimeoutError:
-                    yield ": still here\n\n"
-                    continue
+                await changed.wait()
                 changed.clear()
-                yield f"event: changed\ndata: {self.follower.version}\n\n"
+                yield ServerSentEvent(event="changed", data=self.follower.version)
         finally:
             self.listeners.discard(changed)
 
@@ -60,6 +48,11 @@ class Stream:
     def looks(self) -> bool:
         """Whether the swarm is being looked at without anybody asking."""
         return self._looking is not None and not self._looking.done()
+
+    def catch_up(self) -> None:
+        """Looks now, unless what is known is a second or two old at most."""
+        if not self.looks or not self.follower.version:
+            self.follower.look()
 
     async def _tell(self) -> None:
         for number, listener in enumerate(list(self.listeners), 1):

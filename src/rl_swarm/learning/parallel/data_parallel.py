@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from rl_swarm.learning import trainer
-from rl_swarm.learning.batches import TrainingGroup
+from rl_swarm.learning.batches import TrainingGroup, part_of
 from rl_swarm.learning.devices import out_of_memory, pick_device
 from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
@@ -325,16 +325,7 @@ def share(groups: Sequence[TrainingGroup], rank: int, size: int) -> list[Trainin
             if int(middle * size / total) == rank:
                 picked.append(number)
         if picked:
-            part = slice(picked[0], picked[-1] + 1)
-            mine.append(
-                replace(
-                    group,
-                    completions=group.completions[part],
-                    advantages=group.advantages[part],
-                    logprobs=None if group.logprobs is None else group.logprobs[part],
-                    trained=group.trained[part],
-                )
-            )
+            mine.append(part_of(group, picked[0], picked[-1] + 1))
     return mine
 
 

@@ -6,6 +6,7 @@ one, so that many identities get no more work done than a few.
 """
 
 import asyncio
+import io
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -113,15 +114,9 @@ class PendingCalls(dict[Any, Any]):
 async def write_message(stream: asyncio.StreamWriter, message: Any) -> None:
     """Writes a message to the daemon at once. hivemind writes every byte of its length by itself, and each of them wakes
     the daemon."""
-    data = message.SerializeToString()
-    stream.write(_varint(len(data)) + data)
+    from google.protobuf.proto import serialize_length_prefixed
+
+    data = io.BytesIO()
+    serialize_length_prefixed(message, data)
+    stream.write(data.getvalue())
     await stream.drain()
-
-
-def _varint(number: int) -> bytes:
-    """Writes a number as protobuf does: seven bits a byte, the lowest first, and whether more follow."""
-    written = bytearray()
-    while number > 0x7F:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*written, number])

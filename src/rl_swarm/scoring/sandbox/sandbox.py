@@ -89,10 +89,6 @@ class Offer:
     isolation: str
     problem: str = ""
 
-    @property
-    def works(self) -> bool:
-        return not self.problem
-
 
 class KeeperBroke(Exception):
     """A keeper does not start, does not keep what it should, or is gone."""

@@ -32,14 +32,20 @@ async function fetched(where, options = { headers: { Accept: "application/json" 
 
 export const csv = (path, parameters) => address(path, { ...parameters, format: "csv" });
 
-// Calls back with the version whenever the swarm has changed; not while nobody looks at the page.
-export function follow(changed, status) {
+// Calls back with the version whenever the swarm has changed, and when the server is lost; not while nobody looks at the page.
+export function follow(changed, lost) {
   let source = null;
+  const tell = (connected) => {
+    const live = document.getElementById("live");
+    live.textContent = connected ? "live" : "not connected";
+    live.classList.toggle("on", connected);
+    if (!connected) lost();
+  };
   const open = () => {
     source = new EventSource("api/stream");
     source.addEventListener("changed", (event) => changed(Number(event.data)));
-    source.onopen = () => status(true);
-    source.onerror = () => status(false);
+    source.onopen = () => tell(true);
+    source.onerror = () => tell(false);
   };
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) {

@@ -80,9 +80,4 @@ addEventListener("hashchange", () => {
 });
 if (!location.hash || location.hash === "#main") history.replaceState(null, "", "#/");
 show();
-follow((newest) => newest !== version && refresh(), (connected) => {
-  const live = document.getElementById("live");
-  if (!connected) version = null; // it may be another server that comes back
-  live.textContent = connected ? "live" : "not connected";
-  live.classList.toggle("on", connected);
-});
+follow((newest) => newest !== version && refresh(), () => { version = null; }); // another server may come back

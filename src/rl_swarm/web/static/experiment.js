@@ -97,9 +97,4 @@ main.append(h("h1", {}, "What sharing is worth"), h("div", { class: "stack" },
   h("section", { class: "card", "aria-label": charts[2].label }, charts[2].element),
   card("Runs", csv("api/experiment/runs"), runs)));
 update();
-follow((newest) => newest !== version && update(), (connected) => {
-  const live = document.getElementById("live");
-  if (!connected) version = null; // it may be another server that comes back
-  live.textContent = connected ? "live" : "not connected";
-  live.classList.toggle("on", connected);
-});
+follow((newest) => newest !== version && update(), () => { version = null; }); // another server may come back
