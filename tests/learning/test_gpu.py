@@ -81,7 +81,6 @@ def test_a_float32_engine_computes_what_transformers_does(kind):
     engine, model = CudaEngine(1, torch.float32), copy.deepcopy(plain).cuda()
     for seed in range(3):  # recorded, and replayed
         groups = drawn(engine, model, Decoding(20, EOS, PAD), seed=seed)
-        assert len({len(s.tokens) for group in groups for s in group}) > 3
         assert errors(plain, groups).max() < 1e-4
     groups = drawn(engine, model, Decoding(30, EOS, PAD, temperature=0.7), count=40)
     assert errors(plain, groups, 0.7).max() < 1e-4
