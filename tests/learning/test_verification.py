@@ -100,7 +100,8 @@ def test_every_field_of_a_known_class_is_read_or_irrelevant_or_must_stay_as_it_i
         value = getattr(config, name)
         vars(changed)[name] = not value if isinstance(value, bool) else (value or 0) + 1
         assert support.obstacle(changed).startswith(f"{name}=")
-    vars(config)["base_model_tp_plan"] = {"embed_tokens": "rowwise"}  # transformers 5.17 notes it while it loads a model
+    # transformers 5.17 notes it while it loads a model.
+    vars(config)["base_model_tp_plan"] = {"embed_tokens": "rowwise"}
     assert support.obstacle(config) is None
     vars(config)["new_in_a_later_version"] = None  # not set
     assert support.obstacle(config) is None
