@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import until
+from processes import HAS_HIVEMIND, until
 
 from rl_swarm.network.p2p import engine, quota
 from rl_swarm.network.p2p.streams import StreamSlots
@@ -332,6 +332,8 @@ def test_a_careless_server_is_noticed(plant, said, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def peers():
     """The peers of the streams, started once."""
+    if not HAS_HIVEMIND:
+        pytest.skip("hivemind is not installed")
     target = streams.Streams(seed=1)
     target.open()
     target.close, target.open, close = lambda: None, lambda: None, target.close

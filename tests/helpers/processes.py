@@ -7,14 +7,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 RL_SWARM = [sys.executable, "-m", "rl_swarm"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+HAS_HIVEMIND = find_spec("hivemind") is not None  # there is a wheel for Linux on x86-64
+needs_hivemind = pytest.mark.skipif(not HAS_HIVEMIND, reason="hivemind is not installed")
 QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set", "checkpoint_every=5"]
 SMALL = ["--set", "held_out_questions=8", "--set", "held_out_samples=1", "--no-web"]
 

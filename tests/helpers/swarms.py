@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from flaky import FAULTS, Drive
+from processes import HAS_HIVEMIND
 from stores import BUCKET
 
 from rl_swarm.network.address import locate
@@ -218,6 +220,8 @@ _engines: dict[str, PeerEngine] = {}
 
 def engine_of(node: str) -> PeerEngine:
     """A real daemon on loopback, which a node keeps for all tests of a file. The first one is where the others begin."""
+    if not HAS_HIVEMIND:
+        pytest.skip("hivemind is not installed")
     if node not in _engines:
         known = next(iter(_engines.values())).addresses if _engines else ()
         who = OWNER if node == "coordinator" else identity_of(node)

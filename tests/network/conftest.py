@@ -1,8 +1,14 @@
 import pytest
+from processes import HAS_HIVEMIND
 from swarms import NETWORKS, close_engines
 
 from rl_swarm.network import folder
 from rl_swarm.network import round_server as conductor
+
+THROUGHOUT = (
+    "test_clocks.py", "test_fair_shares.py", "test_hostile_peers.py", "test_hostile_requests.py", "test_peer_to_peer.py",
+)  # fmt: skip
+collect_ignore = [] if HAS_HIVEMIND else list(THROUGHOUT)  # they need hivemind throughout
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import RL_SWARM, end, family, metrics, run, start, state, until
+from processes import RL_SWARM, end, family, metrics, needs_hivemind, run, start, state, until
 
 QUICK = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.05"]
 SMALL = ["--local", "2", "--external", "2", "--generations", "4"]
@@ -22,6 +22,7 @@ def daemons(*nodes: "subprocess.Popen[str]") -> list[psutil.Process]:
     return [child for node in nodes for child in family(node) if "p2pd" in " ".join(child.cmdline())]
 
 
+@needs_hivemind
 @pytest.mark.slow
 def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("boot", "lead", "one", "two")}
@@ -61,6 +62,7 @@ def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
     until(lambda: not any(daemon.is_running() for daemon in running))
 
 
+@needs_hivemind
 @pytest.mark.slow
 def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None:
     """Whoever founded the swarm is killed as soon as the others are in it."""
@@ -107,6 +109,7 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
     assert [process.returncode for process in workers] == [0, 0], outputs
 
 
+@needs_hivemind
 @pytest.mark.slow
 def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
     options = ["--network", "p2p", "--nodes", "3", "--rounds", "30", "--run", "run", *HERE]
@@ -132,6 +135,7 @@ def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert code == 0 and "sound" in output
 
 
+@needs_hivemind
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", ["coding", "debate"])
 def test_stages_and_roles_go_among_peers_too(environment: str, tmp_path: Path) -> None:
@@ -163,6 +167,7 @@ def test_an_address_that_is_none_gets_a_clear_error(text: str, tmp_path: Path) -
     assert not [word for word in NOISE if word in output] and "\x1b" not in output, output
 
 
+@needs_hivemind
 def test_who_waits_at_an_address_where_nobody_is_ends_without_noise(tmp_path: Path) -> None:
     nobody = "p2p:///ip4/127.0.0.1/tcp/1/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
     node = start(tmp_path, "join", nobody, "--set", f"p2p_listen={LOOPBACK}", PYTHONUNBUFFERED="1")
@@ -176,6 +181,7 @@ def test_who_waits_at_an_address_where_nobody_is_ends_without_noise(tmp_path: Pa
     assert not [word for word in NOISE if word in output], output
 
 
+@needs_hivemind
 @pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_swarm_ends_it_without_noise(tmp_path: Path) -> None:
     """As `timeout` and supervisors send it."""

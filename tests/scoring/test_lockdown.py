@@ -75,7 +75,7 @@ ATTEMPTS = {
     "pairs sockets": "socket.socketpair()",
     "forks": "os.fork()",
     "starts a thread": "threading.Thread(target=print).start()",
-    "starts a program": "subprocess.run(['/bin/true'])",
+    "starts a program": "subprocess.run(['/bin/sh', '-c', ':'])",
     "runs a shell": "sys.exit(0) if os.system('true') == 0 else 1 / 0",
     "becomes a program": "os.execv('/bin/true', ['true'])",
     "kills its parent": "os.kill(os.getppid(), signal.SIGKILL)",

@@ -10,6 +10,7 @@ import pytest
 from processes import QUICK, end, run, start, state, until
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has mount namespaces")
 @pytest.mark.parametrize(
     "megabytes", [pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(60, marks=pytest.mark.slow)]
 )
