@@ -1,4 +1,4 @@
-"""Attacks from hostile peers, each with its own libp2p daemon and its own way to stop or fool a swarm.
+"""Attacks a swarm as hostile peers: each a libp2p daemon of its own with another way to stop or to fool it.
 
 They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many names,
 ask for junk, and join as members that lie, answer slowly or say nothing.
