@@ -18,7 +18,10 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 NAMED = re.compile(r"`([\w./-]+\.py)`")
+DRAWN = re.compile(r"^```mermaid.*?^```", re.MULTILINE | re.DOTALL)
+DRAWN_FILE = re.compile(r"\b(?:[a-z_\d]+/)+\w+\.(?:py|js)\b")
 TYPED = re.compile(r"\b(?:benchmarks|recipes|scripts|tests)/[\w/]+\.py")
+ROOTS = (ROOT, ROOT / "src" / "rl_swarm", ROOT / "src" / "rl_swarm" / "web")
 EXAMPLES = {"school.py", "ideas.py"}  # which readers write themselves
 
 
@@ -42,17 +45,18 @@ def broken(page: Path) -> Iterator[str]:
 
 
 def missing(page: Path) -> set[str]:
-    """Return the Python files that a page names and that do not exist."""
+    """Return the files of code that a page names, or a diagram on it, and that do not exist."""
     if page.name == "files.md":  # made from files that exist; their sentences name neighbours
         return set()
     text = page.read_text(encoding="utf-8")
-    named = {*NAMED.findall(text), *TYPED.findall(text)} - EXAMPLES
+    drawn = [name for drawing in DRAWN.findall(text) for name in DRAWN_FILE.findall(drawing)]
+    named = {*NAMED.findall(text), *TYPED.findall(text), *drawn} - EXAMPLES
     return {name for name in named if not exists(name)}
 
 
 def exists(name: str) -> bool:
     """Return whether a path is one of the repository, of the package, or the name of a test."""
-    if any((folder / name).is_file() for folder in (ROOT, ROOT / "src" / "rl_swarm")):
+    if any((folder / name).is_file() for folder in ROOTS):
         return True
     return name.startswith("test_") and any((ROOT / "tests").rglob(name))
 
@@ -71,9 +75,10 @@ def test_a_broken_link_and_a_missing_file_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# Here it is\n\n[a](#here-it-is) [b](#there) [c](no.md) [d](page.md#here) `node/gone.py`\n"
+        "\n```mermaid\nflowchart LR\n    A[web/no.js]\n```\n"
     )
     assert list(broken(page)) == ["#there", "no.md", "page.md#here"]
-    assert missing(page) == {"node/gone.py"}
+    assert missing(page) == {"node/gone.py", "web/no.js"}
 
 
 def test_the_list_of_files_is_up_to_date() -> None:
