@@ -1,4 +1,4 @@
-"""Swarms for attacks.py: honest nodes, those that believe everything, and their rounds with attackers."""
+"""Plays swarms for `attacks.py`: honest nodes, gullible nodes, and their rounds with attackers."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What liars publish: every attack is a class that makes the documents of its identities for one round.
+"""Defines the attacks: a class for each makes the documents of its identities for one round.
 
 An attacker knows the code, the manifest, its own questions with their answers and the scorer, a copy of an honest
 node's model, and what all honest nodes have published in this round before it speaks itself.

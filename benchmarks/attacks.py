@@ -1,4 +1,4 @@
-"""Can liars hurt a swarm? Six honest machines and two malicious ones, with and without what keeps liars out.
+"""Measures whether liars can hurt a swarm: six honest and two malicious machines, with and without the defences.
 
     python benchmarks/attacks.py [--quick] [--attacks before,adaptive] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""The training step by its budget of tokens: seconds and peak memory, each budget in a process of its own.
+"""Measures the training step by its budget of tokens: seconds and peak memory, each budget in its own process.
 
     python benchmarks/budget.py [--model smollm2-135m | --random llama] [--budgets 2048,4608,20000] [--json FILE]
 

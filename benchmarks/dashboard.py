@@ -1,4 +1,4 @@
-"""What the dashboard costs and how fast it answers: real servers, real files, a real browser.
+"""Measures how fast the dashboard answers and what it costs: real servers, real files, a real browser.
 
     python benchmarks/dashboard.py [start] [load] [beside] [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""A swarm of real processes to which the faults of a plan happen, and what became of every node.
+"""Runs a swarm of real processes, brings the faults of a plan to it, and reads what became of every node.
 
 The bench starts nodes, kills and restarts them, spoils their clocks, drives and lines, and reads what they write. It judges nothing:
 fault_verdict.py does.

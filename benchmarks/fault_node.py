@@ -1,4 +1,4 @@
-"""A node as `rl-swarm` starts it, to which faults happen that cannot be brought in from outside.
+"""Starts a node as `rl-swarm` does, with a clock and a drive that can fail.
 
     python benchmarks/fault_node.py FOLDER join ADDRESS …
 

@@ -1,4 +1,5 @@
-"""Faults as data: what happens to which nodes, from which round on, for how long. Drawn from a seed, or read from a file."""
+"""Describes faults as data: what happens to which nodes, from which round, for how long. Drawn from a seed, or read
+from a file."""
 
 import json
 import math

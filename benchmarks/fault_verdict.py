@@ -1,4 +1,4 @@
-"""What a run of faults.py comes to: was a node stuck, was work lost, do honest nodes agree on who is who.
+"""Judges a run of `faults.py`: stuck nodes, lost work, and disagreement about who is who.
 
 Pure functions: what happened goes in, as the bench saw it by its own clock, and a sentence for every violation comes out.
 """

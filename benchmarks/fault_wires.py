@@ -1,4 +1,4 @@
-"""A network of its own for every node, and a switch between them that can lose, delay, reorder and double what it carries.
+"""Gives every node a network of its own, and a switch that loses, delays, reorders and doubles.
 
 Every node gets a network namespace with one TAP device; a thread reads the frames of all of them and hands them on. So
 what libp2p and the kernel's TCP meet is what they would meet on a bad line, with no module of the kernel for it.

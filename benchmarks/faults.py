@@ -1,4 +1,4 @@
-"""What can happen to a swarm of real nodes, on purpose: crashes, hangs, bad lines, wrong clocks, full disks, old states.
+"""Plays a swarm of real nodes through crashes, hangs, bad lines, wrong clocks, full disks and old states.
 
     python benchmarks/faults.py --network folder
     python benchmarks/faults.py --network p2p --nodes 16 --rounds 75 [--seed 1] [--json FILE]

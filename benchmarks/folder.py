@@ -1,4 +1,4 @@
-"""What a folder swarm costs: calls, bytes and seconds, with 4 nodes and 2 stages per round.
+"""Measures what a folder swarm costs: calls, bytes and seconds, with 4 nodes and 2 stages per round.
 
     python benchmarks/folder.py [--rounds 100] [--bucket] [--json]
 

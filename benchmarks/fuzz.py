@@ -1,4 +1,4 @@
-"""Does anything that strangers can do to a node do harm? Random cases against every part that they can reach.
+"""Fuzzes everything that strangers can reach in a node: random cases against every part.
 
     python benchmarks/fuzz.py --hours 24 --processes 2
     python benchmarks/fuzz.py --hours 1 --targets folder,http

@@ -1,4 +1,4 @@
-"""The folder: its file layer, logs, checkpoints and documents, while others replace files and calls to the system fail.
+"""Fuzzes the folder: its file layer, logs, checkpoints and documents, while files are replaced and system calls fail.
 
 A case is a node, a coordinator and an enemy in one folder, as root or as an ordinary user. The enemy strikes between
 operations and between the single calls to the system of one operation, so that every race can be played again; in some

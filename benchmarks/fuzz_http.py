@@ -1,4 +1,4 @@
-"""HTTP: the dashboard's real server under slow, broken, pipelined and oversized clients beside honest ones.
+"""Fuzzes the dashboard's real server: slow, broken, pipelined and oversized clients beside honest ones.
 
 A case is a crowd: every client of it plays random steps on a real socket and then closes, resets, or stays. It fails when
 an honest client is not answered, when a response is a 5xx other than 503, when a client that stays without finishing is

@@ -1,4 +1,4 @@
-"""Messages: everything that is read from peers, by a coverage-guided fuzzer.
+"""Fuzzes everything that is read from peers, guided by coverage.
 
 Starts from real sealed documents of every kind and changes them: bytes, JSON tokens, or fields, which are then
 signed again, because whoever has a key can sign anything. A message that reaches a line or a verdict that no other

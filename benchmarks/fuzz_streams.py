@@ -1,4 +1,4 @@
-"""Streams and records among peers: the protocol as a state machine, over real daemons on loopback.
+"""Fuzzes streams and records among peers: the protocol as a state machine, over real daemons on loopback.
 
 A case lets a stranger and a member open many streams at once to a peer. Each stream takes random steps: parts of a length, of
 a request, garbage, whole requests, waiting past deadlines, reading little, closing, breaking off. Both also leave

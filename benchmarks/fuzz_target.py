@@ -1,4 +1,4 @@
-"""What the targets of `fuzz.py` share: cases that can be played again, and the loop that plays them."""
+"""Holds what the targets of `fuzz.py` share: cases that can be replayed, and the loop that plays them."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The past of a swarm that nobody played: journals, introductions and the state as nodes write them, without a model.
+"""Writes the past of a swarm that nobody played: journals, introductions and the state, without a model.
 
 Every number follows from node and round, so whoever reads them can tell whether an answer is right.
 """

@@ -1,4 +1,4 @@
-"""Real peers on one machine: each an engine with a libp2p daemon of its own, over the loopback interface.
+"""Starts real peers on one machine, each with its own libp2p daemon on the loopback interface.
 
 In a network namespace of its own the interface carries nothing else, so its counters say what the swarm sent, TCP and
 IP headers included. Several peers share a process; each has its daemon, its event loop and its thread.

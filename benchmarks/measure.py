@@ -1,4 +1,4 @@
-"""What the speed benchmarks share: their options, a clock that waits for the device, peak memory, the table."""
+"""Holds what the speed benchmarks share: options, a clock that waits for the device, peak memory, the table."""
 
 import argparse
 import json

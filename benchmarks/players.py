@@ -1,5 +1,5 @@
-"""Nodes of a peer-to-peer swarm that have no model: `rl_swarm.node.node.Node` as it is, with a policy that sleeps and then
-"writes" text made from a seed. They play among real peers and in a simulation, in the same code."""
+"""Plays nodes of a peer-to-peer swarm that have no model: the real `Node`, with a policy that sleeps and makes up
+text. They play among real peers and in a simulation, in the same code."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""What one round costs: our learner against GenRL 0.3.0 and TRL, same model, same machine, same answers.
+"""Measures what one round costs: our learner against GenRL 0.3.0 and TRL, same model, machine and answers.
 
     python benchmarks/round.py [--model smollm2-135m] [--systems ours,genrl,trl] [--json FILE]
 

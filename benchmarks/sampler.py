@@ -1,4 +1,4 @@
-"""How fast we sample: our sampler against `transformers`, and how far all of it is from what memory allows.
+"""Measures how fast our sampler is, against `transformers` and against the limit of the memory.
 
     python benchmarks/sampler.py [--model smollm2-135m] [--samplers ours,dynamic,static,continuous] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How many programs are judged per second: in our sandbox, and in what one would use instead.
+"""Measures how many programs are judged per second, in our sandbox and in its alternatives.
 
     python benchmarks/sandbox.py                # two at a time, three tests each
     python benchmarks/sandbox.py --tests 1

@@ -1,4 +1,4 @@
-"""What a peer-to-peer swarm costs, by its size: real peers, GenRL's way with the same payload, and a simulation.
+"""Measures what a peer-to-peer swarm costs by its size: real peers, GenRL's way, and a simulation.
 
     python benchmarks/scale.py real [--peers 4,16,50]          # libp2p daemons on loopback
     python benchmarks/scale.py genrl [--peers 4,16,50]         # GenRL 0.3.0, needs the extra `bench`

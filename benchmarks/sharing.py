@@ -1,4 +1,4 @@
-"""What sharing is worth: the default swarm with and without it, same seed, same rounds, same answers generated.
+"""Measures what sharing is worth: the default swarm with and without it, with the same seed, rounds and answers.
 
     python benchmarks/sharing.py [--seeds 42 43 44] [--rounds 120] [--out DIR] [--json]
 

@@ -1,4 +1,4 @@
-"""A siege: a swarm of real nodes, attacked in every known way at once, beside a twin that nobody attacks.
+"""Besieges a swarm of real nodes in every known way at once, beside a twin that nobody attacks.
 
     python benchmarks/siege.py --network p2p --minutes 10 --nodes 8 --seed 0 [--json FILE]
     python benchmarks/siege.py --network folder --minutes 10 --nodes 8 --seed 0

@@ -1,4 +1,4 @@
-"""The two swarms of siege.py, the processes beside them, and what is read of them while they run."""
+"""Runs the two swarms of `siege.py` and the processes beside them, and reads them while they run."""
 
 import hashlib
 import json

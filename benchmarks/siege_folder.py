@@ -1,4 +1,5 @@
-"""Hostile processes with write access to the swarm's folder: links, pipes, crowds, edits, replays, foreign weights.
+"""Attacks the swarm's folder from processes that may write there: links, pipes, crowds, edits, replays, foreign
+weights.
 
 They replace copies and put things where honest files will be. They remove no honest document that others still need:
 whoever can write to a folder can stop a swarm that way, and docs/security.md says so.

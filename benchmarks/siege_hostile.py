@@ -1,4 +1,4 @@
-"""Hostile processes of siege.py: what they know, how fast they may go, and the members among them.
+"""Drives the hostile processes of `siege.py`: what they know, how fast they go, and the members among them.
 
 A hostile process attacks one swarm in one way until it is told to stop. It uses a bounded share of a core, so that what is
 measured is the attack and not the processor time that it takes.

@@ -1,4 +1,4 @@
-"""Hostile peers: each a libp2p daemon of its own with another way to stop or to fool a swarm.
+"""Attacks a swarm as hostile peers: each a libp2p daemon of its own with another way to stop or to fool it.
 
 They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many names,
 ask for junk, and join as members that lie, answer slowly or say nothing.

@@ -1,4 +1,4 @@
-"""What a siege comes to: figures of both swarms go in, and a sentence for every bar that was missed comes out."""
+"""Judges a siege: figures of both swarms go in, and a sentence for every missed bar comes out."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""A network that is not there: `Engine` for the peers of a simulation, over a Kademlia table that sends every message.
+"""Simulates the network: an `Engine` for every peer, over a Kademlia table that sends each message.
 
 `Table` and hivemind's routing tables and storage are the real ones. What lies between them, hivemind's `DHTNode`, is done
 here in virtual time: its beam search with four calls at a time, pings of full buckets, records that newcomers are given.

@@ -1,5 +1,4 @@
-"""A swarm of any size in virtual time: files, coordinator, exchange and selection are the real ones, the network is
-simulated (`simulated.py`).
+"""Simulates a swarm of any size in virtual time; files, coordinator, exchange and selection are the real ones.
 
 A rollout is not relayed: whoever wants it asks its author, and everybody asks a few. What was learned from it spreads
 further: a node has been reached by a rollout when it has learned from it, or from what a node published after it had

@@ -1,4 +1,4 @@
-"""Three ways to play one round, each with its own code and its own defaults: ours, GenRL's and TRL's.
+"""Plays one round in three systems, each with its own code and defaults: ours, GenRL's and TRL's.
 
 All of them start from the same float32 weights and take prompts and completions as token numbers.
 """

@@ -1,4 +1,5 @@
-"""How soon a swarm solves what its models rarely solve: rounds until the median node has a quarter, and half, right.
+"""Counts the rounds until a swarm solves what its models rarely solve: until the median node has a quarter, and
+half, right.
 
     python benchmarks/takeoff.py docs/results/discovery.jsonl.xz [--window 20]
 

@@ -1,5 +1,4 @@
-"""The same payload through GenRL 0.3.0: its `HivemindBackend`, in which every peer puts a value under one key of the DHT
-and fetches those of all.
+"""Sends the same payload through GenRL 0.3.0: every peer puts a value under one key of the DHT and fetches all.
 
 It imports `get_dht_time` from where newer versions of hivemind do not have it; that name is supplied, nothing else is
 changed. All peers begin a round at the same moment, which suits it: whoever is early fetches everything again and

@@ -1,4 +1,4 @@
-"""What nodes that share a GPU cost together: seconds of a round and peak memory of one node, and of several.
+"""Measures what nodes that share a GPU cost: seconds of a round and peak memory, of one node and of several.
 
     python benchmarks/together.py [--nodes 8] [--model smollm2-135m | --random gpt2] [--json FILE]
 

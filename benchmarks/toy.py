@@ -1,4 +1,4 @@
-"""What nodes without a model publish: text made from a seed, and an environment that scores it.
+"""Makes what nodes without a model publish: text from a seed, and an environment that scores it.
 
 A publication has 8 questions of about 400 characters with 8 completions each of about 300: English prose and
 arithmetic, so that it compresses as real answers do.

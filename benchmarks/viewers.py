@@ -1,4 +1,4 @@
-"""People at the dashboard: each listens to `/api/stream` and asks for the overview's data when told that it changed.
+"""Plays viewers of the dashboard: each listens to `/api/stream` and fetches the overview after every change.
 
     python benchmarks/viewers.py PORT HISTORY.json [--viewers 200] [--seconds 180]
 

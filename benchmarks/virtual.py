@@ -1,4 +1,4 @@
-"""Virtual time for blocking code: every task is a thread, and exactly one of them runs, the one whose moment is next.
+"""Runs blocking code in virtual time: every task is a thread, and only the one whose moment is next runs.
 
 Code that sleeps or waits through `World` runs unchanged; seconds pass when everybody has said until when it waits.
 """

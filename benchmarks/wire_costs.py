@@ -1,5 +1,5 @@
-"""What single messages between two real peers cost on the wire, beside what is said in them: the constants of
-`simulated.Costs`. To be run in a network namespace of its own."""
+"""Measures what single messages between two real peers cost on the wire: the constants of `simulated.Costs`. To be
+run in a network namespace of its own."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Make the small model that programs, from generated tasks alone.
+"""Makes the small model that programs, from generated tasks alone.
 
 The sibling of the tiny model (see `make_tiny`), made the same way: the skill is there, the manners are not. It has
 seen many tasks of the coding environment. About a quarter of its programs are right and fenced as asked for; the

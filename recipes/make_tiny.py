@@ -1,4 +1,4 @@
-"""Make the tiny language model of this package, from generated questions alone.
+"""Makes the tiny language model of this package, from generated questions alone.
 
 A swarm is only worth trying if the model at hand can learn something from its own rewards, and no
 pretrained model is small enough to ship or to train on a laptop. So we make an imitation of one: a

@@ -1,5 +1,4 @@
-"""What the makers of the bundled models share: options, a tokenizer's frame, a small Llama, plain pretraining,
-saving."""
+"""Holds what the recipes share: options, a tokenizer's frame, a small Llama, pretraining, saving."""
 
 import argparse
 import json

@@ -1,3 +1,3 @@
-"""RL Swarm: train language models together by sharing rollouts."""
+"""Trains language models together by sharing rollouts."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Where the program begins. From here on Ctrl-C ends it without a traceback, however much is still to be imported."""
+"""Starts the program; from here on Ctrl-C ends it without a traceback, however much is still to be imported."""
 
 import sys
 

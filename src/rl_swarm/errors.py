@@ -1,4 +1,4 @@
-"""What can go wrong in ways a user can mend."""
+"""Defines the errors that a user can mend."""
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""Numbers with their nouns, as people write them."""
+"""Writes numbers with their nouns, as people do."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Every setting, typed, in one place; `config` finds out what a user has set."""
+"""Defines every setting, typed, in one place; `config` finds out what a user has set."""
 
 import re
 from collections.abc import Mapping

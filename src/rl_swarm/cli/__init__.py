@@ -1,5 +1,5 @@
-"""The commands. Importing this loads little, so that Ctrl-C is handled from the first moments on; each command imports
-what it needs."""
+"""Defines the commands. Importing this loads little, so that Ctrl-C is handled from the first moments on; each
+command imports what it needs."""
 
 import os
 import select

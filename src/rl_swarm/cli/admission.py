@@ -1,4 +1,4 @@
-"""Who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
+"""Says who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Every command of `rl-swarm`, thin: read the settings, call the package, print."""
+"""Defines every command of `rl-swarm`, thin: read the settings, call the package, print."""
 
 import json
 import signal

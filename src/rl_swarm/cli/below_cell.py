@@ -1,4 +1,4 @@
-"""`rl-swarm` below a cell: the same command, which saves and stops when the pipe from its kernel closes, however that ends."""
+"""Runs `rl-swarm` below a notebook's cell; it saves and stops when the pipe from the kernel closes."""
 
 import os
 import signal

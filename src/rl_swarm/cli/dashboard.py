@@ -1,4 +1,4 @@
-"""`rl-swarm watch`, in a browser or a terminal, and the dashboard that `up` serves while it runs."""
+"""Serves `rl-swarm watch`, in a browser or a terminal, and the dashboard of `up`."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What this machine has, what is missing, and what to do about it."""
+"""Says what this machine has, what is missing, and what to do about it."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""experiment sapo, experiment report."""
+"""Runs, reports and packs experiments: `experiment sapo`, `report`, `pack`."""
 
 import os
 import sys

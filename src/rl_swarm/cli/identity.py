@@ -1,4 +1,4 @@
-"""`rl-swarm identity`: look at this node's key, make, move, and use it."""
+"""Shows, makes, moves and uses this node's key: `rl-swarm identity`."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""What `up` and `watch --tui` show while a swarm runs: a picture that changes in a terminal, plain lines elsewhere."""
+"""Shows a swarm while it runs: a changing picture in a terminal, plain lines elsewhere."""
 
 import threading
 from types import TracebackType

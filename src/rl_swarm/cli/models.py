@@ -1,4 +1,4 @@
-"""Commands about models: score one, talk to one, list those that fit."""
+"""Scores a model, talks to one, and lists those that fit: `evaluate`, `chat`, `models`."""
 
 import json
 from dataclasses import asdict, dataclass

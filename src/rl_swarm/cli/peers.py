@@ -1,4 +1,4 @@
-"""`rl-swarm bootnode`: a peer that is always there, so that others find each other."""
+"""Runs `rl-swarm bootnode`: a peer that is always there, so that others find each other."""
 
 from pathlib import Path
 

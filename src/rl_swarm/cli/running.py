@@ -1,4 +1,4 @@
-"""Starting things: a whole swarm on this machine, or one process of a swarm."""
+"""Starts a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What a run achieved, for the person who started it."""
+"""Says what a run achieved, to the person who started it."""
 
 from rich.console import Console
 from rich.table import Table

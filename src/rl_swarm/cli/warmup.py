@@ -1,4 +1,4 @@
-"""`rl-swarm warmup`: a supervised start for a model, with its score before and after."""
+"""Gives a model a supervised start, with its score before and after: `rl-swarm warmup`."""
 
 import json
 import shlex

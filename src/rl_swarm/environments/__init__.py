@@ -1,4 +1,4 @@
-"""Which environments there are: those of this package, and those that other installed packages register.
+"""Finds the environments: those of this package, and those that other installed packages register.
 
 A package registers one as an entry point, `name = "module:Class"` in the group `rl_swarm.environments`. Only what is
 installed here can run: a manifest names an environment and brings no code.

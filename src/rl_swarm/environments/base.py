@@ -1,4 +1,4 @@
-"""What an environment is: questions made from seeds, rewards for answers to them; stages, and the roles that play them.
+"""Defines what an environment is: questions from seeds, rewards for answers, stages, and the roles that play them.
 
 Everything here can be done again by everybody: a question follows from its seed and from what was said in the
 earlier stages of its round. docs/environments.md builds one.

@@ -1,4 +1,4 @@
-"""A debate about reasoning-gym's tasks, in three stages: answer; criticise the peers' answers; vote and revise.
+"""Debates reasoning-gym's tasks in three stages: answer; criticise the peers' answers; vote and revise.
 
 All peers are asked the same questions. A critic is shown answers of others, and chooses by repeating the one that it
 finds best; a voter is shown what critics said, and answers again. So every stage ends with an answer between tags, which

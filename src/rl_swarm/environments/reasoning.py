@@ -1,4 +1,4 @@
-"""Reasoning tasks from reasoning-gym: short questions with answers that can be checked.
+"""Asks reasoning tasks from reasoning-gym: short questions with answers that can be checked.
 
 The answer stands between `<answer>` tags and nothing follows them. Questions are made and answers
 scored in a process of their own (see `scoring`), because the scorers evaluate what they are given.

@@ -1,1 +1,1 @@
-"""The SAPO experiment: what sharing rollouts is worth, measured at one's own desk. Importing this loads no torch."""
+"""Measures what sharing rollouts is worth: the SAPO experiment. Importing this loads no torch."""

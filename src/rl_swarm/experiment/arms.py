@@ -1,4 +1,4 @@
-"""What is compared: an arm is how many groups a node takes from where, by which strategy, and how it trains on them.
+"""Defines an arm: how many groups a node takes from where, by which strategy, and how it trains on them.
 
 Written `I/J`: own and external groups per round. `4/0x2` makes two updates on the same groups, which costs as much
 training as 4/4 while most groups carry signal; `1/7@1` makes an update on every group, one after the other;

@@ -1,4 +1,4 @@
-"""An experiment drawn in characters: what `experiment sapo` ends with, and what `watch --tui`, `status` and a cell show."""
+"""Draws an experiment in characters, for `experiment sapo`, `watch --tui`, `status` and a notebook's cell."""
 
 import threading
 from collections.abc import Mapping, Sequence

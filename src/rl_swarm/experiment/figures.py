@@ -1,4 +1,4 @@
-"""Figures of an experiment, from the numbers of its report: every arm a line, its interval a band."""
+"""Draws the figures of an experiment from the numbers of its report: every arm a line, its interval a band."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A swarm in one process, its nodes in lock-step, with the same results as separate processes of `rl-swarm up`.
+"""Plays a swarm in one process, its nodes in lock-step, with the same results as separate processes of `rl-swarm up`.
 
 The nodes share one scoring process. Each plays the real `Node.turn`; what they need done with their models is gathered
 and given to an engine, which may do it for all of them together. The folder is an ordinary run directory, so that

@@ -1,4 +1,5 @@
-"""What came of a run, as numbers. Pure functions over the lines that its nodes wrote.
+"""Computes what came of a run, as numbers, from the lines that its nodes wrote. Pure functions over the lines that
+its nodes wrote.
 
 Everything is computed for every node of every seed first; a measure of an arm is the mean of those, with an interval
 by bootstrap: seeds are drawn anew, and within each seed its nodes. With one seed only nodes are, which share their

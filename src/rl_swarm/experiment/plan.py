@@ -1,4 +1,4 @@
-"""How long an experiment may take, from some rounds of one of its runs; and how far it has come."""
+"""Estimates how long an experiment takes from some rounds of one run, and says how far it has come."""
 
 import heapq
 import time

@@ -1,4 +1,4 @@
-"""Where an experiment stands: its runs as far as they have got, and what their arms have earned by then.
+"""Follows an experiment while it runs: how far its runs are, and what their arms have earned by then.
 
 The measures are the report's. Where no run of an arm has finished yet they are of those that go on, up to the round that
 all of them have played; arms are compared up to the round that both have. Every look reads what is new.

@@ -1,4 +1,4 @@
-"""The report of an experiment: `report.md` with tables and figures, `report.json` with the same numbers for programs."""
+"""Writes the report of an experiment: `report.md` with tables and figures, `report.json` with the same numbers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

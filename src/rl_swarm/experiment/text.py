@@ -1,4 +1,4 @@
-"""The report of an experiment as text: its numbers in tables, in Markdown."""
+"""Writes the tables of an experiment's report, in Markdown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the nodes of a run need done with their models, done for all of them at once on one GPU.
+"""Samples and trains for all nodes of a run at once, on one GPU.
 
 One engine samples from all models in the same kernels. Small models of one shape are trained in the same kernels
 too; larger ones, which keep the GPU busy, one after the other.

@@ -1,0 +1,1 @@
+"""Holds a model and makes it better: sampling, GRPO, memory, devices."""

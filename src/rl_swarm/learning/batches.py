@@ -1,4 +1,4 @@
-"""What is learned from, as flat tensors: groups cut into micro-batches by tokens, each one row without padding.
+"""Packs groups into flat tensors: micro-batches cut by tokens, each one row without padding.
 
 The row holds all prompts of a micro-batch, then all completions. A token is predicted by the state before it, so
 the last token of a completion is never fed. Shapes: N tokens fed, M tokens learned from.

@@ -1,4 +1,4 @@
-"""A node's model, optimiser and place in the swarm, written whole or not at all.
+"""Writes a node's model, optimiser and place in the swarm, whole or not at all.
 
 Random numbers are drawn from seeds made of the swarm's seed, the peer and the round, so the round
 number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON.

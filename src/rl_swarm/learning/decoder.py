@@ -1,4 +1,4 @@
-"""The fast path: a transformers model run on packed tokens, with our own attention around its own layers.
+"""Runs a transformers model on packed tokens, with our own attention around its own layers: the fast path.
 
 All tokens of a batch, prompts and completions of every length, lie end to end in one row without
 padding, so that the matrix products, which are nearly all of the work, cost what the tokens cost. Its

@@ -1,4 +1,4 @@
-"""What this machine can run: device, memory, and the model that fits."""
+"""Says what this machine can run: device, memory, and the model that fits."""
 
 import logging
 import platform

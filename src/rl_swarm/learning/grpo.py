@@ -1,4 +1,4 @@
-"""GRPO as pure functions: advantage, ratio, loss. Shapes: M tokens, each with the advantage of its completion.
+"""Computes GRPO as pure functions: advantage, ratio, loss. Shapes: M tokens, each with the advantage of its completion.
 
 Group relative policy optimisation (arXiv:2402.03300) with the token-level mean and the asymmetric
 clip of DAPO (arXiv:2503.14476). Groups in which every reward is equal never get here.

@@ -1,4 +1,4 @@
-"""Log-probabilities of packed completions under a model of a known family, with gradients.
+"""Computes log-probabilities of packed completions under a model of a known family, with gradients.
 
 The logits of all tokens never exist at the same time: the head is done a chunk of tokens at a time, there and back.
 """

@@ -1,4 +1,4 @@
-"""LoRA: small trained matrices beside frozen weights, for models whose optimiser would not fit.
+"""Adapts a model by LoRA: small trained matrices beside frozen weights, where the optimiser would not fit.
 
 A linear map W becomes W + scale * B A, with A and B of a small rank; so do the experts of a mixture, which are one
 parameter of three dimensions. peft puts them onto the model's own modules, in place, so everything that calls those

@@ -1,4 +1,4 @@
-"""Memory that adapts: how much there is for a node, what a round needs, and the sizes at which it fits.
+"""Plans memory: how much there is for a node, what a round needs, and the sizes at which it fits.
 
 The estimates are sums over what a model's shape says; their factors were measured on small models. Where
 they err, `Trainer` and `Policy.sample` still take smaller pieces when memory runs out.

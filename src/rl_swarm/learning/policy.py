@@ -1,4 +1,4 @@
-"""A model that answers questions and gets better: loading, prompts, sampling, learning, saving."""
+"""Holds a model that answers questions and gets better: loading, prompts, sampling, learning, saving."""
 
 import logging
 import os

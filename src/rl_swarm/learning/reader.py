@@ -1,4 +1,4 @@
-"""Texts as tokens: a tokenizer, and what it has read lately.
+"""Turns texts into tokens, and remembers what it has read lately.
 
 The nodes of a process share what they read: most questions and answers of a round are read by several of them.
 """

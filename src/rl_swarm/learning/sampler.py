@@ -1,7 +1,7 @@
-"""Many completions, fast: all questions times all completions in one batch, each prompt computed once.
+"""Samples many completions at once: all questions in one batch, each prompt computed once.
 
 Models of the known families take the fast path of `decoder`, on CUDA the recorded kernels of `cuda`; all
-others go through transformers. CPUs that are fast in bfloat16 take `steps`. Sequences that have ended leave
+others go through transformers. CPUs that are fast in bfloat16 take `cpu.decode`. Sequences that have ended leave
 the batch, so cost follows the tokens produced and not the longest answer. The log-probability of every
 sampled token comes along. The same batch and seed give the same answers.
 """

@@ -1,4 +1,4 @@
-"""Running any model of transformers over prompts and their completions, each prompt once where its cache allows it.
+"""Runs any model of transformers over prompts and completions, each prompt once where its cache allows it.
 
 The known families have a faster way (`decoder`). The completions of a group share their prompt. It is
 computed once, its keys and values are handed to every completion, and gradients flow back through them: the

@@ -1,4 +1,4 @@
-"""The sizes of a model and what follows from them, known without its weights."""
+"""Computes the sizes of a model, and what follows from them, without its weights."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

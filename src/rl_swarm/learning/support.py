@@ -1,4 +1,4 @@
-"""Decide whether the fast path computes what a model computes, from every field of its configuration.
+"""Decides whether the fast path computes what a model computes, from every field of its configuration.
 
 A family lists the fields that `decoder` and `weights` read. Some fields change nothing that is computed here. Any
 other field must be as its class has it by default: a version of transformers or the author of a model may have added

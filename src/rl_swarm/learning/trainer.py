@@ -1,4 +1,4 @@
-"""One GRPO update: micro-batches by token budget, clipped gradients, one optimiser step.
+"""Makes one GRPO update: micro-batches by token budget, clipped gradients, one optimiser step.
 
 Own rollouts come with the log-probabilities of the sampler, so the clip acts on the real mismatch
 between sampler and trainer. External ones have none unless their sender's are used; without them the

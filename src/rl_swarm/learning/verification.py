@@ -1,4 +1,4 @@
-"""Compare how a model is sampled from and trained with transformers' own forward pass, on a few tokens, at loading.
+"""Compares sampling and training with transformers' own forward pass, on a few tokens, when a model is loaded.
 
 Support is decided by the fields of a configuration (`support`); this catches what they do not tell. The reference is
 computed in float32. Where products run in bfloat16, transformers is run in it too: the rounding that it shows is what

@@ -1,4 +1,4 @@
-"""A short supervised start for a model that scores nothing.
+"""Gives a model that scores nothing a short supervised start.
 
 Reinforcement needs answers that are sometimes right. A model that never writes its answer as it is asked to
 earns 0 for all of them, and so learns nothing. Here it first learns from right answers to generated questions,

@@ -1,4 +1,4 @@
-"""A model's weights as sampling wants them: one low-precision copy, fused and with norms folded in.
+"""Copies a model's weights for sampling: low precision, fused, norms folded in.
 
 The scale of an RMS norm is a factor of the columns of the projection behind it, so it is multiplied into
 the copy. The projections of queries, keys and values are one matrix, and so are gate and up. Embeddings

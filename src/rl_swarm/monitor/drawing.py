@@ -1,4 +1,4 @@
-"""A swarm drawn in characters: what a terminal and a cell of a notebook show, told by the same records as the page."""
+"""Draws a swarm in characters, for a terminal and a notebook's cell, from the same records as the page."""
 
 import time
 from collections.abc import Callable, Sequence

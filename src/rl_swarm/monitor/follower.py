@@ -1,4 +1,4 @@
-"""Keeping up with a swarm: every look reads what is new since the last one, and no more often than it is worth."""
+"""Keeps up with a swarm: every look reads what is new since the last one."""
 
 import logging
 import threading

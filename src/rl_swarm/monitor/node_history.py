@@ -1,4 +1,4 @@
-"""What is remembered of one node: its curves and sums, and not the lines of its log that they were made from."""
+"""Remembers one node: its curves and sums, and not the lines of its log that they were made from."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

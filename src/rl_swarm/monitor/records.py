@@ -1,4 +1,4 @@
-"""What is told about a swarm, as plain records: the API's responses are exactly these."""
+"""Defines what is told about a swarm, as plain records: the API's responses are exactly these."""
 
 from dataclasses import dataclass
 from typing import Literal

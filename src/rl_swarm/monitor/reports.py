@@ -1,4 +1,4 @@
-"""Rewards of nodes whose logs are elsewhere: what they reported, asked for a few at a time, the newest round first."""
+"""Fetches the rewards of nodes whose logs are elsewhere, a few reports at a time, the newest round first."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

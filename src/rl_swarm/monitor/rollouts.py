@@ -1,4 +1,4 @@
-"""What the models of a swarm write: rollouts, newest first, a page at a time, with the answer key beside them.
+"""Shows what the models of a swarm write: rollouts, newest first, a page at a time, with the answer key.
 
 A publication tells neither task nor answer key. Both follow from its place in the swarm, so they are made again here, as
 every node does, in a scoring process that starts with the first page somebody reads.

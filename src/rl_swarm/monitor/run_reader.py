@@ -1,4 +1,4 @@
-"""What a run looks like from outside, read from its folder: for the live view, `status` and the summary."""
+"""Reads a run from its folder, for the live view, `status` and the summary."""
 
 import platform
 import time

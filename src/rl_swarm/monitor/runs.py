@@ -1,4 +1,4 @@
-"""The runs of a folder, to be laid over each other: those beside the one that is watched, or of an experiment."""
+"""Lists the runs of a folder, so that they can be laid over each other."""
 
 import threading
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Curves that stay small: neighbouring rounds are merged into their mean once there are too many points."""
+"""Keeps curves small: neighbouring rounds are merged into their mean once there are too many points."""
 
 import math
 from array import array

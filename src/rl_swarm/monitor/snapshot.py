@@ -1,4 +1,4 @@
-"""What a follower knows, told as records. Every function holds its lock for as long as it reads."""
+"""Tells what a follower knows, as records. Every function holds its lock for as long as it reads."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,6 @@
-"""Whether a finished run is sound: signatures, rewards and logs of every round, and a sample scored again. Of a swarm among
-peers, which may be running, `validate_peers.py` checks what they hand out.
+"""Checks that a finished run is sound: signatures, rewards and logs of every round, and a sample scored again.
+
+`validate_peers.py` checks a swarm among peers, which may still be running.
 
 What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
 altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when

@@ -1,4 +1,4 @@
-"""Whether a running swarm among peers is sound, as far as the peers that are there now show it.
+"""Checks that a running swarm among peers is sound, as far as the peers that are there now show it.
 
 There is no folder in which everything lies: members are asked for what they published and reported lately, and whoever
 conducts for its history. What they hand out must be theirs and fit; what cannot be had is said.

@@ -1,0 +1,1 @@
+"""Lets nodes meet: exchanges move rollouts, coordinators say which round it is."""

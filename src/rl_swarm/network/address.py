@@ -1,4 +1,4 @@
-"""Where a swarm is: a local path or a URL, as text that people hand to each other.
+"""Opens the address of a swarm: a local path or a URL, as text that people hand to each other.
 
 What is signed lies at the address. What a node keeps for itself, its logs and checkpoints, lies in a directory of its
 machine: with a path that is the same directory, with a URL it is `runs/<name>-<digest of the URL>`.

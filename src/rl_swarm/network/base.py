@@ -1,4 +1,4 @@
-"""How nodes meet: an exchange moves rollouts, a coordinator says which round it is."""
+"""Defines how nodes meet: an exchange moves rollouts, a coordinator says which round it is."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol

@@ -1,4 +1,5 @@
-"""A swarm in a shared folder: no server, no open port. A mounted Google Drive, NFS, a local disk or a bucket will do.
+"""Moves rollouts and rounds through a shared folder: no server, no open port. A mounted Google Drive, NFS, a local
+disk or a bucket will do.
 
 Layout below the experiment directory (with a URL, checkpoints and logs stay on the nodes' machines):
 

@@ -1,4 +1,4 @@
-"""A swarm inside one process: the same rounds and rollouts, handed over in memory."""
+"""Moves rollouts and rounds inside one process, handed over in memory."""
 
 import threading
 import time

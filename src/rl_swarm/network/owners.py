@@ -1,4 +1,4 @@
-"""Whose swarm lies at an address: whoever writes to a folder first could put a manifest of their own there.
+"""Remembers whose swarm lies at an address, so that no other owner's manifest takes its place.
 
 A node is told the owner (`owner`), or has an invitation, which the owner signed for this manifest. Otherwise the owner
 that a node finds at an address first is remembered beside its key, and anybody else there is refused from then on.

@@ -1,4 +1,4 @@
-"""One node per identity, and one `up` per folder: two that sign with one key would write over each other's files.
+"""Keeps one node per identity, and one `up` per folder: two with one key would write over each other's files.
 
 On one machine a lock that the kernel frees when its process dies, however it dies, so a node that is started
 again at once is not refused. Between machines there is only the folder, clocks differ and drives sync late: a

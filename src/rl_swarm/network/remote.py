@@ -1,4 +1,4 @@
-"""A store that is reached by a URL, through fsspec: a bucket or a WebDAV server.
+"""Stores files at a URL, through fsspec: a bucket or a WebDAV server.
 
 An object is written whole or not at all, and what one node has written the next reads, so a bucket is a better
 shared folder than most. Everything is asked of the store anew: listings that fsspec keeps would hide what others write.

@@ -1,4 +1,4 @@
-"""The coordinator of a folder swarm: looks at the folder, moves the rounds on, writes the state, tidies up.
+"""Runs the coordinator of a folder swarm: looks at the folder, moves the rounds on, writes the state, tidies up.
 
 All it knows is in the folder, so it can be killed at any moment and started again. The order of writes
 matters: first the history line of a stage, then the state that follows it. A crash in between leaves a

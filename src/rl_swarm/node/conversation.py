@@ -1,4 +1,4 @@
-"""The earlier stages of a round: what members said there, checked, and the questions that follow from it.
+"""Follows the earlier stages of a round: what members said there, checked, and the questions that follow from it.
 
 Nobody chooses what to answer to. A peer hears the first members of an order that follows from the manifest, the round
 and its id, and its publication names whom it heard and which rollouts each question answers to. So a receiver fetches

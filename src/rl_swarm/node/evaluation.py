@@ -1,4 +1,4 @@
-"""The held-out score: a fixed set of questions that training never sees.
+"""Measures the held-out score, on a fixed set of questions that training never sees.
 
 Sampled as the model behaves while it learns, and greedily. The share of
 well-formed answers and the accuracy among them tell how much is format and how much is skill.

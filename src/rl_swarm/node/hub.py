@@ -1,4 +1,4 @@
-"""The trained model on the Hugging Face hub, with a card that says what it is and how good it has become.
+"""Pushes the trained model to the Hugging Face hub, with a card that says how good it has become.
 
 Off unless a token and a repository are given. A push takes a finished checkpoint, links its files aside, so
 that nobody changes or removes them, and uploads them in a thread of its own while training goes on. What

@@ -1,4 +1,4 @@
-"""The card of a trained model: what it is, how good it has become, how to use it. Values in, text out."""
+"""Writes the card of a trained model: what it is, how good it has become, how to use it. Values in, text out."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The life of a node: one round, top to bottom."""
+"""Plays the life of a node: one round, top to bottom."""
 
 import logging
 import random

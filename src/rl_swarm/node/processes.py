@@ -1,4 +1,4 @@
-"""Child processes: forked from a server that may die, deaf to the terminal, gone when their parent is.
+"""Starts child processes: forked from a server that may die, deaf to the terminal, gone when their parent is.
 
 The terminal sends Ctrl-C and its own end to every process that runs in it. Only the parent acts on these and tells its
 children. Every child holds one end of a pipe whose other end only its parent has. When the parent ends, however it

@@ -1,4 +1,4 @@
-"""How often a peer is asked, by how its rollouts fared here, and how much of a batch may come from where.
+"""Decides how often a peer is asked, by how its rollouts fared here, and how much of a batch may come from where.
 
 Only what a peer signed counts against it: a file that somebody else spoilt does not. Nothing of this travels,
 since what one node says about another is not believed either. It lies in the node's own signed checkpoints, so that

@@ -1,5 +1,6 @@
-"""What a node needs done in its turn. A node by itself does it at once; whoever plays several nodes in one process
-gathers it from all of them, and can do it for all together."""
+"""Describes what a node needs done with its model: sample, or train.
+
+A node alone does it at once. A process that plays several nodes gathers the requests of all, and can serve them together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

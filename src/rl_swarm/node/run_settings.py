@@ -1,4 +1,4 @@
-"""The settings of a run of `up`, kept so that it can be resumed: in the private directory, and signed in its folder.
+"""Keeps the settings of a run of `up`, so that it can be resumed: private, and signed in its folder.
 
 Others may be able to write to the folder. So a run is resumed with the private copy, or on another machine with the
 one in the folder if this user's key has signed it for this swarm.

@@ -1,4 +1,4 @@
-"""Which rollouts a node learns from: checked, made again and scored here, then those that its strategy chooses.
+"""Selects the rollouts that a node learns from: checked, made again and scored here, then chosen by its strategy.
 
 Nothing a peer says is believed: its question is made again from the manifest and compared, its rewards
 are ignored, and a text that this node's model would hardly write is left out, whatever it earned. No source

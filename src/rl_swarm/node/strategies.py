@@ -1,4 +1,4 @@
-"""How a node learns from others: which groups it takes of those that it has checked and scored, how many, and what they count.
+"""Chooses among peers' groups that were checked and scored: which ones, how many, and at what weight.
 
 A strategy is a small class. It is asked anew every round and decides from what it is given, so that a run can be
 stopped and resumed. Name one of `STRATEGIES` in the setting `strategy`, or a class of yours as `module:Class`:

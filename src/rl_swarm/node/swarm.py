@@ -1,4 +1,4 @@
-"""Many nodes on one machine: start them, restart the ones that die, stop them all.
+"""Runs many nodes on one machine: starts them, restarts the ones that die, stops them all.
 
 On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
 starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.

@@ -1,4 +1,4 @@
-"""A process of a swarm, from its address to its last round: `join` trains, `coordinate` conducts."""
+"""Runs one process of a swarm, from its address to its last round: `join` trains, `coordinate` serves the rounds."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""RL Swarm in Jupyter and Colab.
+"""Runs and shows swarms in Jupyter and Colab.
 
     from rl_swarm import notebook
 

@@ -1,4 +1,4 @@
-"""A command of `rl-swarm` in a cell: real processes as in a shell, and their swarm drawn in place below the cell.
+"""Runs a command of `rl-swarm` in a cell: real processes as in a shell, and their swarm drawn below the cell.
 
 Interrupting the cell makes the nodes save and stop; running it again goes on. Restarting the kernel stops them too.
 """

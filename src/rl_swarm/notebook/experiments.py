@@ -1,4 +1,4 @@
-"""The SAPO experiment in a notebook: run below a cell, and what came of it."""
+"""Runs the SAPO experiment below a cell, and shows what came of it."""
 
 from pathlib import Path
 from typing import Any

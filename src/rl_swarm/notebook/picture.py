@@ -1,4 +1,4 @@
-"""What the terminal shows, as the output of a cell that is replaced by the next."""
+"""Shows the terminal's picture as the output of a cell, replaced by the next."""
 
 import io
 from typing import Any

@@ -1,4 +1,4 @@
-"""Curves of a swarm, one chart beside the other: every node a thin line, their mean a bold one."""
+"""Draws curves of a swarm, one chart beside the other: every node a thin line, their mean a bold one."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""A swarm to look at in a notebook: its table, its curves."""
+"""Shows a swarm in a notebook: its table, its curves."""
 
 from pathlib import Path
 

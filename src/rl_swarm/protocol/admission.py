@@ -1,4 +1,4 @@
-"""Who may take part: the owner's list, invitations, and the one rule that both obey.
+"""Decides who may take part: the owner's list, invitations, and the one rule that both obey.
 
 The owner of a swarm, whose key signed the manifest, keeps a signed list of peers that are allowed and
 denied. In a swarm of invited peers, an invitation admits a number of others: terms and a public key, signed

@@ -1,4 +1,4 @@
-"""Who a node is: a private key in `swarm.pem`, a peer id made from it, a friendly name made from that.
+"""Identifies a node: a private key in `swarm.pem`, a peer id made from it, a friendly name made from that.
 
 The peer id is the one libp2p gives to the key. That of an Ed25519 key (`12D3KooW...`) contains the public
 key, so whoever reads a peer id can check that peer's signatures without asking anybody. Keys of earlier

@@ -1,4 +1,4 @@
-"""What a swarm is, signed by who started it, and the seeds of its questions.
+"""Describes a swarm, signed by its owner, and derives the seeds of its questions.
 
 Nobody chooses questions. The k-th question of a peer in a round has a seed that anybody can compute
 from the manifest, so every peer can make every question and its answer key again.

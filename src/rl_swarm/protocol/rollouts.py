@@ -1,4 +1,4 @@
-"""What nodes share: questions with the texts a model answered with.
+"""Defines what nodes share: questions with the texts a model answered with.
 
 `Publication` is what travels, one sealed document per peer, round and stage, in the layout of the
 folder swarm. `Rollout` is one question of it inside a node, before anything about it is believed;

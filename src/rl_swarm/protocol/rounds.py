@@ -1,4 +1,4 @@
-"""The life of a swarm in rounds, as a pure state machine: `(state, event) -> state`, the clock an argument.
+"""Moves a swarm through its rounds, as a pure state machine: `(state, event) -> state`, the clock an argument.
 
 Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
 comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks. One that

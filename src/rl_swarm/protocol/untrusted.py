@@ -1,4 +1,4 @@
-"""Text of strangers, made harmless before it is shown or written.
+"""Makes strangers' text harmless before it is shown or written.
 
 What a peer, a model or a file says may hold commands for a terminal, a shell, a spreadsheet or a log reader. Nothing of
 it reaches a log line or a message before it has passed through here: escaped, and short.

@@ -1,4 +1,4 @@
-"""How records travel: one canonical encoding, a digest and a signature inside, limits before decoding.
+"""Encodes records for travel: one canonical form, a digest and a signature inside, limits before decoding.
 
 A sealed document is a JSON object whose `digest` is the SHA-256 of the canonical encoding of its other
 fields (`signature` aside) and whose `signature` is its author's, `peer_id`, over the same bytes. The

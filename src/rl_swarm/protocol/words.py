@@ -1,4 +1,4 @@
-"""The words that animal names are made of. Changing them renames every peer."""
+"""Lists the words that animal names are made of. Changing them renames every peer."""
 
 # ruff: noqa: SIM905
 

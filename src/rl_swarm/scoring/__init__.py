@@ -1,0 +1,1 @@
+"""Scores untrusted text in processes of its own."""

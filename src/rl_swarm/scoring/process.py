@@ -1,4 +1,4 @@
-"""The node's side of the scoring process: start it, ask it, and go on where an answer broke it."""
+"""Starts the scoring process, asks it, and goes on where an answer broke it."""
 
 import logging
 import math

@@ -1,10 +1,11 @@
-"""The processes in which questions are made and answers scored: `python -m rl_swarm.scoring.worker`.
+"""Makes questions and scores answers, in processes of their own. `process` starts it, as
+`python -m rl_swarm.scoring.worker`.
 
 reasoning-gym's scorers evaluate and parse the answers they are given, so they never run in the node. The
 process that the node starts only imports, which takes long, and then forks one child for the node's own
 answers and one for those of others, so that nothing a peer sent can touch the node's own rewards. Both lock
 themselves down (see `lockdown`) before they see a task or an answer, and scorers that would run an answer
-as code are disarmed (see `harmless`). A child that an answer broke is forked anew in a fraction of a second.
+as code are disarmed (see `safe_scorers`). A child that an answer broke is forked anew in a fraction of a second.
 
 They run with PYTHONHASHSEED=0, because some tasks make other questions under another hash seed. A request is
 one line of JSON behind the letter of the child it is for; the child replies with a line per item and an end.

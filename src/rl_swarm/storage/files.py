@@ -1,4 +1,4 @@
-"""The file system as a folder swarm sees it: a few calls below one root.
+"""Reads and writes files below one root: the file system as a folder swarm sees it.
 
 Everything the folder network does goes through these calls, so that another store (`remote.py`, or a test that
 behaves like a badly synced drive) can stand in. `LocalFiles` is also the only way to a directory that others can write

@@ -1,4 +1,4 @@
-"""A node's private directory: what only this user may write.
+"""Keeps a node's private directory, where only this user may write.
 
 Whoever can write to a swarm's folder can change everything in it. So a node keeps its logs, checkpoints and settings
 here and copies them to the folder, where others can read them. From the folder it takes back only what its own key has

@@ -1,4 +1,4 @@
-"""A log in a private directory, with a copy where others can read it.
+"""Writes a log in a private directory, with a copy where others can read it.
 
 The private file is the log. The copy is brought up to date line by line; where it is no longer what this process left
 there (removed, cut, replaced by a link or a pipe) it is written anew, now and then, as a whole.

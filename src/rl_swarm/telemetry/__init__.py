@@ -1,0 +1,1 @@
+"""Writes down what a node measures, and passes it on."""

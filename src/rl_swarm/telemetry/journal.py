@@ -1,4 +1,4 @@
-"""What a node writes about itself: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
+"""Writes what a node says about itself: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
 
 import hashlib
 import time

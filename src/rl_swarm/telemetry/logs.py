@@ -1,4 +1,4 @@
-"""Log lines: to the terminal when there is one to write to, and always to `logs/swarm.log`.
+"""Writes log lines: to the terminal when there is one, and always to `logs/swarm.log`.
 
 The file in the swarm's folder is a copy of a private one (`private.py`), so that whatever others put in its place
 costs the copy a few lines and nothing else.

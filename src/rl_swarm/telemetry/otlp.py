@@ -1,4 +1,5 @@
-"""OpenTelemetry: a round is a trace, its phases are spans; what is measured are metrics. Sent by OTLP over HTTP.
+"""Sends OpenTelemetry: a round is a trace, its phases are spans, and what is measured are metrics. Sent by OTLP
+over HTTP.
 
 The standard variables turn it on and steer it (OTEL_EXPORTER_OTLP_ENDPOINT and its relatives). A round's trace has
 the same id in all nodes of a swarm, so that a collector which hears several shows them together: who was busy, and

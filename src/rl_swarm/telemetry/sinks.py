@@ -1,4 +1,4 @@
-"""What a node measures, passed on: to an OpenTelemetry collector, TensorBoard, Weights & Biases, Trackio.
+"""Passes on what a node measures: to an OpenTelemetry collector, TensorBoard, Weights & Biases, Trackio.
 
 Off unless asked for, and nothing is imported before. A sink gets what the journal writes to `metrics.jsonl`, in a
 thread of its own that also opens and closes it: training never waits. What a slow sink has no room for is dropped and

@@ -1,4 +1,5 @@
-"""Three programs that draw curves, as sinks. All write to this machine; what sends it on is the user's own setting."""
+"""Writes curves for TensorBoard, Weights & Biases and Trackio, on this machine. All write to this machine; what
+sends it on is the user's own setting."""
 
 import logging
 import os

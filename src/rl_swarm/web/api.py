@@ -1,4 +1,5 @@
-"""The swarm over HTTP: everything the page shows, read only unless a token is set. The description is at /api/openapi.json."""
+"""Answers over HTTP with everything the page shows, read only unless a token is set. The description is at
+/api/openapi.json."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Who may be connected, how many, and for how long: decided before a request is read, so before any token is looked at.
+"""Limits connections: who, how many, and for how long, decided before a request is read.
 
 A client has a deadline for the head of a request, one for its body, and one for taking the response. There are as many
 connections as the process has files for. An address may have half of them; where all are taken, the address with the

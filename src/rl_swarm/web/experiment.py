@@ -1,4 +1,4 @@
-"""An experiment over HTTP: its arms and curves, and every run as a page of its own under `run/<name>/`."""
+"""Answers for an experiment over HTTP: its arms and curves, and every run as a page under `run/<name>/`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

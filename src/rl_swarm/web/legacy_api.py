@@ -1,4 +1,4 @@
-"""The endpoints of the original RL Swarm dashboard, by their names, for programs that know them."""
+"""Answers the endpoints of the original RL Swarm dashboard, by their names, for programs that know them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

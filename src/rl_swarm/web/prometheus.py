@@ -1,4 +1,4 @@
-"""The swarm's numbers in the format of Prometheus."""
+"""Writes the swarm's numbers in the format of Prometheus."""
 
 from collections.abc import Iterator
 

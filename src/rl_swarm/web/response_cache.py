@@ -1,4 +1,4 @@
-"""Answers that many want at the same time are made once: all viewers ask for the same when something changed."""
+"""Makes answers that many clients want at the same time once."""
 
 import asyncio
 import gzip

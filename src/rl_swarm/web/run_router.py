@@ -1,4 +1,4 @@
-"""The other runs of the folder: each under `run/<name>/`, page and API, as if it were the one that is watched."""
+"""Serves the other runs of the folder, each under `run/<name>/`, as if it were the one that is watched."""
 
 import re
 from collections import OrderedDict

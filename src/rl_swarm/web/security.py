@@ -1,4 +1,4 @@
-"""What keeps the dashboard harmless: it answers to its own name alone, and its page runs nothing but its own files."""
+"""Keeps the dashboard harmless: it answers to its own name alone, and its page runs only its own files."""
 
 import binascii
 import hmac

@@ -1,4 +1,4 @@
-"""The dashboard as a process: a socket that is free, and a server that ends with whoever started it."""
+"""Runs the dashboard as a process: a free socket, and a server that ends with its parent."""
 
 import contextlib
 import errno

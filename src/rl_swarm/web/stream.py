@@ -1,4 +1,4 @@
-"""Telling browsers that something changed: one look at the swarm for all who listen (server-sent events)."""
+"""Tells browsers that something changed: one look at the swarm for all listeners (server-sent events)."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Tables and curves as CSV, so that they can be opened in a spreadsheet."""
+"""Writes tables and curves as CSV, for a spreadsheet."""
 
 import csv
 import io

@@ -1,0 +1,1 @@
+"""Teaches a swarm to program: solvers, proposers and evaluators."""

@@ -1,4 +1,4 @@
-"""A solver's answer: the fenced program in it, and what it earns."""
+"""Finds the fenced program in a solver's answer, and says what it earns."""
 
 NOT_TEXT, NO_CODE, WRONG, RIGHT = -1.2, -1.0, 0.0, 1.0
 ENDED = 0.2  # on top where the answer ended by itself; less where it was cut

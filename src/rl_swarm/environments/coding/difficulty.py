@@ -1,4 +1,4 @@
-"""Which level a proposer works at: up while solvers get better at it, down while they get worse.
+"""Moves the level of a proposer: up while solvers get better at it, down while they get worse.
 
 Every fifth iteration the mean success of the later half of the iterations is compared with that of the earlier half: ten
 with ten at first, as many as there are later on. Only iterations at the same level are compared, since a harder level

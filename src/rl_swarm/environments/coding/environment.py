@@ -1,4 +1,5 @@
-"""Solvers write Python, proposers invent tasks for them, evaluators guess what execution will say.
+"""Defines the coding environment: solvers write Python, proposers invent tasks, evaluators guess what execution
+will say.
 
 A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones. In the
 second, solvers answer what was proposed. So half of what a solver learns from is local and half proposed. What solvers

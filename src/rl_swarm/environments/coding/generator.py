@@ -1,4 +1,4 @@
-"""Small tasks at five levels, made from a seed and an index: the same task wherever they are made.
+"""Makes small tasks at five levels from a seed and an index: the same task wherever they are made.
 
 A task is a chain of steps (see `grammar`). One step is for beginners, two are easy, three or a choice between two are
 medium; hard ones need a loop or a recursion, and for experts that is one step of several. Tests are calls on drawn

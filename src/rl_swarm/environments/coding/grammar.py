@@ -1,4 +1,4 @@
-"""Steps and how they are put together: a clause of English beside the Python that does it.
+"""Joins steps into a task: a clause of English beside the Python that does it.
 
 A step takes a value of one type and gives one of another. Its text has places for parameters: `$k` (2 to 9),
 `$j` (10 to 20), `$i` (1 to 3), `$c` and `$e` (letters), and in code `$v` for the value it takes. A chain of steps is a

@@ -1,4 +1,4 @@
-"""Programs that are nearly right, from one that is: a wrong operator, a number off by one, a line left out.
+"""Breaks a right program a little: a wrong operator, a number off by one, a line left out.
 
 Tests that cannot tell a program from these are not worth much, so a proposal's must fail them; and a model that is
 to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run. What a

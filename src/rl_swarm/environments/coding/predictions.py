@@ -1,4 +1,4 @@
-"""A frozen model's guess whether a program is right, and how good such guesses are.
+"""Asks a frozen model whether a program is right, and measures how good such guesses are.
 
 The guess is not read from anything the model writes. The program stands in the prompt as a JSON string, in which no
 control token survives, and the verdict is the probability of `yes` against `no` as the very next token. So a program can

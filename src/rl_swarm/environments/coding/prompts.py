@@ -1,4 +1,4 @@
-"""What the three roles ask their models, in words that are the same for every model."""
+"""Words what the three roles ask their models, the same for every model."""
 
 import json
 

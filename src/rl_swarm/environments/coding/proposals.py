@@ -1,4 +1,4 @@
-"""What a proposer writes: one JSON object with a question, a solution and at most four tests.
+"""Reads and checks what a proposer writes: one JSON object with a question, a solution and at most four tests.
 
 A proposal is a stranger's text until it was checked. It counts only if it can be read, its own solution passes its
 tests in the sandbox, and wrong programs do not: such as return always the same, give back what they get, or are the

@@ -1,4 +1,4 @@
-"""The three roles: solvers learn, proposers and evaluators have models that do not change."""
+"""Defines the three roles: solvers learn, proposers and evaluators have models that do not change."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tasks from elsewhere: files in the formats of MBPP and CodeContests, from this machine or from the hub.
+"""Loads tasks from elsewhere: files in the formats of MBPP and CodeContests, from this machine or the hub.
 
 A swarm's manifest names a file, never a path: every node looks for it in its own folder of data (the setting
 `data_path`), and with a digest in the manifest all have the same one. Rows are a stranger's text. They are read within

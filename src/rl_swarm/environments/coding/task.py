@@ -1,4 +1,4 @@
-"""A task: what to write, and the tests that tell whether it was written."""
+"""Describes a task: what to write, and the tests that tell whether it was written."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""Attention over packed prompts and completions on a CPU, with gradients and without padding.
+"""Computes attention over packed prompts and completions on a CPU, with gradients and without padding.
 
 It is made of rectangles in which every query sees every key, and of triangles: a completion over its prompt, a
 stretch of a completion over the stretches before it, and over itself. Each is one call of torch's own flash

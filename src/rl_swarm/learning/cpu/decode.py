@@ -1,4 +1,4 @@
-"""Decoding on a CPU, a step of all sequences at a time, with fused weights in low precision.
+"""Decodes on a CPU, a step of all sequences at a time, with fused weights in low precision.
 
 Matrix products run in bfloat16, everything between them in float32. Attention reads the keys of a prompt once
 for all of its completions. Shapes: P prompts, C completions of each, B = P C sequences of which some may have

@@ -1,0 +1,1 @@
+"""Computes sampling and training on a GPU, in Triton kernels."""

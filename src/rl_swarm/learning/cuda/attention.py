@@ -1,4 +1,4 @@
-"""Attention for training, as Triton kernels with their gradients: completions share their prompt.
+"""Computes attention for training in Triton kernels with their gradients: completions share their prompt.
 
 Keys and values of a prompt are read, and their gradients summed, where they lie, without a copy per completion.
 Shapes: N packed tokens, H query heads, K key heads, D of a head.

@@ -1,4 +1,4 @@
-"""The kernels of one decoding step, in Triton: few, so that a step of a small model is not all launches.
+"""Defines the Triton kernels of one decoding step: few, so that a small model does not wait for launches.
 
 A layer of a Llama is five of them: norm and projection of queries, keys and values; attention, which also turns,
 stores and reads the cache; output projection onto the residual; norm, gate and activation; and the

@@ -1,4 +1,4 @@
-"""Sampling on a GPU: one decoding step is a handful of kernels per layer, recorded once and replayed.
+"""Samples on a GPU: one decoding step is a handful of kernels per layer, recorded once and replayed.
 
 An engine samples from several models of one shape in the same kernels: a step of a small model is bound by latency,
 and takes hardly longer for eight nodes than for one. Of every model it keeps a copy of the weights in bfloat16,

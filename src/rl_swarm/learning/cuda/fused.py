@@ -1,4 +1,4 @@
-"""What training does on a GPU between matrix products, as Triton kernels with their gradients.
+"""Computes what training does between matrix products on a GPU, in Triton kernels with their gradients.
 
 Shapes: N packed tokens, H query heads, K key heads, D of a head, E hidden, V words.
 """

@@ -1,4 +1,4 @@
-"""Passes over packed tokens recorded as CUDA graphs: a whole micro-batch without a word of Python.
+"""Records forward and backward passes over packed tokens as CUDA graphs, and replays them.
 
 A small model's pass is thousands of short kernels, which take longer to launch than to run. A micro-batch is filled
 up to the size of a recording that is not much larger, copied into fixed memory, and the recorded pass is replayed;

@@ -1,4 +1,4 @@
-"""Threads that want the same kind of work at about the same time: one of them does it for all.
+"""Batches threads that want the same work at about the same time: one of them does it for all.
 
 The first to come leads. It waits as long as others keep coming, takes along all who want what it wants, does the
 work, and hands out the results as they are made, its own at last. The first to get one has a head start: the device

@@ -1,4 +1,4 @@
-"""One node on several devices: a leader, which is the node's process, and helpers, a process for each other device.
+"""Spreads one node over several devices: the node's process leads, and a helper process serves each other device.
 
 Everyone has the whole model. The leader hands out questions to answer and groups to learn from. In an
 update everyone computes the gradient of its share, the gradients are added up, and everyone takes the

@@ -1,4 +1,4 @@
-"""Several nodes of one process on one GPU: what each keeps, and what they share.
+"""Shares one GPU among several nodes of a process: what each keeps, and what they share.
 
 A node keeps its weights, Adam's moments, and the copy in low precision that it samples from. One engine samples for
 all of them at the same time. A desk to train at is there a few times: a model with gradients, activations and

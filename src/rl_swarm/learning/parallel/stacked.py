@@ -1,4 +1,4 @@
-"""Several small models of one shape trained as one: their weights lie stacked, and products are batches of products.
+"""Trains several small models of one shape as one: their weights are stacked, and products are batched.
 
 A pass of a small model takes as long as its kernels take to start, so eight of them in the same kernels take hardly
 longer than one. The models' own parameters, and the moments of their optimisers, are slices of the stack: sampling,

@@ -1,4 +1,4 @@
-"""Rounds by the clock, where nobody conducts.
+"""Computes rounds from the clock, where there is no coordinator.
 
 Every node knows from the manifest which round it is, and from the others' introductions who is here. So no peer is
 needed for the swarm to go on; clocks may be apart by a fraction of a round. In such a swarm a peer goes by its id.

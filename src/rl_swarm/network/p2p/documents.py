@@ -1,4 +1,4 @@
-"""A swarm's documents among peers: the layout of a folder swarm, without the folder.
+"""Holds a swarm's documents among peers: the layout of a folder swarm, without the folder.
 
 A peer keeps what it writes, on its own disk, and hands it to whoever asks. In the DHT it leaves a signed notice of what
 others have to find: where, how large, its digest; documents that are no larger than a notice travel inside. So those who

@@ -1,4 +1,4 @@
-"""The peer-to-peer engine: hivemind's DHT and libp2p's streams, in a thread with an event loop of its own.
+"""Runs hivemind's DHT and libp2p's streams, in a thread with an event loop of its own.
 
 Small signed records go into the DHT; everything larger is asked for, peer by peer, over streams. hivemind's daemon
 is a child of this process and ends with it. Nothing here waits longer than it says, and a network that is down is an

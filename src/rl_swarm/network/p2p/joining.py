@@ -1,4 +1,4 @@
-"""Into a swarm among peers and out of it again: the engine, the manifest, and what has to be done meanwhile."""
+"""Joins a swarm among peers and leaves it again: the engine, the manifest, and the work in between."""
 
 import logging
 import random

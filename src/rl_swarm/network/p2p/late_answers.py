@@ -1,4 +1,4 @@
-"""Answers that take long: a node waits a moment for a peer, and takes what comes later when it asks again.
+"""Takes answers that come late: a node waits a moment, and takes the rest when it asks again.
 
 In a round every node asks a few peers one after the other. If it waited for each of them, one peer that answers slowly
 would hold up all nodes, and with them the round.

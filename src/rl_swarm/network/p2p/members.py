@@ -1,4 +1,4 @@
-"""Who is here, in a swarm of any size, where nobody conducts.
+"""Finds out who is here, in a swarm of any size, where there is no coordinator.
 
 Introductions lie in parts of the table: the first bits of a number made of a peer's id say in which. How many bits follows
 the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part at a time,

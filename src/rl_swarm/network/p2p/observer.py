@@ -1,4 +1,4 @@
-"""A swarm among peers as seen by somebody who only looks: for `status`, `validate` and the live view."""
+"""Reads a swarm among peers without taking part: for `status`, `validate` and the live view."""
 
 import math
 import tempfile

@@ -1,4 +1,4 @@
-"""Fair shares of the room that a peer gives to the notices of others.
+"""Shares the room that a peer gives to the notices of others, fairly.
 
 Shares are counted by the authors of notices, who signed them, and not by the connections that bring them. An author has
 little room under a key and in all, and displaces its own oldest notice when it needs more. Where a key is full, the author

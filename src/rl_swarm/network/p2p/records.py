@@ -1,4 +1,4 @@
-"""Signed notices in the DHT: a peer has a document, where it lies, how large it is, its digest."""
+"""Signs notices in the DHT: a peer has a document, where it lies, how large it is, its digest."""
 
 import hashlib
 import ipaddress

@@ -1,4 +1,4 @@
-"""Fair shares of the work that a peer does for the table: every request of hivemind's protocol costs its sender.
+"""Shares the work that a peer does for the table, fairly: every request costs its sender.
 
 A request is refused before it is read when it is longer than ours ever are, or when its sender has used up its budget. A
 budget is counted in kilobytes that come and pages that go, and grows again with time. Members have a large one; strangers share

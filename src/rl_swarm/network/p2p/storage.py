@@ -1,4 +1,4 @@
-"""hivemind's DHT without what strangers could misuse: its storage has fair shares, and its cache takes nothing.
+"""Keeps hivemind's DHT from what strangers could misuse: its storage has fair shares, its cache takes nothing.
 
 hivemind lets anybody fill its cache, from which it answers before it looks at its storage, and lets a peer choose its place
 among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. Its reader follows

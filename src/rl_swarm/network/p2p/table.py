@@ -1,4 +1,4 @@
-"""Records in hivemind's table, written and read with few bytes.
+"""Writes and reads records in hivemind's table with few bytes.
 
 Left to itself, hivemind asks twenty peers for whatever is stored or found, and every one of them sends all that it has
 under the key. Here the peers that keep a key's records are looked for under the key beside it, where nothing lies; who

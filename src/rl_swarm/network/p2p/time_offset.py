@@ -1,4 +1,4 @@
-"""Whether this machine's clock agrees with those of others.
+"""Checks whether this machine's clock agrees with those of others.
 
 Rounds go by the clock, and notices of another time than now are refused by everybody who gets them, without a word. So
 whoever comes asks some peers for the time. The middle answer counts: one peer that lies changes nothing.

@@ -1,4 +1,5 @@
-"""The process that runs programs: `python -m rl_swarm.scoring.sandbox.fork_server ISOLATION SECONDS WALL`, started by `sandbox`.
+"""Forks a child for every program and says how it ended. `sandbox` starts it, as
+`python -m rl_swarm.scoring.sandbox.fork_server ISOLATION SECONDS WALL`.
 
 It has Python's usual modules loaded and has moved where there is nothing to reach. For every program it forks a child,
 which takes from itself what is left to take and only then reads the code from a socket that was made for this program.

@@ -1,4 +1,4 @@
-"""Plain Python values as text: what a call gave, and what a test expects.
+"""Writes and reads plain Python values as text: what a call gave, and what a test expects.
 
 The process that ran the code writes what a call gave, and the judge reads it. Both texts may come from a stranger,
 so the reader is no `eval` and no parser of Python: it knows numbers, strings, bytes, None, True, False, lists, tuples,

@@ -1,4 +1,4 @@
-"""A world of its own for a process: no network, no other processes, and a file system of nearly nothing.
+"""Moves a process into a world of its own: no network, no other processes, a nearly empty file system.
 
 What bubblewrap does, in the kernel's own calls, so that nothing needs to be installed: new namespaces, a root in
 memory with Python's library in it (read-only) and a place for a folder to write to, and no capability left. Root can

@@ -1,6 +1,6 @@
 """Runs code that nobody can trust and judges what it gave: programs in, verdicts out.
 
-A program runs in a process that reaches nothing (see `keeper`). That process is told the calls of the tests, but never
+A program runs in a process that reaches nothing (see `fork_server`). That process is told the calls of the tests, but never
 what they should give: it writes down what each call gave, and the comparison happens here. So code that patches its
 surroundings, exits early or speaks for itself gains nothing by it: it would have to know the right values.
 

@@ -1,4 +1,4 @@
-// Asking this server, and no other.
+// Fetches from this server, and from no other.
 
 export function address(path, parameters = {}) {
   const query = new URLSearchParams();

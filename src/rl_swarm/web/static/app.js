@@ -1,4 +1,4 @@
-// The page: which view is shown, and when it is brought up to date.
+// Starts the page: which view is shown, and when it is brought up to date.
 
 import { follow, get } from "./api.js";
 import { forget } from "./charts.js";

@@ -1,4 +1,4 @@
-// Curves over rounds, drawn by uPlot.
+// Draws curves over rounds, by uPlot.
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { h, save } from "./dom.js";

@@ -1,4 +1,4 @@
-// Building the page. What a model or a stranger wrote only ever becomes text: nothing here parses HTML.
+// Builds the page. What a model or a stranger wrote only ever becomes text: nothing here parses HTML.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

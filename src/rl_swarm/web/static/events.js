@@ -1,4 +1,4 @@
-// What peers say now, and what happened to them.
+// Shows what peers say now, and what happened to them.
 
 import { csv, get } from "./api.js";
 import { card, h, happening, moment, nodeLink, redraw, score, table } from "./dom.js";

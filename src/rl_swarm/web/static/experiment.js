@@ -1,4 +1,4 @@
-// An experiment: its arms as curves, the table of its report as far as it has come, and a link to every run.
+// Shows an experiment: its arms as curves, the table of its report so far, and a link to every run.
 
 import { csv, follow, get } from "./api.js";
 import { Chart } from "./charts.js";

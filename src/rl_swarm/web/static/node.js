@@ -1,4 +1,4 @@
-// One node: its curves, whom it learned from, and what went wrong.
+// Shows one node: its curves, whom it learned from, and what went wrong.
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";

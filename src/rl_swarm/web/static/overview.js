@@ -1,4 +1,4 @@
-// The swarm at a glance, and its leaderboard.
+// Shows the swarm at a glance, and its leaderboard.
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";

@@ -1,4 +1,4 @@
-// What the models write: questions, answer keys, and every completion beside the others.
+// Shows what the models write: questions, answer keys, and every completion beside the others.
 
 import { csv, get } from "./api.js";
 import { folding, h, moment, nodeLink, save as saving, score, signed } from "./dom.js";

@@ -1,4 +1,4 @@
-// The runs in the same folder, laid over each other.
+// Lays the runs in the same folder over each other.
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";

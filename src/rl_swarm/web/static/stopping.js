@@ -1,4 +1,4 @@
-// Stopping the run, where the server lets those who know the token. The token stays in memory.
+// Stops the run, where the server lets those who know the token. The token stays in memory.
 
 import { post } from "./api.js";
 import { h } from "./dom.js";

@@ -1,4 +1,4 @@
-"""All the steps that tasks are made of, by subject."""
+"""Gathers all the steps that tasks are made of, by subject."""
 
 from rl_swarm.environments.coding.steps.algorithms import ALGORITHMS
 from rl_swarm.environments.coding.steps.dictionaries import DICTIONARIES

@@ -1,4 +1,4 @@
-"""Steps on a dictionary from words to integers."""
+"""Defines steps on a dictionary from words to integers."""
 
 from rl_swarm.environments.coding.grammar import table
 

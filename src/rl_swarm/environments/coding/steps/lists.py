@@ -1,4 +1,4 @@
-"""Steps on a list of integers. Those on a `full` list need one number at least."""
+"""Defines steps on a list of integers. Those on a `full` list need one number at least."""
 
 from rl_swarm.environments.coding.grammar import Step, table
 

@@ -1,4 +1,4 @@
-"""Steps on a number. Those on an `int` work for every integer, those on a `nat` for small ones from 0."""
+"""Defines steps on a number. Those on an `int` work for every integer, those on a `nat` for small ones from 0."""
 
 from rl_swarm.environments.coding.grammar import table
 

@@ -1,4 +1,4 @@
-"""Steps on text, and on lists of words."""
+"""Defines steps on text, and on lists of words."""
 
 from rl_swarm.environments.coding.grammar import table
 
