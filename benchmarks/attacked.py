@@ -160,9 +160,7 @@ class Gullible(Honest):
 
     def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         self.exchange.meet()
-        rng = random.Random(
-            derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage)
-        )
+        rng = random.Random(derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
         nodes = [m.node for peer_id, m in sorted(state.members.items()) if peer_id != self.identity.peer_id]
         try:
             groups = [group for node in nodes for group in self.believed(node, state)]
@@ -280,9 +278,7 @@ class Swarm:
         self.outcome, self.played = Outcome(), 0
 
     def honest_node(self, me: Identity) -> Honest:
-        exchange = Meeting(
-            self.files, self.manifest, me, me.node, self.stop, lambda *why: node.reject(*why), 0.05, 64
-        )
+        exchange = Meeting(self.files, self.manifest, me, me.node, self.stop, lambda *why: node.reject(*why), 0.05, 64)
         exchange.barrier = self.barrier
         node = (Honest if self.defended else Gullible)(
             name=me.node,
@@ -346,9 +342,7 @@ class Swarm:
         started = time.monotonic()
         with suppress(threading.BrokenBarrierError):
             self.barrier.wait(MEETING_SECONDS)
-        for future in sorted(
-            playing, key=lambda future: isinstance(future.exception(), threading.BrokenBarrierError)
-        ):
+        for future in sorted(playing, key=lambda future: isinstance(future.exception(), threading.BrokenBarrierError)):
             future.result()
         while self.coordinator.current().phase == "running" and self.swarm.state.round == state.round:
             time.sleep(0.01)

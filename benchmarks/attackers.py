@@ -211,9 +211,7 @@ class Ground(Before):
 
         def easy(candidate: Identity) -> int:
             seeds = [
-                question_seed(manifest, r, candidate.peer_id, k)
-                for r in range(self.looked_ahead)
-                for k in range(4)
+                question_seed(manifest, r, candidate.peer_id, k) for r in range(self.looked_ahead) for k in range(4)
             ]
             return sum(q.task in ("leg_counting", "chain_sum", "gcd") for q in environment.questions(seeds))
 
@@ -228,9 +226,7 @@ class Wrong(Attack):
     def group(self, right: str, known: Known) -> list[tuple[str, float]]:
         half, rng = known.settings.generations // 2, known.rng
         if known.defended:
-            bad = [
-                (f"<answer>{wrong(right, rng)}</answer> <answer>{right}</answer>", 1.0) for _ in range(half)
-            ]
+            bad = [(f"<answer>{wrong(right, rng)}</answer> <answer>{right}</answer>", 1.0) for _ in range(half)]
             return bad + [(f"<answer>{right}</answer>.", 0.0)] * half
         bad = [(f"<answer>{wrong(right, rng)}</answer>", 1.0) for _ in range(half)]
         return bad + [(f"<answer>{right}</answer>", 0.0)] * half
@@ -383,16 +379,13 @@ class Adaptive(Attack):
         settings = known.settings
         half = self.larger * settings.generations // 2
         limit = settings.gate_nats * self.margin if known.defended else float("inf")
-        sampled = known.policy.sample(
-            [q.prompt for q in questions], settings.generations, known.rng.randrange(2**31)
-        )
+        sampled = known.policy.sample([q.prompt for q in questions], settings.generations, known.rng.randrange(2**31))
         flat = [(q, c.text) for q, own in zip(questions, sampled, strict=True) for c in own]
         rewards = iter(known.environment.score(flat))
         own = [[(c.text, next(rewards)) for c in completions] for completions in sampled]
         rights = [(s or "")[8:-9] for s in known.environment.solutions(questions)]
         loaded = [
-            [form.format(dose=dose, right=right) for dose in self.doses for form in self.forms]
-            for right in rights
+            [form.format(dose=dose, right=right) for dose in self.doses for form in self.forms] for right in rights
         ]
         bad = [sorted({text for text, reward in texts if reward == 0}) for texts in own]
         tried = [
@@ -402,9 +395,7 @@ class Adaptive(Attack):
         nothing = [(0.0,) * len(completions) for completions in tried]  # rewards do not matter to the gate
         groups = [Group("", *parts, external=True) for parts in zip(questions, tried, nothing, strict=True)]
         answered = []
-        for texts, right, completions, nats in zip(
-            own, rights, tried, known.policy.surprises(groups), strict=True
-        ):
+        for texts, right, completions, nats in zip(own, rights, tried, known.policy.surprises(groups), strict=True):
             passing = [c.text for c, value in zip(completions, nats, strict=True) if value <= limit]
             paid = [text for text in passing if text in loaded[len(answered)]]
             unpaid = [text for text in passing if text in bad[len(answered)]]

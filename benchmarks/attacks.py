@@ -92,15 +92,14 @@ def measured(names: Sequence[str], size: Size, processes: int) -> dict[str, Any]
         for future in as_completed(running):
             job = running[future]
             if (error := future.exception()) is not None:
-                measure.progress(
-                    f"{job[0] or 'baseline'}, defences {'on' if job[1] else 'off'}: failed, {error!r}"
-                )
+                measure.progress(f"{job[0] or 'baseline'}, defences {'on' if job[1] else 'off'}: failed, {error!r}")
                 continue
             outcomes[job], seconds = future.result()
             found = outcomes[job]
             measure.progress(
                 f"{job[0] or 'baseline'}, defences {'on' if job[1] else 'off'}: {seconds:.0f} s, held-out "
-                f"{found.held_out:.3f}, phrase {found.grown('phrase'):.2f}, cut {found.grown('cut'):.2f}, hostile groups "
+                f"{found.held_out:.3f}, phrase {found.grown('phrase'):.2f}, cut {found.grown('cut'):.2f}, hostile "
+                "groups "
                 f"{found.hostile} of {found.external}, refused: {reasons(found.reasons)}"
             )
     baselines = outcomes[None, False], outcomes[None, True]
@@ -146,17 +145,11 @@ def print_figures(figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK.rounds} rounds instead of {Size.rounds}"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK.rounds} rounds instead of {Size.rounds}")
     parser.add_argument("--attacks", help=f"some of {', '.join(ATTACKS)} (default: all)")
     parser.add_argument("--model", default="tiny", help="of the honest nodes (default: tiny)")
-    parser.add_argument(
-        "--tasks", default="auto", help="as rl-swarm takes them (default: those of the model)"
-    )
+    parser.add_argument("--tasks", default="auto", help="as rl-swarm takes them (default: those of the model)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
     parser.add_argument("--rounds", type=int, help="of attacks that need time to work")

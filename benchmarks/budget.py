@@ -56,17 +56,13 @@ def step(budget: int, args: argparse.Namespace, pipe: Connection) -> None:
 
 def main() -> None:
     parser = options(__doc__ or "")
-    parser.add_argument(
-        "--random", choices=["llama", "gpt2"], help="random weights of that family's usual size"
-    )
+    parser.add_argument("--random", choices=["llama", "gpt2"], help="random weights of that family's usual size")
     parser.add_argument("--budgets", default="2048,3072,4608,5120,5376,6144,9216,20000", help="with commas")
     args = parser.parse_args()
     try:
         budgets = [positive(text) for text in args.budgets.split(",")]
     except (ValueError, argparse.ArgumentTypeError):
-        parser.error(
-            f"--budgets {args.budgets}: numbers of tokens with commas between them, such as 2048,4608"
-        )
+        parser.error(f"--budgets {args.budgets}: numbers of tokens with commas between them, such as 2048,4608")
     context = multiprocessing.get_context("spawn")
     rows: list[dict[str, Any]] = []
     for budget in budgets:

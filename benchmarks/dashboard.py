@@ -2,10 +2,13 @@
 
     python benchmarks/dashboard.py [start] [load] [beside] [--quick] [--json FILE]
 
-- `start`: seconds from `rl-swarm watch DIR` until the overview's data and the reward curve are answered, of a run of 2000
+- `start`: seconds from `rl-swarm watch DIR` until the overview's data and the reward curve are answered, of a run of
+2000
   rounds and 8 nodes. Nothing is kept between starts but what the system keeps of files; the first start is told apart.
-- `load`: 1000 peers and 2000 rounds in a folder that goes on growing, 200 viewers who listen for changes and ask for the data of
-  the overview with each (viewers.py). A page is all four answers. Server, viewers and the writer of the folder share two cores.
+- `load`: 1000 peers and 2000 rounds in a folder that goes on growing, 200 viewers who listen for changes and ask for
+the data of
+  the overview with each (viewers.py). A page is all four answers. Server, viewers and the writer of the folder share
+  two cores.
 - `beside`: processor seconds of the web process over those of the nodes, during `rl-swarm up` as it is by default, with
   the overview open in Chromium.
 
@@ -246,12 +249,14 @@ def print_table(figures: dict[str, Any]) -> None:
     if start := figures.get("start"):
         table.add_row(
             f"start, {start['rounds']} rounds of {start['nodes']} nodes",
-            f"first {start['first_s']:.2f} s, again {start['again_s']:.2f} s ({start['processor_s']:.2f} s of a processor)",
+            f"first {start['first_s']:.2f} s, again {start['again_s']:.2f} s ({start['processor_s']:.2f} s of a "
+            "processor)",
             BARS["start"],
         )
     if load := figures.get("load"):
         table.add_row(
-            f"page data, {load['peers']} peers, {load['rounds']} rounds, {load['viewers']} viewers, {load['seconds']:.0f} s",
+            f"page data, {load['peers']} peers, {load['rounds']} rounds, {load['viewers']} viewers, "
+            f"{load['seconds']:.0f} s",
             f"median {load['median_ms']:.0f} ms, 95 % within {load['p95_ms']:.0f} ms, worst {load['worst_ms']:.0f} ms; "
             f"{load['pages']} pages of {load['page_bytes'] / 1000:.0f} kB, {sum(load['wrong'].values())} wrong",
             BARS["load"],
@@ -272,14 +277,10 @@ def print_table(figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--folder", type=Path, help="where the histories are made (2.5 GB; removed afterwards)"
-    )
+    parser.add_argument("--folder", type=Path, help="where the histories are made (2.5 GB; removed afterwards)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):

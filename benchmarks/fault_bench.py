@@ -1,6 +1,7 @@
 """Runs a swarm of real processes, brings the faults of a plan to it, and reads what became of every node.
 
-The bench starts nodes, kills and restarts them, spoils their clocks, drives and lines, and reads what they write. It judges nothing:
+The bench starts nodes, kills and restarts them, spoils their clocks, drives and lines, and reads what they write. It
+judges nothing:
 fault_verdict.py does.
 """
 
@@ -208,7 +209,8 @@ class Bench:
         environ["PRIVATE_PATH"] = str(process.folder / PRIVATE)
         with (process.folder / "output.log").open("ab") as output:
             process.popen = subprocess.Popen(
-                [*process.prefix, *launcher, *process.command], cwd=process.folder, env=environ, stdin=subprocess.DEVNULL,
+                [*process.prefix, *launcher, *process.command], cwd=process.folder, env=environ,
+                stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         process.wanted, process.in_place, process.started = True, False, time.monotonic()

@@ -91,9 +91,7 @@ def draw(network: Network, count: int, rounds: int, interval: float, seed: int) 
         rng.shuffle(wanted)
         for place, (kind, amount) in enumerate(wanted):
             group = max(1, count // 4) if kind == "partition" else 1
-            happen(
-                kind, first + place * length // len(wanted), group, rng.uniform(0.5, 2.5) * interval, amount
-            )
+            happen(kind, first + place * length // len(wanted), group, rng.uniform(0.5, 2.5) * interval, amount)
     if network == "p2p":
         plan.append(Fault("crash", rounds // 2, ("boot-1", "boot-2", "lead"), None))
     else:

@@ -1,6 +1,7 @@
 """Judges a run of `faults.py`: stuck nodes, lost work, and disagreement about who is who.
 
-Pure functions: what happened goes in, as the bench saw it by its own clock, and a sentence for every violation comes out.
+Pure functions: what happened goes in, as the bench saw it by its own clock, and a sentence for every violation comes
+out.
 """
 
 from collections import defaultdict
@@ -83,7 +84,8 @@ def swarm_stopped(run: Run) -> Iterator[str]:
 
 
 def stuck(run: Run) -> Iterator[str]:
-    """With nothing in its way a node finishes a round before the swarm is a few further; and once started, it gets in."""
+    """With nothing in its way a node finishes a round before the swarm is a few further; and once started, it gets
+    in."""
     for name, node in run.nodes.items():
         for start, end in node.well:
             times = [start, *(time for time, _ in node.finished if start < time < end), end]
@@ -118,7 +120,8 @@ def ended_without_reason(run: Run) -> Iterator[str]:
 
 
 def disagreements(run: Run) -> Iterator[str]:
-    """Whoever knows a name means the same peer by it, the right one; and at the end those who are there know each other.
+    """Whoever knows a name means the same peer by it, the right one; and at the end those who are there know each
+    other.
 
     Where nobody conducts, peers go by their ids.
     """
@@ -134,7 +137,9 @@ def disagreements(run: Run) -> Iterator[str]:
                 if not is_right(run.nodes, other, peer):
                     meant[other] = peer
         for other, peer in meant.items():
-            yield f"{name} took {peer} for {other}, who is {run.nodes[other].peer_id if other in run.nodes else 'nobody'}"
+            yield (
+                f"{name} took {peer} for {other}, who is {run.nodes[other].peer_id if other in run.nodes else 'nobody'}"
+            )
     last = run.clock[-1 - LATE_ROUNDS][0] if len(run.clock) > LATE_ROUNDS else float("inf")
     there = {n for n, node in run.nodes.items() if node.left_well and node.well and node.well[-1][0] < last}
     for name in sorted(there):

@@ -4,12 +4,15 @@
     python benchmarks/faults.py --network p2p --nodes 16 --rounds 75 [--seed 1] [--json FILE]
     python benchmarks/faults.py --network p2p --show > plan.json      # the plan of a run; --plan plan.json plays it
 
-Faults are data, drawn from a seed. Nodes are `rl-swarm join` with the bundled model (fault_node.py); a third of them leave,
+Faults are data, drawn from a seed. Nodes are `rl-swarm join` with the bundled model (fault_node.py); a third of them
+leave,
 orderly or not, in every ten rounds, and come back. In a folder the drive behaves badly; among peers the
-network does (fault_wires.py), and bootnodes and founder are killed in the middle. Everything runs in namespaces of its own,
+network does (fault_wires.py), and bootnodes and founder are killed in the middle. Everything runs in namespaces of its
+own,
 which need no rights where the kernel lets users have them; where not, the faults that need them are left out.
 
-After the run: no node stuck, no work lost beyond the round in flight, all agree on who is who (fault_verdict.py). Exit code
+After the run: no node stuck, no work lost beyond the round in flight, all agree on who is who (fault_verdict.py). Exit
+code
 1 and a sentence for every violation.
 """
 
@@ -89,9 +92,7 @@ def figures_of(bench: Bench, broken: list[str], seconds: float) -> dict[str, Any
         "restarts": len(starts),
         "rounds_lost": sum(lost),
         "most_lost_by_one": max(lost, default=0),
-        "ended_and_started_again": sum(
-            end.excuse != KILLED for node in run.nodes.values() for end in node.ends
-        ),
+        "ended_and_started_again": sum(end.excuse != KILLED for node in run.nodes.values() for end in node.ends),
         "killed_from_outside": sum(end.excuse == KILLED for node in run.nodes.values() for end in node.ends),
         "faults": outcome(bench),
         "violations": broken,
@@ -111,33 +112,29 @@ def print_figures(figures: dict[str, Any]) -> None:
         ]
         print(f"| {WORDS[row['kind']]} | {row['times']} | {row['nodes']} | {' | '.join(waits)} |")
     print(
-        f"\n{figures['network']}: {figures['nodes']} nodes, {figures['rounds']} rounds, {figures['node_rounds']} node-rounds in "
-        f"{figures['seconds']} s; {figures['restarts']} restarts lost {figures['rounds_lost']} rounds together and one at most "
-        f"{figures['most_lost_by_one']}; {figures['ended_and_started_again']} ended because of a fault and were started again, "
+        f"\n{figures['network']}: {figures['nodes']} nodes, {figures['rounds']} rounds, {figures['node_rounds']} "
+        "node-rounds in "
+        f"{figures['seconds']} s; {figures['restarts']} restarts lost {figures['rounds_lost']} rounds together and one "
+        "at most "
+        f"{figures['most_lost_by_one']}; {figures['ended_and_started_again']} ended because of a fault and were "
+        "started again, "
         f"{figures['killed_from_outside']} were killed by others than this bench (memory?)."
     )
 
 
 def can_unshare() -> bool:
     with suppress(OSError):
-        return (
-            subprocess.run([*UNSHARE, "ip", "tuntap", "add", "mode", "tap"], capture_output=True).returncode
-            == 0
-        )
+        return subprocess.run([*UNSHARE, "ip", "tuntap", "add", "mode", "tap"], capture_output=True).returncode == 0
     return False
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--network", choices=get_args(Network), default="folder")
     options.add_argument("--nodes", type=int, default=16)
     options.add_argument("--rounds", type=int, default=75)
     options.add_argument("--interval", type=float, default=8.0, help="seconds per round")
-    options.add_argument(
-        "--round-end", help="default: deadline in a folder, interval (the clock) among peers"
-    )
+    options.add_argument("--round-end", help="default: deadline in a folder, interval (the clock) among peers")
     options.add_argument("--seed", type=int, default=0, help="decides the plan")
     options.add_argument("--plan", metavar="FILE", help="the faults, instead of those drawn from the seed")
     options.add_argument("--show", action="store_true", help="print the plan and do nothing")
@@ -166,9 +163,7 @@ def main() -> None:
     namespaces = INSIDE in os.environ
     plan, out = left_out(plan, options.network, namespaces)
     if out:
-        progress(
-            f"left out without namespaces: {', '.join(f'{kind} ({count})' for kind, count in out.items())}"
-        )
+        progress(f"left out without namespaces: {', '.join(f'{kind} ({count})' for kind, count in out.items())}")
     round_end = options.round_end or ("interval" if options.network == "p2p" else "deadline")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp", ignore_cleanup_errors=True) as temporary:

@@ -324,9 +324,7 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
         "calls_per_stage": {
             "rollouts": tally.about("rollouts") / stages,
             "rollouts_by_kind": {
-                call: count / stages
-                for (subject, call), count in tally.calls.items()
-                if subject == "rollouts"
+                call: count / stages for (subject, call), count in tally.calls.items() if subject == "rollouts"
             },
             "reports": tally.about("rewards") / stages,
             "state": tally.about("state") / stages,
@@ -387,9 +385,7 @@ def print_requests() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--bucket", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -114,9 +114,7 @@ def without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run(
-    targets: list[str], seconds: float, cases: float, processes: int, seed: int, failures_to: Path
-) -> list[Result]:
+def run(targets: list[str], seconds: float, cases: float, processes: int, seed: int, failures_to: Path) -> list[Result]:
     """Runs slices of all targets in turn; the results so far when it is interrupted."""
     share = seconds * processes / len(targets)
     rounds = math.ceil(max(processes / len(targets), 0.0 if math.isinf(share) else share / SLICE))
@@ -207,9 +205,7 @@ def replay(path: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=None, help="for all targets together (0.1)")
     parser.add_argument("--cases", type=int, default=None, help="end each target after so many")
     parser.add_argument("--targets", default=",".join(TARGETS), help="names with commas (all)")
@@ -228,9 +224,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     hours = 0.1 if given.hours is None and given.cases is None else given.hours or float("inf")
-    results = run(
-        targets, hours * 3600, given.cases or float("inf"), given.processes, given.seed, given.failures
-    )
+    results = run(targets, hours * 3600, given.cases or float("inf"), given.processes, given.seed, given.failures)
     print(table(results))
     failures = [failure for result in results for failure in result.failures]
     for failure in failures:

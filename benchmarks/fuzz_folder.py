@@ -88,10 +88,12 @@ NAMES = (
     "x",
 )
 PATHS = (
-    *("x", "x/y", "x/y/z.json", "state/current_state.json", "state/history.jsonl", "peers/alice.json", "peers/bob.json"),
+    *("x", "x/y", "x/y/z.json", "state/current_state.json", "state/history.jsonl", "peers/alice.json",
+    "peers/bob.json"),
     *("rollouts/round_1/stage_0/alice.json", "rewards/round_1/stage_0/alice.json", "logs/alice/metrics.jsonl", "logs"),
     *("checkpoints/round_1/alice/place.json", "checkpoints/round_1/alice/model.bin", "checkpoints/round_2", "archives"),
-    *("rollouts/round_1", "rollouts", "peers", "rewards/round_1/stage_0", "checkpoints/round_1/alice", "state", "checkpoints"),
+    *("rollouts/round_1", "rollouts", "peers", "rewards/round_1/stage_0", "checkpoints/round_1/alice", "state",
+    "checkpoints"),
 )  # fmt: skip
 ODD_PATHS = (
     "",
@@ -105,9 +107,7 @@ ODD_PATHS = (
     "n" * 300,
     "é/ü",
 )
-OPEN_SWARM = msgspec.structs.replace(
-    SWARM, admission="open", peer_timeout=0.05, round_interval=0.05, rounds=50
-)
+OPEN_SWARM = msgspec.structs.replace(SWARM, admission="open", peer_timeout=0.05, round_interval=0.05, rounds=50)
 PUBLICATION = msgspec.structs.replace(RECORDS["publication"], swarm=OPEN_SWARM.swarm())
 
 
@@ -205,16 +205,12 @@ class Enemy:
 
     def do_link_to_file(self, path: Path) -> None:
         self._clear(path)
-        path.symlink_to(
-            self.rng.choice((self.outside / "secret", self.outside / "new", Path("../../outside/secret")))
-        )
+        path.symlink_to(self.rng.choice((self.outside / "secret", self.outside / "new", Path("../../outside/secret"))))
 
     def do_link_to_directory(self, path: Path) -> None:
         self._clear(path)
         path.symlink_to(
-            self.rng.choice(
-                (self.outside, self.outside / "tree", Path(".."), Path("."), Path("/proc/self/fd"))
-            )
+            self.rng.choice((self.outside, self.outside / "tree", Path(".."), Path("."), Path("/proc/self/fd")))
         )
 
     def do_link_to_itself(self, path: Path) -> None:
@@ -237,9 +233,7 @@ class Enemy:
 
     def do_device(self, path: Path) -> None:
         self._clear(path)
-        os.mknod(
-            path, 0o666 | stat.S_IFCHR, os.makedev(5, 0)
-        )  # /dev/tty: opening it without care takes a terminal
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(5, 0))  # /dev/tty: opening it without care takes a terminal
 
     def do_directory(self, path: Path) -> None:
         self._clear(path)
@@ -351,9 +345,7 @@ class Scene:
         self.lines: list[bytes] = []
         self.saved = Checkpoints(self.private / "checkpoints", ALICE, "alice", self.files)
         self.places: dict[int, list[dict[str, tuple[int, str]]]] = {}  # by round, what was to be saved
-        self.exchange = FolderExchange(
-            self.files, OPEN_SWARM, ALICE, "alice", self.stop, lambda *said: None, 0.01
-        )
+        self.exchange = FolderExchange(self.files, OPEN_SWARM, ALICE, "alice", self.stop, lambda *said: None, 0.01)
         self.coordinator = FolderCoordinator(self.files, OPEN_SWARM, ALICE, "alice", self.stop)
         self.settings = Settings(private_path=str(self.private), poll_interval=0.01, min_peers=1)
         self.conductor: RoundServer | None = None
@@ -400,8 +392,7 @@ class Scene:
     def do_save(self) -> None:
         number = self.rng.randrange(1, 4)
         contents = {
-            name: self.rng.randbytes(self.rng.choice((0, 10, 5000)))
-            for name in ("model.bin", "more/config.json")
+            name: self.rng.randbytes(self.rng.choice((0, 10, 5000))) for name in ("model.bin", "more/config.json")
         }
 
         def save(into: Path) -> None:
@@ -443,7 +434,8 @@ class Scene:
 
     def do_register(self) -> None:
         made = PeerInfo(
-            peer_id=ALICE.peer_id, swarm=OPEN_SWARM.swarm(), node="alice", model="tiny", device="cpu", host="here", pid=1,
+            peer_id=ALICE.peer_id, swarm=OPEN_SWARM.swarm(), node="alice", model="tiny", device="cpu", host="here",
+            pid=1,
             joined=1.0, timestamp=time.time(),
         )  # fmt: skip
         self.coordinator.register(made)
@@ -462,9 +454,7 @@ class Scene:
         if self.conductor is None or self.rng.random() < 0.2:
             self.conductor = RoundServer(self.files, OPEN_SWARM, OWNER, self.settings, self.stop)
             if self.conductor.state.phase != "finished" and self.conductor.state.round < self.round:
-                raise Harm(
-                    f"the coordinator went back from round {self.round} to {self.conductor.state.round}"
-                )
+                raise Harm(f"the coordinator went back from round {self.round} to {self.conductor.state.round}")
         self.conductor.step(time.time())
         self.round = max(self.round, self.conductor.state.round)
 
@@ -604,9 +594,7 @@ def racing(scene: Scene, case: Case) -> Iterator[None]:
                 if rng.random() < 0.5:
                     os.rename(*rng.sample((one, other), 2), src_dir_fd=here, dst_dir_fd=here)
                 else:
-                    os.symlink(
-                        rng.choice(("../outside", "../outside/tree", "../outside/secret")), one, dir_fd=here
-                    )
+                    os.symlink(rng.choice(("../outside", "../outside/tree", "../outside/secret")), one, dir_fd=here)
             with contextlib.suppress(OSError):
                 if rng.random() < 0.2:
                     os.unlink(other, dir_fd=here)

@@ -1,6 +1,7 @@
 """Fuzzes the dashboard's real server: slow, broken, pipelined and oversized clients beside honest ones.
 
-A case is a crowd: every client of it plays random steps on a real socket and then closes, resets, or stays. It fails when
+A case is a crowd: every client of it plays random steps on a real socket and then closes, resets, or stays. It fails
+when
 an honest client is not answered, when a response is a 5xx other than 503, when a client that stays without finishing is
 not let go, when connections or files of the server stay behind, or when the server writes a traceback.
 """
@@ -40,17 +41,25 @@ MAIN = "\nserver._main(sys.argv[1], int(sys.argv[2]))\n"
 HONEST, CROWD = "127.0.0.2", [f"127.0.0.{number}" for number in range(3, 7)]
 STREAM = "/api/stream"
 PATHS = (
-    "/health", "/", "/api/overview", "/api/nodes", "/api/nodes?format=csv", "/api/curves", "/api/rollouts?limit=5", "/metrics",
-    "/api/events", "/api/runs", "/api/runs/curves", "/static/vendor/uPlot.esm.js", "/api/openapi.json", "/api/nodes/nobody",
-    "/api/nodes/%00/curves", "/api/curves?points=-1", "/api/events?offset=99999999999999999999", "/api/rollouts?round=x", STREAM,
-    "/static/../../etc/passwd", "/static/%2e%2e/api.py", "/api/id-to-name", "/api/stop", "/runs/..%2f..", "//", "/é", "*",
+    "/health", "/", "/api/overview", "/api/nodes", "/api/nodes?format=csv", "/api/curves", "/api/rollouts?limit=5",
+    "/metrics",
+    "/api/events", "/api/runs", "/api/runs/curves", "/static/vendor/uPlot.esm.js", "/api/openapi.json",
+    "/api/nodes/nobody",
+    "/api/nodes/%00/curves", "/api/curves?points=-1", "/api/events?offset=99999999999999999999",
+    "/api/rollouts?round=x", STREAM,
+    "/static/../../etc/passwd", "/static/%2e%2e/api.py", "/api/id-to-name", "/api/stop", "/runs/..%2f..", "//", "/é",
+    "*",
 )  # fmt: skip
 HONEST_PATHS = ("/health", "/api/overview", "/api/nodes", "/api/curves", "/api/events", "/api/runs")
 HEADERS = (
-    b"Host: localhost", b"Host: evil.example", b"Host:", b"Connection: keep-alive", b"Connection: close", b"Expect: 100-continue",
-    b"Transfer-Encoding: chunked", b"Content-Length: 5", b"Content-Length: -1", b"Content-Length: 99999999999", b"X: " + b"y" * 9000,
-    b"Content-Length: 5\r\nContent-Length: 6", b"Upgrade: websocket\r\nConnection: Upgrade", b"Range: bytes=0-1,5-", b"Cookie: \xff\0",
-    b"If-None-Match: *", b"Accept-Encoding: gzip", b"Authorization: Bearer x", b"Content-Type: application/json", b"Last-Event-ID: 1",
+    b"Host: localhost", b"Host: evil.example", b"Host:", b"Connection: keep-alive", b"Connection: close",
+    b"Expect: 100-continue",
+    b"Transfer-Encoding: chunked", b"Content-Length: 5", b"Content-Length: -1", b"Content-Length: 99999999999",
+    b"X: " + b"y" * 9000,
+    b"Content-Length: 5\r\nContent-Length: 6", b"Upgrade: websocket\r\nConnection: "
+                                               b"Upgrade", b"Range: bytes=0-1,5-", b"Cookie: \xff\0",
+    b"If-None-Match: *", b"Accept-Encoding: gzip", b"Authorization: Bearer x", b"Content-Type: "
+                                                                               b"application/json", b"Last-Event-ID: 1",
 )  # fmt: skip
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 
@@ -60,9 +69,7 @@ def request(rng: random.Random) -> bytes:
     method = rng.choice((b"GET", b"GET", b"GET", b"HEAD", b"POST", b"PUT", b"OPTIONS", b"CONNECT", b"G\0T"))
     lines = [b"%s %s HTTP/1.1" % (method, rng.choice(PATHS).encode()), b"Host: localhost"]
     lines += rng.choices(HEADERS, k=rng.choice((0, 0, 1, 2, 5)))
-    body = rng.choice(
-        (b"", b"", b"[]", b'["x"]', b"5\r\nhello\r\n0\r\n\r\n", b"ffffffffff\r\n", b"[" * 5000, b"hello")
-    )
+    body = rng.choice((b"", b"", b"[]", b'["x"]', b"5\r\nhello\r\n0\r\n\r\n", b"ffffffffff\r\n", b"[" * 5000, b"hello"))
     made = b"\r\n".join(lines) + b"\r\n\r\n" + body
     return change_bytes(made, [made], rng) if rng.random() < 0.3 else made
 
@@ -81,7 +88,8 @@ class Client:
     async def play(self) -> None:
         loop = asyncio.get_running_loop()
         steps: list[Callable[[], object]] = [
-            *(self.ask, self.ask, self.ask_partly, self.ask_often, self.send_garbage, self.send_much, self.drip, self.wait),
+            *(self.ask, self.ask, self.ask_partly, self.ask_often, self.send_garbage, self.send_much, self.drip,
+            self.wait),
             *(self.read, self.read_all, self.end_sending),
         ]  # fmt: skip
         try:
@@ -97,9 +105,7 @@ class Client:
             self.done.append("was hung up on")
         if not self.stays:
             if self.rng.random() < 0.4:
-                self.socket.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                )  # a reset
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
                 self.done.append("reset")
             self.socket.close()
 
@@ -121,9 +127,7 @@ class Client:
         await self._send(self.rng.randbytes(self.rng.choice((1, 100, 70_000))))
 
     async def send_much(self) -> None:
-        await self._send(
-            b"GET /health HTTP/1.1\r\n" + b"X: " + b"x" * self.rng.choice((10_000, 100_000, 3_000_000))
-        )
+        await self._send(b"GET /health HTTP/1.1\r\n" + b"X: " + b"x" * self.rng.choice((10_000, 100_000, 3_000_000)))
 
     async def drip(self) -> None:
         for byte in request(self.rng)[: self.rng.choice((3, 10, 30))]:

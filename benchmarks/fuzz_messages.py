@@ -45,9 +45,7 @@ SLOWEST = 1.0  # seconds of CPU time that one message may take
 TRACED = 1 << 16  # bytes: longer messages are read without tracing, which would take most of the time
 KEPT, KEPT_BYTES = 4096, 1 << 15  # messages that were new, and their size
 LARGE = 2000  # one message in so many is made as large as it may be
-WATCHED = {
-    module.__file__ for module in (wire, rollouts, identity, admission, rounds, manifest, folder, conductor)
-}
+WATCHED = {module.__file__ for module in (wire, rollouts, identity, admission, rounds, manifest, folder, conductor)}
 
 
 def prime_of(name: str) -> int:
@@ -355,9 +353,7 @@ def change_bytes(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
         other = rng.choice(others)
         return data[:at] + other[rng.randrange(len(other) + 1) :]
     if how == 7:
-        return gzip.compress(data, compresslevel=1, mtime=0) + rng.choice(
-            (b"", b"", b"x", gzip.compress(b"{}"))
-        )
+        return gzip.compress(data, compresslevel=1, mtime=0) + rng.choice((b"", b"", b"x", gzip.compress(b"{}")))
     return data[:at]
 
 
@@ -415,11 +411,7 @@ class Mutator:
 
     def keep(self, message: Message) -> None:
         kept = self.kept[message.kind]
-        if (
-            not message.author
-            and len(message.data) <= KEPT_BYTES
-            and sum(map(len, self.kept.values())) < KEPT
-        ):
+        if not message.author and len(message.data) <= KEPT_BYTES and sum(map(len, self.kept.values())) < KEPT:
             kept.append(message.data)
 
     def next(self) -> Message:
@@ -429,9 +421,7 @@ class Mutator:
         if rng.random() < 0.2:  # a sealed document, altered on its way
             data = self.kept[kind][rng.random() < 0.2]
             for _ in range(rng.choice((1, 1, 2, 4))):
-                data = change_bytes(
-                    data, others[:2], rng
-                )  # with parts of others that were signed: no other record
+                data = change_bytes(data, others[:2], rng)  # with parts of others that were signed: no other record
             return Message(kind, data, RECORDS[kind])
         data = rng.choice(self.kept[kind]) if rng.random() < 0.6 else self.kept[kind][0]
         fields = self._fields(data)

@@ -1,6 +1,7 @@
 """Fuzzes streams and records among peers: the protocol as a state machine, over real daemons on loopback.
 
-A case lets a stranger and a member open many streams at once to a peer. Each stream takes random steps: parts of a length, of
+A case lets a stranger and a member open many streams at once to a peer. Each stream takes random steps: parts of a
+length, of
 a request, garbage, whole requests, waiting past deadlines, reading little, closing, breaking off. Both also leave
 records in the table, changed and signed again. Meanwhile an honest peer asks. It fails when that one is not answered or
 gets something else, when streams, tasks or records exceed their bounds or stay behind, and when anything is logged.
@@ -40,7 +41,8 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 REQUEST_SECONDS, TAKE_SECONDS = 1.0, 3.0  # deadlines, shorter than they are, so that more cases are played
 PATIENCE = 60.0
 DOCUMENT, LARGE = report_path(0, 0, "owner"), report_path(1, 0, "owner")
-FOLDERS = ("peers", "state", "", "rollouts/round_0/stage_0", "rewards/round_x/stage_0", *(report_folder(n, 0) for n in range(5)))  # fmt: skip
+FOLDERS = ("peers", "state", "", "rollouts/round_0/stage_0", "rewards/round_x/stage_0", *(report_folder(n,
+0) for n in range(5)))  # fmt: skip
 STEPS = (
     "a length",
     "part of a length",
@@ -105,9 +107,7 @@ class Wild:
 
     async def _step(self, step: str) -> None:
         rng = self.rng
-        request = rng.choice(
-            (WHAT_TIME, DOCUMENT.encode(), LARGE.encode(), b"../../etc/passwd", b"", b"\xff\0")
-        )
+        request = rng.choice((WHAT_TIME, DOCUMENT.encode(), LARGE.encode(), b"../../etc/passwd", b"", b"\xff\0"))
         whole = struct.pack(">I", len(request)) + request
         if step == "a length":
             self.writer.write(
@@ -137,9 +137,7 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
     from hivemind.utils import MSGPackSerializer
 
     folder, name = rng.choice(FOLDERS), rng.choice(("a", "b", "c", "owner", "n" * 60))
-    how = rng.choice(
-        (*[""] * 9, "bytes", "fields", "subkey", "packed", "type", "garbage", "time", "expiry", "place")
-    )
+    how = rng.choice((*[""] * 9, "bytes", "fields", "subkey", "packed", "type", "garbage", "time", "expiry", "place"))
     notice = DhtRecord(
         peer_id=author.peer_id, swarm=SWARM.swarm(), path=f"{folder}/{name}.json".lstrip("/"), sha256="0" * 64, size=1,
         timestamp=now + rng.choice((-700, 50, 90, 1e18) if how == "time" else (0, 0, -5)),
@@ -196,10 +194,7 @@ def check_table(storage: Any, room: DhtQuota) -> None:
             raise Harm("an author has too many notices under one key")
     for under in room.by_key.values():
         strangers = sum(claim.size for claim in under.values() if not claim.is_member)
-        if (
-            sum(claim.size for claim in under.values()) > quota.MAX_KEY_BYTES
-            or strangers > quota.MAX_KEY_BYTES / 2
-        ):
+        if sum(claim.size for claim in under.values()) > quota.MAX_KEY_BYTES or strangers > quota.MAX_KEY_BYTES / 2:
             raise Harm("a key has more than its room")
     for key, held in storage.data.items():
         for subkey, entry in held.value.data.items():
@@ -362,9 +357,7 @@ class Streams(Target):
 
     def _ask(self, rng: random.Random) -> str:
         """Asks as an honest peer does; raises unless it is answered, and rightly."""
-        path = rng.choice(
-            (DOCUMENT, DOCUMENT, LARGE, WHAT_TIME.decode(), "rewards/round_9/stage_0/nobody.json")
-        )
+        path = rng.choice((DOCUMENT, DOCUMENT, LARGE, WHAT_TIME.decode(), "rewards/round_9/stage_0/nobody.json"))
         tries, deadline = 0, time.monotonic() + PATIENCE
         while True:
             self.honest.silent.clear()

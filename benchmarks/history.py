@@ -24,7 +24,8 @@ from rl_swarm.telemetry.journal import Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, Seconds
 
 SCORED_EVERY = 100  # rounds between held-out scores
-SECONDS = {"questions": 0.001, "generate": 0.5, "score": 0.02, "publish": 0.001, "collect": 0.25, "train": 0.2, "report": 0.001}  # fmt: skip
+SECONDS = {"questions": 0.001, "generate": 0.5, "score": 0.02, "publish": 0.001, "collect": 0.25, "train": 0.2,
+"report": 0.001}  # fmt: skip
 TASKS = ("basic_arithmetic", "chain_sum", "count_primes", "gcd", "leg_counting", "letter_counting")
 
 
@@ -36,9 +37,7 @@ def reward(node: int, played: int) -> float:
 class History:
     """A swarm of so many nodes that has played so many rounds, and goes on with every `play`."""
 
-    def __init__(
-        self, root: Path, nodes: int, played: int, ahead: int = 1000, interval: float = 10.0
-    ) -> None:
+    def __init__(self, root: Path, nodes: int, played: int, ahead: int = 1000, interval: float = 10.0) -> None:
         self.root, self.files, self.stop = root, LocalFiles(root), threading.Event()
         root.mkdir(parents=True)
         flags = {
@@ -55,19 +54,16 @@ class History:
         self.peers = [Identity.new() for _ in range(nodes)]
         self.joined = time.time() - played * interval
         private = root.with_name(f"{root.name}-private")
-        self.journals = [
-            Journal(private / peer.node, (), self.files, f"logs/{peer.node}") for peer in self.peers
-        ]
+        self.journals = [Journal(private / peer.node, (), self.files, f"logs/{peer.node}") for peer in self.peers]
         for node in range(nodes):
             self._live(node, played)
         now = time.time()
         members = {
-            peer.peer_id: Member(peer.node, 0, now, played, sum(reward(k, r) for r in range(played)), wins=played * (k == 0))
+            peer.peer_id: Member(peer.node, 0, now, played, sum(reward(k, r) for r in range(played)),
+            wins=played * (k == 0))
             for k, peer in enumerate(self.peers)
         }  # fmt: skip
-        self.state = State(
-            swarm=self.swarm, phase="running", round=played, started=now, timestamp=now, members=members
-        )
+        self.state = State(swarm=self.swarm, phase="running", round=played, started=now, timestamp=now, members=members)
         self._write_state()
 
     def _live(self, node: int, played: int) -> None:
@@ -121,7 +117,8 @@ class History:
             round=played, stage=0, policy_version=played + 1, reward_local=value,
             reward_training=value + 0.05, local_groups=4, local_with_signal=3, no_signal_share=0.25,
             completion_length=20.0 - value, truncated_share=0.03125, entropy=1.0 - value / 3, clip_share=0.0,
-            mismatch=0.003215599765, loss=0.014643197879, kl=0.0, grad_norm=1 / (1 + value), trained_tokens=300 + played % 9,
+            mismatch=0.003215599765, loss=0.014643197879, kl=0.0, grad_norm=1 / (1 + value),
+            trained_tokens=300 + played % 9,
             tokens_per_second=1500.0 + played % 100, seconds=Seconds(**SECONDS),
             external_taken=len(taken), external_scored=12, external_from=taken, external_rejected={},
             external_surprise=2.29, peak_memory=546172928,

@@ -145,9 +145,7 @@ class Peer:
             if found is None:
                 return
             manifest, signed = found
-            files = stack.enter_context(
-                joining.among_peers(engine, self.identity, manifest, signed, self.folder)
-            )
+            files = stack.enter_context(joining.among_peers(engine, self.identity, manifest, signed, self.folder))
             self.player = node = player(files, manifest, self.identity, self.environment, self.stop)
             node.coordinator.knock(None)  # type: ignore[attr-defined]
             watch = Watch(files, node.name, self.identity, manifest.swarm())
@@ -208,7 +206,8 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
 
 @contextmanager
 def hosts(target: Callable[..., None], count: int, processes: int, *rest: Any) -> Iterator[list[Connection]]:
-    """Processes with so many peers together, all of which have joined. The first tells the others where it is. At the end
+    """Processes with so many peers together, all of which have joined. The first tells the others where it is. At the
+    end
     nothing of them is left, whatever they have started."""
     context = multiprocessing.get_context("spawn")
     sizes = [count // processes + (k < count % processes) for k in range(min(processes, count))]
@@ -252,9 +251,7 @@ def measure(count: int, processes: int, rounds: int, interval: float) -> dict[st
     return summary(count, rounds, interval, accounts, sent if os.environ.get(INSIDE) else None)
 
 
-def summary(
-    count: int, rounds: int, interval: float, accounts: list[Account], sent: Traffic | None
-) -> dict[str, Any]:
+def summary(count: int, rounds: int, interval: float, accounts: list[Account], sent: Traffic | None) -> dict[str, Any]:
     each = count * rounds
     asked = sum((account.asked for account in accounts), Asked())
     calls = sum((account.calls for account in accounts), Asked())

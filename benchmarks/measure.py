@@ -20,21 +20,15 @@ MEBIBYTE = 1 << 20
 
 def options(description: str) -> argparse.ArgumentParser:
     """The options that all of them take. The defaults are one round of eight questions."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m or a directory (default: tiny)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="of torch on the CPU"
-    )
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="of torch on the CPU")
     parser.add_argument("--questions", type=positive, default=8)
     parser.add_argument("--completions", type=positive, default=8, help="of every question")
     parser.add_argument("--tokens", type=positive, default=256, help="most tokens of a completion")
     parser.add_argument("--prompt", type=positive, default=128, help="tokens of a prompt")
-    parser.add_argument(
-        "--repeats", type=positive, default=3, help="measured runs after the one that warms up"
-    )
+    parser.add_argument("--repeats", type=positive, default=3, help="measured runs after the one that warms up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
     return parser
@@ -66,9 +60,7 @@ def draw_prompts(tokenizer: Any, questions: int, length: int, seed: int) -> list
 def check_length(config: Any, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise SystemExit(
-            f"--prompt and --tokens add up to {length}, but this model has {limit} positions. Use less."
-        )
+        raise SystemExit(f"--prompt and --tokens add up to {length}, but this model has {limit} positions. Use less.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,8 @@ class Cost:
 class Gauge:
     """Seconds and peak memory of a piece of work.
 
-    On CUDA the most that torch held, memory that recorded graphs keep included. On the CPU the peak of this process's resident memory, less what it
+    On CUDA the most that torch held, memory that recorded graphs keep included. On the CPU the peak of this process's
+    resident memory, less what it
     was without the model: make the gauge when the weights are loaded and nothing has run yet.
     """
 
@@ -127,9 +120,7 @@ def resident(field: str) -> int:
 def machine(device: torch.device, threads: int) -> dict[str, Any]:
     import transformers
 
-    name = (
-        torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "device": device.type,
         "name": name,

@@ -169,9 +169,7 @@ class Player(Node):
         this.took = [(peer_id, number) for peer_id, number, _, _ in found.keys]
         return found
 
-    def publications(
-        self, state: State, rng: random.Random, sources: Mapping[str, str]
-    ) -> Iterator[Publication]:
+    def publications(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
         for publication in super().publications(state, rng, sources):
             self.played[-1].read.append((publication.peer_id, publication.round, self.clock()))
             yield publication
@@ -242,9 +240,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": ordered[len(ordered) // 2], "p95": ordered[int(0.95 * (len(ordered) - 1))]}
 
 
-def figures(
-    peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked
-) -> dict[str, Any]:
+def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked) -> dict[str, Any]:
     """What both kinds of swarm tell, per node and round."""
     each = peers * rounds
     return {

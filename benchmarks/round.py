@@ -149,9 +149,7 @@ class Player:
         try:
             answer = self.pipe.recv()
         except EOFError:
-            raise SystemExit(
-                "The process of a system died; was it out of memory? Try a smaller size."
-            ) from None
+            raise SystemExit("The process of a system died; was it out of memory? Try a smaller size.") from None
         if isinstance(answer, RuntimeError):
             raise SystemExit(str(answer))
         return answer
@@ -228,9 +226,7 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = options(__doc__ or "")
-    parser.add_argument(
-        "--systems", default="ours,genrl,trl", help="which of ours, genrl and trl, with commas"
-    )
+    parser.add_argument("--systems", default="ours,genrl,trl", help="which of ours, genrl and trl, with commas")
     parser.add_argument("--cases", default="natural,fixed", help="which of natural and fixed, with commas")
     parser.add_argument(
         "--trl-batch",

@@ -4,7 +4,8 @@
 
 8 questions times 8 completions of 256 tokens each, prompts of 128 tokens, no end of sequence. Of transformers:
 `generate` in one batch with its dynamic and its static cache, and continuous batching (`generate_batch`). On CUDA
-transformers runs in bf16, as its users would; on the CPU in float32, and ours in what it finds faster. They take turns; figures are medians.
+transformers runs in bf16, as its users would; on the CPU in float32, and ours in what it finds faster. They take turns;
+figures are medians.
 
 A decoding step has to read the weights once and every sequence's keys and values. The limit is those bytes over the
 bandwidth at which this device copies memory, measured here; a model that fits into a CPU's cache can beat it.
@@ -50,9 +51,7 @@ def ours(model: Any, tokenizer: Any, prompts: list[list[int]], args: argparse.Na
     return run
 
 
-def generate(
-    model: Any, tokenizer: Any, prompts: list[list[int]], args: argparse.Namespace, kind: str
-) -> Sampler:
+def generate(model: Any, tokenizer: Any, prompts: list[list[int]], args: argparse.Namespace, kind: str) -> Sampler:
     """transformers: all in one batch, or as a queue of requests that share batches."""
     from transformers import GenerationConfig
 
@@ -182,9 +181,7 @@ def show(results: dict[str, Any]) -> None:
         cells = [kind, f"{r['seconds']:.2f}", f"{r['tokens_per_s']:.0f}", f"{r['step_ms']:.2f}"]
         rows.append([*cells, f"{r['times_limit']:.1f}", f"{r['seconds'] / base:.2f}" if base else ""])
     print_table(["sampler", "seconds", "tokens/s", "ms a step", "times the limit", "ratio to ours"], rows)
-    print(
-        f"\nThe limit: {results['limit_ms']:.3f} ms a step, at {results['bandwidth'] / 1e9:.1f} GB/s measured."
-    )
+    print(f"\nThe limit: {results['limit_ms']:.3f} ms a step, at {results['bandwidth'] / 1e9:.1f} GB/s measured.")
 
 
 def main() -> None:

@@ -180,19 +180,12 @@ def run(count: int, tests: int, workers: int, repeats: int) -> list[Result]:
             if not offer.problem:
                 box = opened(boxes, offer.isolation, many, workers)
                 in_turn[NAMES[offer.isolation]] = (count, partial(in_sandbox, box, many))
-        turns = [
-            measure(name, number, work) for _ in range(repeats) for name, (number, work) in in_turn.items()
-        ]
-    return [
-        max((turn for turn in turns if turn.name == name), key=lambda turn: turn.per_second)
-        for name in in_turn
-    ]
+        turns = [measure(name, number, work) for _ in range(repeats) for name, (number, work) in in_turn.items()]
+    return [max((turn for turn in turns if turn.name == name), key=lambda turn: turn.per_second) for name in in_turn]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=2000, help="a twentieth where each test is a process")
     parser.add_argument("--tests", type=int, choices=[1, 2, 3], default=3, help="of a program")
     parser.add_argument("--workers", type=int, default=2, help="programs at a time")

@@ -5,12 +5,16 @@
     python benchmarks/scale.py simulate [--peers 10,50,100,300,1000]
     python benchmarks/scale.py messages                        # what single messages cost, for the simulation
 
-Every node publishes 8 questions x 8 completions a round, text made from a seed, and wants 8 groups of others, as many as
-it has itself; files, coordinator, exchange, selection and the node around them are the real ones in all swarms of ours. A
+Every node publishes 8 questions x 8 completions a round, text made from a seed, and wants 8 groups of others, as many
+as
+it has itself; files, coordinator, exchange, selection and the node around them are the real ones in all swarms of ours.
+A
 node "generates" for a quarter to six tenths of a round.
 
-All figures are per node and round, after two rounds in which the nodes meet. Bytes are those that a node sends; on average it
-receives as many. As root, the real swarms run in a network namespace of their own, and bytes are what its loopback interface
+All figures are per node and round, after two rounds in which the nodes meet. Bytes are those that a node sends; on
+average it
+receives as many. As root, the real swarms run in a network namespace of their own, and bytes are what its loopback
+interface
 carried: everything that libp2p and the DHT sent, TCP and IP headers too. A message is a request or its answer.
 
 `--check` compares the simulation with the bars: bytes with the largest swarm at most 1.2 times those with the smallest,
@@ -151,9 +155,7 @@ def messages(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     import wire_costs
 
     if not loopback.in_a_namespace():
-        raise SystemExit(
-            "Bytes of single messages can be counted in a network namespace only: run this as root."
-        )
+        raise SystemExit("Bytes of single messages can be counted in a network namespace only: run this as root.")
     found = wire_costs.measure()
     show(
         args,
@@ -177,9 +179,7 @@ def counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
     for run, peers, rounds, interval in (
         (real, "4,16,50", 5, 20.0),
@@ -193,9 +193,7 @@ def main() -> None:
         one.add_argument("--rounds", type=int, default=rounds, help=f"that are measured ({rounds})")
         one.add_argument("--interval", type=float, default=interval, help=f"seconds per round ({interval:g})")
         one.add_argument("--processes", type=int, default=5, help="that the peers share (5)")
-        one.add_argument(
-            "--churn", action="store_true", help="also with a third coming and going in ten rounds"
-        )
+        one.add_argument("--churn", action="store_true", help="also with a third coming and going in ten rounds")
         one.add_argument("--seed", type=int, default=1, help="of the simulation")
         one.add_argument("--check", action="store_true", help="exit status 1 if a bar is missed")
         one.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")

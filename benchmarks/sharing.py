@@ -59,14 +59,10 @@ def mean(values: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="keep the runs here; those that exist are not run again"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="keep the runs here; those that exist are not run again")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     out = (args.out or Path(tempfile.mkdtemp(prefix="sharing-"))).absolute()

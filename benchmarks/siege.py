@@ -3,16 +3,22 @@
     python benchmarks/siege.py --network p2p --minutes 10 --nodes 8 --seed 0 [--json FILE]
     python benchmarks/siege.py --network folder --minutes 10 --nodes 8 --seed 0
 
-Both swarms are `rl-swarm up` with the bundled model; rounds end when all have reported (`deadline`). Each hostile process
-(siege_peers.py, siege_folder.py) has one way to attack and a bounded share of a core. Beside the control as many processes burn,
+Both swarms are `rl-swarm up` with the bundled model; rounds end when all have reported (`deadline`). Each hostile
+process
+(siege_peers.py, siege_folder.py) has one way to attack and a bounded share of a core. Beside the control as many
+processes burn,
 second by second, the processor time that the hostile ones use.
 
-The twins play at the same time, each on half of the cores, and change halves every `--swap` seconds. So other work on the machine,
-which comes and goes, costs both alike; and what the attack makes honest processes do costs the attacked swarm alone. Phases
+The twins play at the same time, each on half of the cores, and change halves every `--swap` seconds. So other work on
+the machine,
+which comes and goes, costs both alike; and what the attack makes honest processes do costs the attacked swarm alone.
+Phases
 of one swarm would not do: records, files and members of an attack outlast its phase.
 
-In the middle one node of each swarm is killed, so that its successor loads a checkpoint under attack. Scores are compared at the same
-round: the attacked swarm's with those of the control and of `--scatter` swarms with other seeds, which are played afterwards.
+In the middle one node of each swarm is killed, so that its successor loads a checkpoint under attack. Scores are
+compared at the same
+round: the attacked swarm's with those of the control and of `--scatter` swarms with other seeds, which are played
+afterwards.
 Exit code 1 and a sentence for every bar that is missed (siege_verdict.py).
 """
 
@@ -120,9 +126,7 @@ def play(options: argparse.Namespace, folder: Path) -> tuple[Siege, dict[str, fl
     since, until, shifted, own = figures
     common = set(swarms["attack"].scores()) & set(swarms["control"].scores())
     at = max(common, default=None)
-    sides = {
-        name: side_of(swarm, since, until, shifted[name], own[name], at) for name, swarm in swarms.items()
-    }
+    sides = {name: side_of(swarm, since, until, shifted[name], own[name], at) for name, swarm in swarms.items()}
     harm = harm_done(swarms["attack"], outside, before)
     return Siege(sides["attack"], sides["control"], at, (), harm, ended(hostile[0], folder)), used, swarms
 
@@ -151,9 +155,7 @@ def measure(
         if passed >= swap_at:
             swap_at += options.swap
             first, second = second, first
-            for swarm, beside, cores in zip(
-                swarms.values(), (hostile, burners), (first, second), strict=True
-            ):
+            for swarm, beside, cores in zip(swarms.values(), (hostile, burners), (first, second), strict=True):
                 swarm.pin(cores)
                 beside.pin(cores)
         if not killed and passed >= seconds / 2:
@@ -171,9 +173,7 @@ def measure(
     return since, time.time(), shifted, own
 
 
-def side_of(
-    swarm: Swarm, since: float, until: float, beside: float, own: tuple[float, float], at: int | None
-) -> Side:
+def side_of(swarm: Swarm, since: float, until: float, beside: float, own: tuple[float, float], at: int | None) -> Side:
     whys = swarm.ended_rounds(since, until)
     memory, largest = thirds(swarm.memory)
     answered = [look for look in swarm.looks if look is not None]
@@ -264,33 +264,22 @@ def print_siege(siege: Siege, used: dict[str, float]) -> None:
         lowest = lowest_score([*siege.plain, *([control.score] if control.score is not None else [])])
         told = ", ".join(f"{score:.3f}" for score in siege.plain)
         print(f"other seeds without attackers: {told}; so at least {lowest or 0:.3f} is expected")
-    print(
-        "\nhostile processes, seconds of processor time: "
-        + ", ".join(f"{k} {s:.1f}" for k, s in used.items())
-    )
+    print("\nhostile processes, seconds of processor time: " + ", ".join(f"{k} {s:.1f}" for k, s in used.items()))
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--network", choices=["folder", "p2p"], default="p2p")
     options.add_argument("--minutes", type=float, default=10.0, help="of the siege")
     options.add_argument("--nodes", type=int, default=8, help="honest ones, of each swarm")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--scatter", type=int, default=2, help="swarms without attackers, with other seeds")
     options.add_argument("--share", type=float, default=0.04, help="of a core, for each hostile process")
-    options.add_argument(
-        "--deadline", type=float, default=20.0, help="seconds after which a round ends at the latest"
-    )
+    options.add_argument("--deadline", type=float, default=20.0, help="seconds after which a round ends at the latest")
     options.add_argument("--every", type=int, default=20, help="rounds between held-out scores")
     options.add_argument("--questions", type=int, default=100, help="of the held-out score")
-    options.add_argument(
-        "--swap", type=float, default=20.0, help="seconds after which the swarms change cores"
-    )
-    options.add_argument(
-        "--settle", type=float, default=10.0, help="seconds of the attack before it is measured"
-    )
+    options.add_argument("--swap", type=float, default=20.0, help="seconds after which the swarms change cores")
+    options.add_argument("--settle", type=float, default=10.0, help="seconds of the attack before it is measured")
     options.add_argument("--kinds", nargs="+", metavar="KIND", help="only these of the hostile processes")
     options.add_argument("--folder", help="keep everything there (default: a temporary folder)")
     options.add_argument("--json", metavar="FILE", help="write the figures there")

@@ -113,9 +113,7 @@ class Swarm:
         try:
             wait_until(reached, seconds)
         except TimeoutError as error:
-            raise SystemExit(
-                f"the swarm {self.name}, round {number}: {error}: {self.last_words()}"
-            ) from error
+            raise SystemExit(f"the swarm {self.name}, round {number}: {error}: {self.last_words()}") from error
 
     def last_words(self) -> str:
         return (self.root / "output.log").read_text(errors="replace")[-2000:]
@@ -207,11 +205,10 @@ class Swarm:
 
 
 def thirds(memory: Sequence[dict[int, float]]) -> tuple[tuple[float, float], float]:
-    """Means of all processes' memory together in the first and the last third, and the largest process's in the last."""
+    """Means of all processes' memory together in the first and the last third, and the largest process's in the
+    last."""
     part = max(1, len(memory) // 3)
-    first, last = (
-        sum(sum(each.values()) for each in some) / len(some) for some in (memory[:part], memory[-part:])
-    )
+    first, last = (sum(sum(each.values()) for each in some) / len(some) for some in (memory[:part], memory[-part:]))
     pids = {pid for each in memory[-part:] for pid in each}
     largest = max(sum(each.get(pid, 0.0) for each in memory[-part:]) / part for pid in pids)
     return (first, last), largest
@@ -326,9 +323,7 @@ def besiege(network: str, kinds: Sequence[str], target: Target, folder: Path) ->
     return beside
 
 
-def attack(
-    network: str, kind: str, target: Target, ready: Event, stop: Event, log: Path, number: int
-) -> None:
+def attack(network: str, kind: str, target: Target, ready: Event, stop: Event, log: Path, number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)

@@ -148,7 +148,8 @@ def pipes(target: Target, pace: Pace) -> None:
     hands = Hands(target.folder)
     logs, nodes = itertools.cycle(copies(target)), sorted(target.nodes().values())
     ways: list[Callable[[str], None]] = [
-        hands.pipe, hands.directory, lambda path: hands.symlink("/dev/zero", path), lambda path: hands.symlink("/dev/stdin", path),
+        hands.pipe, hands.directory, lambda path: hands.symlink("/dev/zero", path),
+        lambda path: hands.symlink("/dev/stdin", path),
     ]  # fmt: skip
     while pace.go(0.2):
         path, ahead, node = next(logs), target.state().round + 1, pace.rng.choice(nodes)

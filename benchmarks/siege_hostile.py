@@ -1,6 +1,7 @@
 """Drives the hostile processes of `siege.py`: what they know, how fast they go, and the members among them.
 
-A hostile process attacks one swarm in one way until it is told to stop. It uses a bounded share of a core, so that what is
+A hostile process attacks one swarm in one way until it is told to stop. It uses a bounded share of a core, so that what
+is
 measured is the attack and not the processor time that it takes.
 """
 
@@ -105,7 +106,8 @@ class Pace:
         self.began = 0.0  # when it was ready
 
     def go(self, pause: float = 0.1) -> bool:
-        """Rests for as long as the share demands; False when it is over. The first call says that the attack is ready."""
+        """Rests for as long as the share demands; False when it is over. The first call says that the attack is
+        ready."""
         self.done += 1
         if not self.began:
             self.began, self.used = time.monotonic(), self._used()
@@ -127,9 +129,7 @@ class HostileMember:
         self.files, self.target, self.name = files, target, name
         self.identity = identity or Identity.new()
         self.manifest = target.made()
-        self.coordinator = FolderCoordinator(
-            files, self.manifest, self.identity, name, threading.Event(), 0.5
-        )
+        self.coordinator = FolderCoordinator(files, self.manifest, self.identity, name, threading.Event(), 0.5)
         self.next_sign, self.joined = 0.0, time.time()
 
     def sign_of_life(self) -> None:

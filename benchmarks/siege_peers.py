@@ -1,6 +1,7 @@
 """Attacks a swarm as hostile peers: each a libp2p daemon of its own with another way to stop or to fool it.
 
-They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many names,
+They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many
+names,
 ask for junk, and join as members that lie, answer slowly or say nothing.
 """
 
@@ -180,9 +181,7 @@ def false_keeper(target: Target, pace: Pace) -> None:
         while pace.go(1.0):
             with suppress(OSError):  # so that others know it
                 engine.find(
-                    key_of(
-                        swarm, pace.rng.choice(["peers", "state", "", report_folder(target.state().round, 0)])
-                    )
+                    key_of(swarm, pace.rng.choice(["peers", "state", "", report_folder(target.state().round, 0)]))
                 )
 
 
@@ -204,9 +203,7 @@ def forgeries(target: Target, pace: Pace) -> None:
             subkey, data = pace.rng.choice(list(kept.items()))
             place = key_of(swarm, pace.rng.choice([folder, "peers", report_folder(now + 1, 0)]))
             spoiled = data.replace(b'"round', b'"rount') if pace.done % 3 else data[:-3] + b'x"}'
-            leave(
-                engine, place, subkey, pace.rng.choice([data, spoiled, pace.rng.randbytes(500), b""]), 6000.0
-            )
+            leave(engine, place, subkey, pace.rng.choice([data, spoiled, pace.rng.randbytes(500), b""]), 6000.0)
 
 
 def many_names(target: Target, pace: Pace) -> None:
@@ -225,7 +222,8 @@ def junk_requests(target: Target, pace: Pace) -> None:
     """Asks for what is not there, in every wrong way: too long, cut off, with paths that lead elsewhere."""
     others = victims(target)
     asks: Sequence[bytes] = [
-        b"../../etc/passwd", b"\xff\xfe", b"x" * 4096, b"state/history.jsonl", b"logs/swarm.log", b"peers/" + b"a" * 3000,
+        b"../../etc/passwd", b"\xff\xfe", b"x" * 4096, b"state/history.jsonl", b"logs/swarm.log",
+        b"peers/" + b"a" * 3000,
         b"", b"?time", b"checkpoints/round_0", b"settings.json", b"manifest.json", b"rollouts/round_0/stage_0/x.json",
     ]  # fmt: skip
 
@@ -264,7 +262,8 @@ def _of(play: Callable[[HostileMember, Pace], None], name: str) -> Callable[[Tar
 
 
 def slow_answers(target: Target, pace: Pace) -> None:
-    """Joins, reports, and answers byte by byte whoever asks for its rollouts; asks others meanwhile, so that they take it
+    """Joins, reports, and answers byte by byte whoever asks for its rollouts; asks others meanwhile, so that they take
+    it
     for one that is there."""
     others = victims(target)
     with _member(target, "slow") as member:

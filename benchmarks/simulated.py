@@ -1,7 +1,9 @@
 """Simulates the network: an `Engine` for every peer, over a Kademlia table that sends each message.
 
-`Table` and hivemind's routing tables and storage are the real ones. What lies between them, hivemind's `DHTNode`, is done
-here in virtual time: its beam search with four calls at a time, pings of full buckets, records that newcomers are given.
+`Table` and hivemind's routing tables and storage are the real ones. What lies between them, hivemind's `DHTNode`, is
+done
+here in virtual time: its beam search with four calls at a time, pings of full buckets, records that newcomers are
+given.
 Messages have the sizes that protobuf gives them, and the overhead that was measured on real ones.
 """
 
@@ -65,9 +67,7 @@ class Line:
 class Network:
     """Everybody who is here, and what it takes to reach them."""
 
-    def __init__(
-        self, world: World, seed: int, costs: Costs, delays: tuple[float, float], rate: float
-    ) -> None:
+    def __init__(self, world: World, seed: int, costs: Costs, delays: tuple[float, float], rate: float) -> None:
         self.world, self.costs, self.delays, self.rate = world, costs, delays, rate
         self.rng = random.Random(f"network {seed}")
         self.peers = dict[str, SimulatedEngine]()
@@ -286,11 +286,7 @@ class SimulatedNode:
         under_way = list[tuple[float, int, list[DHTID]]]()
         now, calls = 0.0, 0
         while True:
-            while (
-                candidates
-                and len(under_way) < WORKERS
-                and (len(beam) < width or candidates[0][0] <= -beam[0][0])
-            ):
+            while candidates and len(under_way) < WORKERS and (len(beam) < width or candidates[0][0] <= -beam[0][0]):
                 _, node = heapq.heappop(candidates)
                 if self.banned.get(node, (0.0, 0))[0] > self.engine.clock():
                     continue
@@ -348,9 +344,7 @@ class SimulatedNode:
         """Records that a newcomer should keep, if this node is the nearest that does."""
         for key, held in list(self.storage.items()):
             near = self.neighbours(key, self.node_id)[:REPLICAS]
-            if not near or (
-                newcomer.node.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key
-            ):
+            if not near or (newcomer.node.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key):
                 costs = self.network.costs.call
                 self.network.carry("store", self.engine, newcomer, STORE + size_of(held), STORED, costs)
                 for subkey, (value, expires) in held.value.items():

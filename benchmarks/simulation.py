@@ -77,9 +77,7 @@ class Swarm:
         self.rng = random.Random(f"swarm {scenario.seed}")
         self.owner = identity(scenario.seed, 0)
         begins = START + JOINING * scenario.interval
-        self.manifest: Manifest = manifest(
-            self.owner, begins, scenario.rounds + scenario.settle, scenario.interval
-        )
+        self.manifest: Manifest = manifest(self.owner, begins, scenario.rounds + scenario.settle, scenario.interval)
         self.signed = seal(self.manifest, self.owner)
 
     def run(self) -> None:
@@ -136,9 +134,7 @@ class Swarm:
 
             world.spawn(once, every, lambda: engine.online)
 
-        again(
-            lambda: node.coordinator.register(replace(info, timestamp=world.now)), manifest.peer_timeout / 4
-        )
+        again(lambda: node.coordinator.register(replace(info, timestamp=world.now)), manifest.peer_timeout / 4)
         again(files.renew, KEPT_SECONDS / 6)
         world.spawn(node.run, 0.0, lambda: engine.online)
 
@@ -231,11 +227,7 @@ def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
         for done in peer.player.played:
             read.update({(of, number) for of, number, _ in done.read})
             at = done.published + done.collect_s
-            took += [
-                (at, me, of, published[of, number])
-                for of, number in set(done.took)
-                if (of, number) in published
-            ]
+            took += [(at, me, of, published[of, number]) for of, number in set(done.took) if (of, number) in published]
     took.sort()
     half = swarm.scenario.peers / 2
     first = [place for place in published if place[1] == swarm.scenario.settle]

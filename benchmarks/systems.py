@@ -65,9 +65,7 @@ def missing(names: Sequence[str]) -> str | None:
     lacking = [p for name in names for p in NEEDS[name] if importlib.util.find_spec(p) is None]
     if not lacking:
         return None
-    return (
-        f"{', '.join(lacking)} not installed. Type: {INSTALL}   Or measure this project alone: --systems ours"
-    )
+    return f"{', '.join(lacking)} not installed. Type: {INSTALL}   Or measure this project alone: --systems ours"
 
 
 class Ours:
@@ -83,9 +81,7 @@ class Ours:
         loaded, tokenizer = load_model(model)
         self.model, self.pad = loaded.to(device), pad_of(tokenizer)
         self.precision = "bf16 over float32" if prefers_bfloat16(self.model) else "float32"
-        self.settings = Settings(
-            model=model, learning_rate=1e-6
-        )  # 1e-6 is also what the other two default to
+        self.settings = Settings(model=model, learning_rate=1e-6)  # 1e-6 is also what the other two default to
         self.trainer = Policy(self.model, tokenizer, model, "", self.settings).trainer
         self.take(workload)
 
@@ -107,9 +103,7 @@ class Ours:
         w = self.workload
         groups = [
             TrainingGroup(prompt, ids, grpo.advantages(rewards, self.settings.normalize_advantages), logprobs)
-            for prompt, ids, rewards, logprobs in zip(
-                w.prompts, w.completions, w.rewards, w.logprobs, strict=True
-            )
+            for prompt, ids, rewards, logprobs in zip(w.prompts, w.completions, w.rewards, w.logprobs, strict=True)
         ]
         self.trainer.update(groups)
 
@@ -228,9 +222,7 @@ class TRL:
         # What `train` does before its first step.
         trainer = self.trainer
         trainer.create_optimizer()
-        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
-            trainer.model, trainer.optimizer
-        )
+        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
         trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
         trainer.model.train()
         self.model = trainer.model
@@ -331,9 +323,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def attribute(name: str) -> type:
             if name.startswith("__"):
                 raise AttributeError(name)
-            made = type(
-                name, (), {"__len__": lambda self: 1, "cache_files": ()}
-            )  # all that is asked of a dataset
+            made = type(name, (), {"__len__": lambda self: 1, "cache_files": ()})  # all that is asked of a dataset
             setattr(module, name, made)
             return made
 

@@ -3,8 +3,10 @@ half, right.
 
     python benchmarks/takeoff.py docs/results/discovery.jsonl.xz [--window 20]
 
-Reads one JSON line per run: experiment, arm, seed, learning rate, and for each node its rows of round, mean reward of fresh
-local rollouts, generated tokens, trained tokens and groups of others. A node has taken off at the end of the first window
+Reads one JSON line per run: experiment, arm, seed, learning rate, and for each node its rows of round, mean reward of
+fresh
+local rollouts, generated tokens, trained tokens and groups of others. A node has taken off at the end of the first
+window
 of rounds whose mean reward reaches the level; a run's time is that of its median node.
 """
 
@@ -42,9 +44,7 @@ def shown(times: Sequence[float], rounds: int) -> str:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("file", type=Path)
     options.add_argument("--window", type=int, default=20, help="rounds")
     given = options.parse_args()
@@ -52,18 +52,15 @@ def main() -> int:
     with lzma.open(given.file, "rt") as lines:
         for run in map(json.loads, lines):
             groups[run["experiment"], len(run["nodes"]), run["arm"], run["rate"]].append(run)
-    print(
-        "| experiment | nodes | arm | rate | runs | rounds | fresh local, mean | a quarter solved | half solved |"
-    )
+    print("| experiment | nodes | arm | rate | runs | rounds | fresh local, mean | a quarter solved | half solved |")
     print("| --- | ---: | --- | ---: | ---: | ---: | ---: | --- | --- |")
     for (experiment, nodes, arm, rate), runs in sorted(groups.items()):
         rounds = min(len(rows) for run in runs for rows in run["nodes"].values())
-        fresh = statistics.fmean(
-            row[REWARD] for run in runs for rows in run["nodes"].values() for row in rows[:rounds]
-        )
+        fresh = statistics.fmean(row[REWARD] for run in runs for rows in run["nodes"].values() for row in rows[:rounds])
         times = (shown([median_node(run, level, given.window) for run in runs], rounds) for level in LEVELS)
         print(
-            f"| {experiment} | {nodes} | {arm} | {rate:g} | {len(runs)} | {rounds} | {fresh:.3f} | {' | '.join(times)} |"
+            f"| {experiment} | {nodes} | {arm} | {rate:g} | {len(runs)} | {rounds} | {fresh:.3f} | {' | '.join(times)} "
+            "|"
         )
     return 0
 

@@ -94,9 +94,7 @@ class Member:
             if len(found) >= self.world:
                 self.whole_s.append(time.monotonic() - started)
             else:
-                self.failures.append(
-                    f"it got {len(found)} of {self.world}, after an error that it keeps to itself"
-                )
+                self.failures.append(f"it got {len(found)} of {self.world}, after an error that it keeps to itself")
 
 
 def host(link: Connection, count: int, known: list[str], world: int, in_thread: bool) -> None:
@@ -110,9 +108,7 @@ def host(link: Connection, count: int, known: list[str], world: int, in_thread: 
     members = []
     for _ in range(count):
         module.HivemindRendezvouz.init(is_master=not known)
-        made = module.HivemindBackend(
-            initial_peers=known or None, timeout=TIMEOUT, startup_timeout=START_SECONDS
-        )
+        made = module.HivemindBackend(initial_peers=known or None, timeout=TIMEOUT, startup_timeout=START_SECONDS)
         members.append(Member(made, world))
         if not known:
             known = [str(address) for address in made.dht.get_visible_maddrs()]
@@ -120,18 +116,14 @@ def host(link: Connection, count: int, known: list[str], world: int, in_thread: 
     link.send("ready")
     begins, ends = link.recv()
     threads = [
-        threading.Thread(target=member.play, args=(begins, environment, id(member)), daemon=True)
-        for member in members
+        threading.Thread(target=member.play, args=(begins, environment, id(member)), daemon=True) for member in members
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, ends - time.time()))
     link.send(
-        [
-            (member.whole_s, member.failures, thread.is_alive())
-            for member, thread in zip(members, threads, strict=True)
-        ]
+        [(member.whole_s, member.failures, thread.is_alive()) for member, thread in zip(members, threads, strict=True)]
     )
     link.recv()
     os._exit(0)  # some of its threads never end

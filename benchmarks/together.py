@@ -104,9 +104,7 @@ class Node:
         for start in range(0, len(self.prompts), step):
             seed = self.args.seed + 1000 * turn + start
             groups += sample(self.model, self.prompts[start : start + step], count, self.decoding, seed)
-        assert sum(len(s.tokens) for group in groups for s in group) == (
-            len(self.prompts) * count * self.args.tokens
-        )
+        assert sum(len(s.tokens) for group in groups for s in group) == (len(self.prompts) * count * self.args.tokens)
         return groups
 
     def train(self, groups: list[Any]) -> None:
@@ -227,9 +225,7 @@ def measure(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     try:
         answer = ours.recv()
     except EOFError:
-        raise SystemExit(
-            f"The process of {nodes} nodes died; was it out of memory? Try fewer nodes."
-        ) from None
+        raise SystemExit(f"The process of {nodes} nodes died; was it out of memory? Try fewer nodes.") from None
     process.join()
     if isinstance(answer, str):
         raise SystemExit(answer)
@@ -260,9 +256,7 @@ def show(results: list[dict[str, Any]], ratio: float) -> None:
 def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("--nodes", type=int, default=8, help="that share the device (default: 8)")
-    parser.add_argument(
-        "--random", choices=["llama", "gpt2"], help="random weights of this family, no --model"
-    )
+    parser.add_argument("--random", choices=["llama", "gpt2"], help="random weights of this family, no --model")
     args = parser.parse_args()
     if args.nodes < 2:
         parser.error(f"--nodes {args.nodes}: compare one node with at least 2")

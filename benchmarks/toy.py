@@ -41,9 +41,7 @@ class Prose:
     def response(self, rng: random.Random, right: bool) -> str:
         steps = "\n".join(
             f"{a} {sign} {b} = {a + b if sign == '+' else a * b}"
-            for a, b, sign in (
-                (rng.randint(2, 9999), rng.randint(2, 999), rng.choice("+*")) for _ in range(3)
-            )
+            for a, b, sign in ((rng.randint(2, 9999), rng.randint(2, 999), rng.choice("+*")) for _ in range(3))
         )
         return f"{self.passage(220, rng)}\n{steps}\n<answer>{rng.randint(1000, 99999)}{'!' * right}</answer>"
 
@@ -81,6 +79,4 @@ def plain_json(publication: Publication) -> bytes:
         for number, given in publication.rollouts.items()
     }
     fields = ("peer_id", "round", "stage", "timestamp")
-    return json.dumps(
-        {**{name: getattr(publication, name) for name in fields}, "rollouts": rollouts}
-    ).encode()
+    return json.dumps({**{name: getattr(publication, name) for name in fields}, "rollouts": rollouts}).encode()

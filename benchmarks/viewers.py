@@ -2,7 +2,8 @@
 
     python benchmarks/viewers.py PORT HISTORY.json [--viewers 200] [--seconds 180]
 
-They ask as the page's JavaScript does: four questions at once, each over a connection of its own, and not again before the
+They ask as the page's JavaScript does: four questions at once, each over a connection of its own, and not again before
+the
 answers are there. Every answer is checked against what the history must say; a body that was found right before is not
 read again. One process with plain sockets, so that it costs little beside the server that is measured.
 """
@@ -221,9 +222,7 @@ async def watch(port: int, known: Known, viewers: int, seconds: float) -> dict[s
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("port", type=int)
     parser.add_argument("history", type=Path)
     parser.add_argument("--viewers", type=int, default=200)

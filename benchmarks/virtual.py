@@ -35,9 +35,7 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def spawn(
-        self, work: Callable[[], None], delay: float = 0.0, exists: Callable[[], bool] = lambda: True
-    ) -> None:
+    def spawn(self, work: Callable[[], None], delay: float = 0.0, exists: Callable[[], bool] = lambda: True) -> None:
         """Begins a task some seconds from now, if whoever it belongs to then still exists."""
         heapq.heappush(self._waiting, (self.now + delay, next(self._numbers), Task(work, exists)))
 

@@ -11,7 +11,8 @@ a proposer.
 Held-out tasks (see `CodingTask.held_out`) are never trained on, in any of the three roles. Weights are stored in half
 precision, which makes the files half as large and is undone by loading.
 
-The model in `coder/` was made by that command on an H200 in four minutes. Of its sampled answers to held-out tasks 33 % were
+The model in `coder/` was made by that command on an H200 in four minutes. Of its sampled answers to held-out tasks 33 %
+were
 right; behind a forced fence, greedily, 97 %. It told right from wrong programs in 95 % of cases, balanced, and of the
 tasks that it proposed 46 % of beginner's, 20 % of easy and 10 % of an expert's passed their own tests.
 """
@@ -132,9 +133,7 @@ def _easy_tests(task: CodingTask, rng: random.Random) -> tuple[Test, ...]:
     """Two short calls with different values, since a small model has to work them out in its head."""
     names: dict[str, Any] = {}
     exec(task.reference, names)
-    kinds = sorted(
-        (kind for kind in GIVEN if f"Given {GIVEN[kind]}" in task.description), key=lambda k: -len(GIVEN[k])
-    )
+    kinds = sorted((kind for kind in GIVEN if f"Given {GIVEN[kind]}" in task.description), key=lambda k: -len(GIVEN[k]))
     found: dict[str, Test] = {}
     for _ in range(12):
         arguments = [_easy_value(kinds[0], rng)] + [rng.randint(2, 5)] * (", k)" in task.description[:60])
@@ -329,9 +328,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sheets:
         texts = [chat(task.prompt) + forced for task in tasks]
         answers = [forced + answer for answer in complete(model, tokenizer, texts, greedy)]
         right = judge([(answer, task.tests) for answer, task in zip(answers, tasks, strict=True)])
-        by_level = [
-            mean([r for r, t in zip(right, tasks, strict=True) if t.level == level]) for level in LEVELS
-        ]
+        by_level = [mean([r for r, t in zip(right, tasks, strict=True) if t.level == level]) for level in LEVELS]
         shares = ", ".join(f"{level} {share:.2f}" for level, share in zip(LEVELS, by_level, strict=True))
         formed = mean([program(answer) is not None for answer in answers])
         print(f"solver, {name}: right {mean(right):.3f} ({shares}), fenced {formed:.2f}", flush=True)
@@ -340,9 +337,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sheets:
 
 
 @torch.no_grad()
-def measure_evaluator(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sheets: Sequence[Sheet]
-) -> None:
+def measure_evaluator(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sheets: Sequence[Sheet]) -> None:
     yes, no = tokenizer.convert_tokens_to_ids([prompts.YES, prompts.NO])
     shares = []
     for right in (True, False):
@@ -354,9 +349,7 @@ def measure_evaluator(
             logits = model(**inputs).logits[:, -1]
             said += (logits[:, yes] > logits[:, no]).tolist()
         shares.append(mean([verdict == right for verdict in said]))
-    print(
-        f"evaluator: {mean(shares):.3f} balanced (right {shares[0]:.2f}, wrong {shares[1]:.2f})", flush=True
-    )
+    print(f"evaluator: {mean(shares):.3f} balanced (right {shares[0]:.2f}, wrong {shares[1]:.2f})", flush=True)
 
 
 def measure_proposer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, each: int = 50) -> None:
@@ -401,9 +394,7 @@ def main() -> None:
         f"{lengths[0]:.1f} + {lengths[1]:.1f} tokens, {time.monotonic() - started:.0f} s",
         flush=True,
     )
-    pretrain(
-        model, examples, tokenizer.pad_token_id, args.steps, args.batch_size, args.learning_rate, args.device
-    )
+    pretrain(model, examples, tokenizer.pad_token_id, args.steps, args.batch_size, args.learning_rate, args.device)
     by_level = [[s for s in held_out if s.task.level == level] for level in LEVELS]
     measure(model, tokenizer, [s for level in by_level for s in level[: args.measured // len(LEVELS)]])
     save(model.half(), tokenizer, args.out)

@@ -116,9 +116,7 @@ def generate_questions(per_task: int) -> list[Question]:
         dataset = reasoning_gym.create_dataset(task.name, seed=0, size=2**31, **task.config)
         entries = (dataset[i] for i in range(per_task))
         answers = {entry["question"]: str(entry["answer"]) for entry in entries}
-        questions += [
-            Question(task.name, text, answer, is_held_out(text)) for text, answer in answers.items()
-        ]
+        questions += [Question(task.name, text, answer, is_held_out(text)) for text, answer in answers.items()]
         print(f"{task.name}: {len(answers)} different questions of {per_task}", flush=True)
     return questions
 
@@ -204,9 +202,7 @@ def measure(
 def main() -> None:
     parser = options("Make the tiny language model.", steps=12_000, layers=3, examples=1_000_000)
     parser.add_argument("--per-task", type=int, default=60_000, help="questions to generate of each task")
-    parser.add_argument(
-        "--questions", type=Path, help="file of questions (.json.gz): read, or written if missing"
-    )
+    parser.add_argument("--questions", type=Path, help="file of questions (.json.gz): read, or written if missing")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -223,9 +219,7 @@ def main() -> None:
         flush=True,
     )
 
-    pretrain(
-        model, examples, tokenizer.pad_token_id, args.steps, args.batch_size, args.learning_rate, args.device
-    )
+    pretrain(model, examples, tokenizer.pad_token_id, args.steps, args.batch_size, args.learning_rate, args.device)
     for greedy in (False, True):
         scores = measure(model, tokenizer, held_out, greedy)
         mean = sum(scores.values()) / len(scores)

@@ -94,9 +94,7 @@ def batches(
     place_1T = torch.arange(int(lengths.max()))[None]
     used_NT = place_1T < lengths[:, None]
     ids_NT = torch.full(used_NT.shape, pad, dtype=torch.int16)
-    ids_NT[used_NT] = torch.tensor(
-        [i for example in examples for ids in example for i in ids], dtype=torch.int16
-    )
+    ids_NT[used_NT] = torch.tensor([i for example in examples for ids in example for i in ids], dtype=torch.int16)
     labels_NT = ids_NT.masked_fill(~used_NT | (place_1T < prompts[:, None]), -100)
     ids_NT, labels_NT = ids_NT.to(device), labels_NT.to(device)
     for _ in range(steps):
@@ -117,9 +115,7 @@ def pretrain(
 ) -> None:
     """Plain next-token training: AdamW, a short warm-up, then a cosine down to nothing."""
     model.to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started = time.monotonic()
     for step, (ids, labels) in enumerate(batches(examples, pad, steps, batch_size, device)):
         warm_up = min(1.0, (step + 1) / (0.02 * steps + 1))
@@ -128,9 +124,7 @@ def pretrain(
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = model(input_ids=ids).logits
         # Padding stands on the right, where causal attention never looks back from a label.
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-        )
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

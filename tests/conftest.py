@@ -23,7 +23,8 @@ settings.load_profile("steady")
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under `nohup`; what a test starts would inherit that
     signal.signal(signal.SIGHUP, lambda signum, frame: None)
 
-# Tests of these files share nothing and start processes: each goes to whichever worker is free. All other files stay whole.
+# Tests of these files share nothing and start processes: each goes to whichever worker is free. All other files stay
+# whole.
 SPREAD = (
     "test_stopping.py",
     "test_shared_folder.py",
@@ -34,7 +35,8 @@ SPREAD = (
 )
 # What takes longest begins first, so that no worker is left with it at the end.
 LONG = (
-    *SPREAD, "test_cuda.py", "test_roles.py", "test_faults.py", "test_data_parallel.py", "test_scale.py", "test_page.py", "test_warmup.py",
+    *SPREAD, "test_cuda.py", "test_roles.py", "test_faults.py", "test_data_parallel.py", "test_scale.py",
+    "test_page.py", "test_warmup.py",
     "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py", "test_fuzzed_api.py",
     "test_slow_clients.py", "test_sandbox.py", "test_debate.py", "test_docs_page.py", "test_memory.py", "test_api.py",
 )  # fmt: skip

@@ -42,9 +42,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
-    shutil.copytree(
-        PACKAGE, root / "src" / "rl_swarm", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors")
-    )
+    shutil.copytree(PACKAGE, root / "src" / "rl_swarm", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     shutil.copy(ROOT / "pyproject.toml", root)
     return root
 

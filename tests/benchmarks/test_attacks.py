@@ -12,9 +12,7 @@ from rl_swarm.environments import task_list
 
 attacks, attacked, attackers = map(importlib.import_module, ("attacks", "attacked", "attackers"))
 
-SMALL = attacked.Size(
-    honest=2, malicious=1, identities=2, rounds=2, short_rounds=2, every=2, held_out=4, samples=1
-)
+SMALL = attacked.Size(honest=2, malicious=1, identities=2, rounds=2, short_rounds=2, every=2, held_out=4, samples=1)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +46,7 @@ def outcome(environment, tmp_path_factory):
         ("round", {"place"}),
     ],
 )
-def test_a_lie_is_learned_by_those_who_believe_it_and_by_no_others(
-    name: str, reasons: set[str], outcome
-) -> None:
+def test_a_lie_is_learned_by_those_who_believe_it_and_by_no_others(name: str, reasons: set[str], outcome) -> None:
     believed = outcome(name, False)
     assert believed.hostile > 0 and believed.learned > 0 and not believed.reasons
     checked = outcome(name, True)

@@ -165,14 +165,10 @@ def test_a_plan_has_every_kind_of_fault_and_churn_of_a_third(network: str) -> No
     shown = json.dumps([vars(fault) for fault in plan])
     assert plans.plan_of(shown) == plan
     kept, out = plans.left_out(plan, network, namespaces=False)
-    assert (
-        out["disk"] and ("loss" in out) == (network == "p2p") and len(kept) + sum(out.values()) == len(plan)
-    )
+    assert out["disk"] and ("loss" in out) == (network == "p2p") and len(kept) + sum(out.values()) == len(plan)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[3]", '[{"kind": "fire", "round": 1, "nodes": []}]', '[{"round": 1}]']
-)
+@pytest.mark.parametrize("text", ["{", "[3]", '[{"kind": "fire", "round": 1, "nodes": []}]', '[{"round": 1}]'])
 def test_a_plan_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SystemExit, match="--plan"):
         plans.plan_of(text)
@@ -200,9 +196,7 @@ def played(folder: Path, network: str, plan: list[dict[str, Any]], *options: str
     return figures
 
 
-def fault(
-    kind: str, round: int, *nodes: str, seconds: float | None = 1.0, amount: float = 0.0
-) -> dict[str, Any]:
+def fault(kind: str, round: int, *nodes: str, seconds: float | None = 1.0, amount: float = 0.0) -> dict[str, Any]:
     return {"kind": kind, "round": round, "nodes": nodes, "seconds": seconds, "amount": amount}
 
 

@@ -1,4 +1,5 @@
-"""Every kind of record that travels, as a stranger may send it; and short runs of the fuzzer, which is blind to nothing."""
+"""Every kind of record that travels, as a stranger may send it; and short runs of the fuzzer, which is blind to
+nothing."""
 
 import base64
 import importlib
@@ -76,9 +77,7 @@ PLACES = [
 def test_an_unknown_field_is_ignored_wherever_it_stands_and_signed(name, path, record):
     kind, author = type(RECORDS[name]), messages.SIGNERS[name]
     fields = msgspec.to_builtins(RECORDS[name])
-    if (
-        record.__struct_config__.forbid_unknown_fields
-    ):  # a setting of a task that is not known: other questions
+    if record.__struct_config__.forbid_unknown_fields:  # a setting of a task that is not known: other questions
         at(fields, path)["invented_later"] = 1
         with pytest.raises(Rejected, match="schema"):
             unseal(signed(fields, author), kind)
@@ -344,9 +343,7 @@ def peers():
 def test_no_stream_and_no_record_does_harm_to_a_peer(peers, tmp_path):
     result = fuzz(peers, tmp_path, cases=3)
     assert result.failures == []
-    assert {"honest: answered", "record: taken", "record: refused", "stream: a request"} <= set(
-        result.reached
-    )
+    assert {"honest: answered", "record: taken", "record: refused", "stream: a request"} <= set(result.reached)
 
 
 def keep_slots(monkeypatch, target):

@@ -88,9 +88,7 @@ def test_a_held_out_score_says_what_it_is_the_mean_of() -> None:
 def test_evaluate_and_status_say_the_same_of_a_checkpoint_and_how_it_was_measured(tmp_path: Path) -> None:
     few = ["held_out_questions=20", "held_out_every=0", "checkpoint_every=2", "generations=4"]
     sets = [part for one in few for part in ("--set", one)]
-    code, output = run(
-        tmp_path, "up", "--run", "runs/r", "--nodes", "1", "--rounds", "2", "--device", "cpu", *sets
-    )
+    code, output = run(tmp_path, "up", "--run", "runs/r", "--nodes", "1", "--rounds", "2", "--device", "cpu", *sets)
     assert code == 0 and "20 questions answered 2 times at temperature 1" in output, output
     code, output = run(tmp_path, "status", "runs/r", "--json")
     told = json.loads(output[output.index("{") :])
@@ -165,8 +163,6 @@ def test_any_file_of_a_swarm_is_printed_as_json_and_junk_is_refused(tmp_path: Pa
 
 def test_python_dash_m_is_the_same_command() -> None:
     script = Path(sys.executable).with_name("rl-swarm")
-    outputs = [
-        subprocess.run([*call, "--version"], capture_output=True, text=True) for call in (RL_SWARM, [script])
-    ]
+    outputs = [subprocess.run([*call, "--version"], capture_output=True, text=True) for call in (RL_SWARM, [script])]
     assert outputs[0].stdout == outputs[1].stdout
     assert rl_swarm.__version__ in outputs[0].stdout

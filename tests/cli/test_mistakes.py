@@ -68,9 +68,7 @@ NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody 
         (["bootnode", "--known", "junk"], "junk is no address of a peer"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(
-    tmp_path: Path, arguments: list[str], expected: str
-) -> None:
+def test_a_mistake_is_told_before_anything_is_made(tmp_path: Path, arguments: list[str], expected: str) -> None:
     code, output = run(tmp_path, *arguments, CUDA_VISIBLE_DEVICES="", **NO_HUB)
     assert code == 1 and expected in output
     assert "Traceback" not in output and "None" not in output
@@ -132,9 +130,7 @@ def test_a_node_in_a_directory_that_cannot_be_written_says_so(tmp_path: Path) ->
 
 def broken_manifest(folder: Path) -> LocalFiles:
     files = LocalFiles(folder)
-    files.write(
-        MANIFEST, f'{{"peer_id": "{Identity.new().peer_id}", "digest": "00", "signature": ""}}'.encode()
-    )
+    files.write(MANIFEST, f'{{"peer_id": "{Identity.new().peer_id}", "digest": "00", "signature": ""}}'.encode())
     return files
 
 
@@ -172,9 +168,7 @@ def test_names_of_folders_are_no_markup_to_a_terminal(tmp_path: Path) -> None:
         assert code == 0 and f"No runs in {name}." in output
 
 
-@pytest.mark.parametrize(
-    ("number", "shown"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes"), (1200, "1,200 nodes")]
-)
+@pytest.mark.parametrize(("number", "shown"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes"), (1200, "1,200 nodes")])
 def test_one_is_not_many(number: int, shown: str) -> None:
     assert counted(number, "node") == shown
     assert protocol(1, 1, None) == "1 question answered 1 time"

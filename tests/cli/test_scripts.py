@@ -47,9 +47,7 @@ def test_it_installs_once_and_again_only_after_a_change(checkout: Path) -> None:
 def test_arguments_are_handed_on_and_never_taken_for_something_else(checkout: Path) -> None:
     call(checkout, "run_rl_swarm.sh")
     assert call(checkout, "run_rl_swarm.sh", "--nodes", "2") == ["RL-SWARM up --nodes 2"]
-    assert call(checkout, "run_rl_swarm.sh", "status", "runs/x", "--json") == [
-        "RL-SWARM status runs/x --json"
-    ]
+    assert call(checkout, "run_rl_swarm.sh", "status", "runs/x", "--json") == ["RL-SWARM status runs/x --json"]
     assert call(checkout, "run_rl_swarm.sh", "dev") == ["RL-SWARM dev"]
     assert call(checkout, "run_rl_swarm.sh", "--version") == ["RL-SWARM --version"]
 
@@ -57,6 +55,4 @@ def test_arguments_are_handed_on_and_never_taken_for_something_else(checkout: Pa
 def test_the_tests_install_what_tests_need(checkout: Path) -> None:
     lines = call(checkout, "run_tests.sh", "--collect-only")
     assert lines[0].startswith("INSTALL") and lines[0].endswith("--editable .[dev]")
-    assert any(line.startswith("RUFF check") for line in lines) and any(
-        line.startswith("MYPY") for line in lines
-    )
+    assert any(line.startswith("RUFF check") for line in lines) and any(line.startswith("MYPY") for line in lines)

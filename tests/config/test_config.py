@@ -228,7 +228,8 @@ def test_settings_that_contradict_each_other_are_refused(flags, words):
 def test_an_env_file_is_read_as_people_write_them(tmp_path):
     path = tmp_path / ".env"
     path.write_text(
-        "# SEED=1\n\nexport SEED=5\n MAX_ROUNDS = 6  # rounds\nMODEL_NAME='a b'\nHF_TOKEN=\"x # y\"\nNODE_ID=a#b\nnonsense\n"
+        "# SEED=1\n\nexport SEED=5\n MAX_ROUNDS = 6  # rounds\nMODEL_NAME='a b'\nHF_TOKEN=\"x # "
+        'y"\nNODE_ID=a#b\nnonsense\n'
         "SWARM_WEB_TOKEN=${SEED}$\n"
     )
     assert read_dotenv(path) == {
@@ -363,9 +364,7 @@ def test_what_the_documentation_says_about_test_mode_and_yaml_is_true(tmp_path):
 
 
 def test_settings_can_be_read_without_torch():
-    script = (
-        "import sys, rl_swarm.config.table; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
+    script = "import sys, rl_swarm.config.table; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

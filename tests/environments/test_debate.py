@@ -74,9 +74,7 @@ def test_a_voter_is_paid_for_the_right_answer_and_more_if_most_critics_chose_it(
     right, wrong = f"Clear. <answer> {root.answer} </answer>", "I doubt it. <answer>0.5</answer>"
     agreed = follow(sums, VOTE, [said(root, right, right, wrong, stage=CRITICISE)])
     split = follow(sums, VOTE, [said(root, right, wrong, wrong, stage=CRITICISE)])
-    assert (
-        majority(agreed.parents) == root.answer and majority(split.parents) == "0.5" and majority([]) is None
-    )
+    assert majority(agreed.parents) == root.answer and majority(split.parents) == "0.5" and majority([]) is None
     given = [(agreed, right), (split, right), (split, wrong), (agreed, "nothing")]
     assert sums.score(given) == pytest.approx([1.0, 0.7, 0.1, 0.0])
 
@@ -237,9 +235,7 @@ def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_pat
         swarm.round()
     swarm.close()
     liar, honest = map(lines_of, swarm.nodes)
-    assert (
-        honest[CRITICISE]["external_rejected"] == {"parents": 1} and not honest[CRITICISE]["external_taken"]
-    )
+    assert honest[CRITICISE]["external_rejected"] == {"parents": 1} and not honest[CRITICISE]["external_taken"]
     assert honest[VOTE]["external_rejected"] == {"parents": 1}, "nor is it heard in the next stage"
     assert swarm.swarm.published[0, VOTE, swarm.nodes[1].name].heard[CRITICISE] == []
     assert not liar[CRITICISE]["external_rejected"]

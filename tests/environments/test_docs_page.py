@@ -54,9 +54,7 @@ def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> N
     played = metrics(tmp_path / "r")
     for node, role in roles.items():
         lines = [line for line in played[node] if line["kind"] == "round"]
-        assert [(line["round"], line["stage"]) for line in lines] == [
-            (r, s) for r in range(6) for s in (0, 1)
-        ]
+        assert [(line["round"], line["stage"]) for line in lines] == [(r, s) for r in range(6) for s in (0, 1)]
         busy = 0 if role == "teacher" else 1
         assert all(line.get("passed", False) == (line["stage"] != busy) for line in lines)
         assert any(line["policy_version"] for line in lines) == (role == "pupil"), "only pupils learn"
@@ -65,9 +63,7 @@ def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> N
     code, output = run(tmp_path, "validate", "r", "--rounds", "6", "--nodes", "4", PYTHONPATH=installed)
     assert code == 0, output
 
-    code, output = run(
-        tmp_path, "join", "r", "--set", "identity_path=other.pem"
-    )  # not installed for this one
+    code, output = run(tmp_path, "join", "r", "--set", "identity_path=other.pem")  # not installed for this one
     assert code != 0
     for named in ("'school'", "entry point", "rl_swarm.environments", "school 1.0", "debate, reasoning"):
         assert named in output

@@ -122,12 +122,8 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
     assert all(len(given) == 1 for given in published.rollouts.values()) and len(published.parents) == 16
     heard = nodes[0].heard(0, JUDGE)
     assert {said.question.role for said in heard} == {"judge"} and len(heard) == 16
-    assert {parent.peer_id for said in heard for parent in said.question.parents} == set(
-        published.heard[WRITE]
-    )
-    assert swarm.published[0, WRITE, judge.name].rollouts == {}, (
-        "and in a stage without work everybody says so"
-    )
+    assert {parent.peer_id for said in heard for parent in said.question.parents} == set(published.heard[WRITE])
+    assert swarm.published[0, WRITE, judge.name].rollouts == {}, "and in a stage without work everybody says so"
 
 
 def test_what_other_roles_publish_is_not_learned_from(swarm, tmp_path) -> None:

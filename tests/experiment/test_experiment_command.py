@@ -122,9 +122,7 @@ def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) 
 
 
 def test_help_is_there_without_torch() -> None:
-    code = (
-        "import sys; from rl_swarm.cli import main; sys.argv = ['rl-swarm', 'experiment', 'sapo', '--help']\n"
-    )
+    code = "import sys; from rl_swarm.cli import main; sys.argv = ['rl-swarm', 'experiment', 'sapo', '--help']\n"
     code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for word in ("--configs", "--strategies", "--rates", "--seeds", "4/0-pooled", "adaptive", "module:Class"):
@@ -159,9 +157,7 @@ def test_help_is_there_without_torch() -> None:
         (["--set", "warmth=3"], ["warmth"]),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_would_work(
-    tmp_path: Path, arguments: list[str], words: list[str]
-) -> None:
+def test_what_cannot_be_is_refused_with_what_would_work(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     said = refused("sapo", "--out", str(tmp_path / "e"), *arguments)
     for word in words:
         assert word in said

@@ -69,9 +69,7 @@ def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
     swarm = LockstepSwarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
-    assert not swarm.run(stop, lambda swarm: stop.set() if swarm.done == 2 else None), (
-        "after round 2 of 0 to 5"
-    )
+    assert not swarm.run(stop, lambda swarm: stop.set() if swarm.done == 2 else None), "after round 2 of 0 to 5"
     swarm.close()
     kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert kept == ["round_1", "round_2"], "the one before stays until all nodes have the next"
@@ -207,9 +205,7 @@ def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path
 
 def test_lines_after_a_round_are_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b"".join(msgspec.json.encode({"round": k}) + b"\n" for k in (-1, 0, 1, 2)) + b'{"round": 3'
-    )
+    path.write_bytes(b"".join(msgspec.json.encode({"round": k}) + b"\n" for k in (-1, 0, 1, 2)) + b'{"round": 3')
     log = SharedLog(path)
     rewind(log, 1)
     assert path.read_bytes() == b'{"round":-1}\n{"round":0}\n{"round":1}\n'

@@ -25,7 +25,8 @@ def made(
     rounds: int = 2,
     count: int = 2,
 ) -> None:
-    """A finished run: of every node fresh local and training-set reward by round, and held-out score before and after."""
+    """A finished run: of every node fresh local and training-set reward by round, and held-out score before and
+    after."""
     job = Job(arm, seed, rounds, count)
     path = folder / "runs" / job.name
     job.write(LocalFiles(path))
@@ -42,14 +43,13 @@ def made(
         for at, where, score in ((0, -1, ends[node][0]), (len(lines) + 1, rounds - 1, ends[node][1])):
             lines.insert(
                 at,
-                dict(kind="held_out", when="now", round=where, questions=8, sampled=score, greedy=2 * score, well_formed=1.0,
+                dict(kind="held_out", when="now", round=where, questions=8, sampled=score, greedy=2 * score,
+                well_formed=1.0,
                      accuracy_well_formed=score, by_task={"gcd": score}, greedy_by_task={"gcd": 2 * score},
                      well_formed_by_task={}, accuracy_well_formed_by_task={}, examples=[]),
             )  # fmt: skip
         (path / "logs" / node).mkdir(parents=True)
-        (path / "logs" / node / "metrics.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        (path / "logs" / node / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_what_the_paper_has_too_stands_beside_its_numbers(tmp_path: Path) -> Non
     (tmp_path / "out" / "report.json").rename(tmp_path / "kept" / "report.json")
     both = report.read([tmp_path / "kept", tmp_path / "other"])
     assert list(both["configurations"])[-2:] == ["kept: 4/4 top", "other: 4/4 sapo"]
-    assert both["configurations"]["kept: 4/4 sapo"]["against"]["kept: 8/0"]["training_set"][
-        "mean"
-    ] == pytest.approx(0.5)
+    assert both["configurations"]["kept: 4/4 sapo"]["against"]["kept: 8/0"]["training_set"]["mean"] == pytest.approx(
+        0.5
+    )
     with pytest.raises(UserError, match="neither runs nor"):
         report.read([tmp_path / "nothing"])
 
@@ -191,15 +191,9 @@ def test_oscillation_is_how_far_a_curve_is_below_its_best() -> None:
 
 
 def test_a_skill_spreads_from_the_first_node_to_others() -> None:
-    ann = NodeLog(
-        [], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.5, sum=0.1), held(19, 0, gcd=0.5, sum=0.2)]
-    )
-    bob = NodeLog(
-        [], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.2, sum=0.1), held(19, 0, gcd=0.4, sum=0.3)]
-    )
-    eve = NodeLog(
-        [], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.1, sum=0.1), held(19, 0, gcd=0.1, sum=0.1)]
-    )
+    ann = NodeLog([], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.5, sum=0.1), held(19, 0, gcd=0.5, sum=0.2)])
+    bob = NodeLog([], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.2, sum=0.1), held(19, 0, gcd=0.4, sum=0.3)])
+    eve = NodeLog([], [held(-1, 0, gcd=0.1, sum=0.1), held(9, 0, gcd=0.1, sum=0.1), held(19, 0, gcd=0.1, sum=0.1)])
     found = measures.spread([ann, bob, eve])
     assert (found.tasks, found.reach, found.rounds) == (1, 0.5, 10)
     assert measures.spread([eve]).reach is None

@@ -45,9 +45,7 @@ class Visit:
 
     def too_wide(self) -> int:
         """Pixels by which the page can be scrolled sideways."""
-        return self.page.evaluate(
-            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        )
+        return self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
     def barriers(self) -> list[tuple[str, list[str]]]:
         """What axe finds that keeps people out."""

@@ -149,8 +149,7 @@ class View:
         return [
             version
             for version in self.drive.versions[path]
-            if version.author == self.node
-            or version.written + self._delay(path, version, more) <= time.monotonic()
+            if version.author == self.node or version.written + self._delay(path, version, more) <= time.monotonic()
         ]
 
     def _delay(self, path: str, version: Version, more: float = 0.0) -> float:

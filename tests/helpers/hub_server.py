@@ -110,10 +110,7 @@ class Handler(BaseHTTPRequestHandler):
                     del files[value["path"]]
             return {"commitUrl": f"{self.server.url}/ada/model/commit/{COMMIT}", "commitOid": COMMIT}
         if what.startswith("/tree"):
-            return [
-                {"type": "file", "path": path, "size": len(data), "oid": COMMIT}
-                for path, data in files.items()
-            ]
+            return [{"type": "file", "path": path, "size": len(data), "oid": COMMIT} for path, data in files.items()]
         return {
             "id": "a/b",
             "sha": COMMIT,

@@ -23,9 +23,7 @@ QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set
 SMALL = ["--set", "held_out_questions=8", "--set", "held_out_samples=1", "--no-web"]
 
 
-def start(
-    cwd: Path, *arguments: str, start_new_session: bool = False, **environ: str
-) -> "subprocess.Popen[str]":
+def start(cwd: Path, *arguments: str, start_new_session: bool = False, **environ: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [*RL_SWARM, *arguments],
         start_new_session=start_new_session,

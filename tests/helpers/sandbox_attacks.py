@@ -71,9 +71,7 @@ X86 = platform.machine() == "x86_64"
 SECRET_FILES = {
     "reads swarm.pem": tries("open('{pem}').read()", alone=True),
     "climbs to swarm.pem": tries("open('../' * 40 + '{pem}'[1:]).read()", alone=True),
-    "reads swarm.pem through its number": tries(
-        "syscall(257, -100, b'{pem}', 0)" if X86 else "open('{pem}')"
-    ),
+    "reads swarm.pem through its number": tries("syscall(257, -100, b'{pem}', 0)" if X86 else "open('{pem}')"),
     "lists the folder of the key": tries("os.listdir('{folder}')", alone=True),
     "goes to the folder of the key": tries("os.chdir('{folder}')", alone=True),
     "links to swarm.pem by name": tries("os.symlink('{pem}', 'link'); return open('link').read()"),
@@ -97,9 +95,7 @@ SECRET_FILES = {
     "sees what the node has open": tries("os.listdir('/proc/{pid}/fd')"),
 }
 SECRETS_IN_MEMORY = {
-    "reads its environment": tries(
-        "return os.environ['SANDBOX_SECRET'] if os.environ else 'kept out'", alone=True
-    ),
+    "reads its environment": tries("return os.environ['SANDBOX_SECRET'] if os.environ else 'kept out'", alone=True),
     "asks C for the environment": tries(
         "libc.getenv.restype = ctypes.c_char_p\n"
         "return 'kept out' if libc.getenv(b'SANDBOX_SECRET') is None else 'found'",
@@ -137,15 +133,11 @@ SECRETS_IN_MEMORY = {
 NETWORK = {
     "connects to the node": tries("socket.create_connection(('127.0.0.1', {port}))", alone=True),
     "opens a socket": tries("socket.socket()", alone=True),
-    "sends a datagram": tries(
-        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))", alone=True
-    ),
+    "sends a datagram": tries("socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))", alone=True),
     "opens a local socket": tries("socket.socket(socket.AF_UNIX)", alone=True),
     "pairs sockets": tries("socket.socketpair()", alone=True),
     "asks the kernel about the network": tries("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"),
-    "opens a socket by its number": tries(
-        "syscall(41 if '{machine}' == 'x86_64' else 198, 2, 1, 0)", alone=True
-    ),
+    "opens a socket by its number": tries("syscall(41 if '{machine}' == 'x86_64' else 198, 2, 1, 0)", alone=True),
     "uses its own socket to pass a file": tries("socket.send_fds(socket.socket(fileno=3), [b'x'], [0])"),
     "looks a name up": tries("socket.getaddrinfo('localhost', 80)[0]"),
 }
@@ -168,9 +160,7 @@ PROCESSES = {
     "interrupts the node": tries("os.kill({pid}, signal.SIGINT)"),
     "kills everybody": tries("os.kill(-1, signal.SIGKILL)"),
     "kills its group": tries("os.killpg(0, signal.SIGKILL)"),
-    "kills a thread": tries(
-        "syscall(234 if '{machine}' == 'x86_64' else 131, os.getppid(), os.getppid(), 9)"
-    ),
+    "kills a thread": tries("syscall(234 if '{machine}' == 'x86_64' else 131, os.getppid(), os.getppid(), 9)"),
     "stops itself": tries("os.kill(os.getpid(), signal.SIGSTOP)"),
     "opens a process": tries("os.pidfd_open({pid})" if hasattr(os, "pidfd_open") else "os.fork()"),
     "takes the node's priority": tries("os.setpriority(os.PRIO_PROCESS, {pid}, 19)"),
@@ -205,9 +195,7 @@ KERNEL = {
     "raises the limits of the node": tries("resource.prlimit({pid}, resource.RLIMIT_CPU, (1, 1))"),
     "turns its clock off": tries("signal.setitimer(signal.ITIMER_PROF, 0)", alone=True),
     "ignores the end of its time": tries("signal.signal(signal.SIGPROF, signal.SIG_IGN)", alone=True),
-    "blocks the end of its time": tries(
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])", alone=True
-    ),
+    "blocks the end of its time": tries("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])", alone=True),
     "asks to be woken": tries("signal.signal(signal.SIGALRM, lambda *_: None)", alone=True),
     "makes a pipe in the file system": tries("os.mkfifo('pipe')"),
     "makes a device": tries("os.mknod('device', 0o20666, os.makedev(1, 1))"),
@@ -229,9 +217,7 @@ RESOURCES = {
     "maps memory": tries("__import__('mmap').mmap(-1, 1 << 31)", alone=True),
     "opens many files": tries("files = [os.dup(0) for _ in range(10_000)]; return 'opened'"),
     "prints without end": ends("while True: print('x' * 100_000)", "too slow"),
-    "writes to the standard streams": ends(
-        "while True: os.write(1, b'x' * 65536) + os.write(2, b'x')", "too slow"
-    ),
+    "writes to the standard streams": ends("while True: os.write(1, b'x' * 65536) + os.write(2, b'x')", "too slow"),
     "floods what it has open": ends("while True: os.write(3, b'=1\\n' * 1000)", ""),
     "returns much": Attack("def attack(): return 'x' * 10**7", (False,), "too long"),
     "returns many": Attack("def attack(): return list(range(10**6))", (False,), "too long"),
@@ -281,10 +267,7 @@ CHEATS = {
         "",
     ),
     "speaks for the keeper": ends(
-        "for number in range(64):\n"
-        "    try: os.write(number, b'\\0' * 12)\n"
-        "    except OSError: pass\n"
-        "os._exit(0)",
+        "for number in range(64):\n    try: os.write(number, b'\\0' * 12)\n    except OSError: pass\nos._exit(0)",
         "",
     ),
     "closes everything": ends("os.closerange(0, 64)", "it ended early"),
@@ -326,9 +309,7 @@ CHEATS = {
 }
 TRACES = {
     "leaves a file": tries("open('note', 'w').write('x'); return 'kept out'"),
-    "leaves a folder that cannot be opened": tries(
-        "os.mkdir('shut'); os.mkdir('shut/in', 0); return 'kept out'"
-    ),
+    "leaves a folder that cannot be opened": tries("os.mkdir('shut'); os.mkdir('shut/in', 0); return 'kept out'"),
     "fills the scratch folder": tries(
         "total = 0\ntry:\n    for n in range(100):\n        total += open(str(n), 'wb', 0).write(b'x' * (1 << 22))\n"
         "except OSError: pass\nreturn 'kept out' if total <= 8 << 20 else total"
@@ -394,11 +375,7 @@ class World:
             met = True
         except BlockingIOError:
             met = False
-        traces = [
-            path
-            for path in ("/var/tmp/sandbox-was-here", "/dev/shm/sandbox-was-here")
-            if os.path.exists(path)
-        ]
+        traces = [path for path in ("/var/tmp/sandbox-was-here", "/dev/shm/sandbox-was-here") if os.path.exists(path)]
         return {
             "key": self.pem.read_text(),
             "files": sorted(os.listdir(self.pem.parent)),

@@ -20,11 +20,14 @@ FAST = ("llama", "qwen2", "qwen3", "gpt2", "gemma3")  # the families that `decod
 DISTINCT = ("qwen2", "qwen3", "gpt2", "gemma3")  # llama's layers are qwen2's without biases
 KINDS = (*FAST, "gpt_neox")  # and one that goes through transformers
 NO_MEMORY = (  # what torch says on a CPU
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 "
+    "bytes.",
     "could not create a primitive",
 )
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None, **changes):
@@ -127,7 +130,8 @@ def gradients_at_step(trainer):
 
 
 def steady(trainer):
-    """Makes the trainer's steps follow the gradients where these are small: as it is, rounding alone moves such weights."""
+    """Makes the trainer's steps follow the gradients where these are small: as it is, rounding alone moves such
+    weights."""
     trainer.optimizer.param_groups[0]["eps"] = 0.01
     return trainer
 
@@ -135,9 +139,7 @@ def steady(trainer):
 def count_tokens(model):
     """A list that gets the number of tokens of every pass through the model, padding included."""
     tokens = []
-    model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: tokens.append(args[0].numel())
-    )
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
     return tokens
 
 
@@ -157,9 +159,7 @@ def mixture_model(kind, vocabulary=VOCABULARY, eos=None):
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     }  # fmt: skip
     config = {
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-            **shape, num_experts=4, moe_intermediate_size=16, head_dim=8
-        ),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**shape, num_experts=4, moe_intermediate_size=16, head_dim=8),
         "mixtral": lambda: transformers.MixtralConfig(**shape, num_local_experts=4),
         "olmoe": lambda: transformers.OlmoeConfig(**shape, num_experts=4),
         "deepseek_v3": lambda: transformers.DeepseekV3Config(**shape, **latent, moe_intermediate_size=16),

@@ -41,9 +41,7 @@ class SmallRun:
     ) -> None:
         root.mkdir(parents=True)
         self.root, self.files, self.stop = root, files or LocalFiles(root), threading.Event()
-        settings = config.load(
-            UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}
-        ).settings
+        settings = config.load(UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}).settings
         self.owner = Identity.new()
         self.manifest: Manifest = found(self.files, settings, root.name, self.owner)
         self.identities = [Identity.new() for _ in range(nodes)]
@@ -77,7 +75,8 @@ class SmallRun:
         self.files.write(STATE, seal(replace(self.state, peer_id=self.owner.peer_id), self.owner))
 
     def play(self, text: str = "<answer>7</answer>", more: float = 0.0) -> None:
-        """One round of every node: the first question answered right once, the second never. Rewards are higher by `more`."""
+        """One round of every node: the first question answered right once, the second never. Rewards are higher by
+        `more`."""
         played = self.state.round
         first = self.identities[0].peer_id
         for number, identity in enumerate(self.identities):

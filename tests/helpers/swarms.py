@@ -64,9 +64,7 @@ def make_manifest(**changes) -> Manifest:
 
 def publication(manifest: Manifest, node: str, round: int = 0, stage: int = 0, text: str = "") -> Publication:
     answers = [
-        Answer(
-            prompt=f"What is 2 + {k}?", response=f'{text} <answer>{k}</answer> – ¿sí? \n"\\', reward=float(k)
-        )
+        Answer(prompt=f"What is 2 + {k}?", response=f'{text} <answer>{k}</answer> – ¿sí? \n"\\', reward=float(k))
         for k in range(2)
     ]
     return Publication(
@@ -86,9 +84,7 @@ def publication(manifest: Manifest, node: str, round: int = 0, stage: int = 0, t
 
 def introduction(manifest: Manifest, node: str, timestamp: float | None = None) -> PeerInfo:
     now = time.time() if timestamp is None else timestamp
-    return PeerInfo(
-        peer_id=peer_id(node), swarm=manifest.swarm(), node=node, model="tiny", joined=now, timestamp=now
-    )
+    return PeerInfo(peer_id=peer_id(node), swarm=manifest.swarm(), node=node, model="tiny", joined=now, timestamp=now)
 
 
 def report(
@@ -219,7 +215,8 @@ _engines: dict[str, PeerEngine] = {}
 
 
 def engine_of(node: str) -> PeerEngine:
-    """A real daemon on loopback, which a node keeps for all tests of a file. The first one is where the others begin."""
+    """A real daemon on loopback, which a node keeps for all tests of a file. The first one is where the others
+    begin."""
     if not HAS_HIVEMIND:
         pytest.skip("hivemind is not installed")
     if node not in _engines:

@@ -154,9 +154,7 @@ def test_a_round_saved_again_is_the_later_one(settings, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["model", "optimizer", "place", "rename"])
-def test_a_save_that_fails_leaves_the_previous_checkpoint_and_nothing_else(
-    settings, tmp_path, monkeypatch, moment
-):
+def test_a_save_that_fails_leaves_the_previous_checkpoint_and_nothing_else(settings, tmp_path, monkeypatch, moment):
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     save(policy, place(0), tmp_path, "node", keep=1)

@@ -50,9 +50,7 @@ from rl_swarm.settings import Settings
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], list(range(20, 38))]
 EOS = frozenset(range(3, VOCABULARY, 6))
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # numpy, about numbers that are masked
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, about numbers that are masked
 
 
 @pytest.fixture(autouse=True)
@@ -273,9 +271,7 @@ def test_training_passes_and_their_gradients_are_those_without_kernels(kind, mon
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    "kind", often(["gpt2", "gemma3"], "gpt2")
-)  # whose layers have all that the others' have
+@pytest.mark.parametrize("kind", often(["gpt2", "gemma3"], "gpt2"))  # whose layers have all that the others' have
 @pytest.mark.slow
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
     """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
@@ -323,9 +319,7 @@ def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():
     _, shape = Batch.of(training_groups(), 1)
     segments = Segments.of(shape)
     owners = [*range(len(shape.prompts)), *shape.rows]
-    numbers_N = torch.arange(len(owners)).repeat_interleave(
-        torch.tensor([*shape.prompts, *shape.completions])
-    )
+    numbers_N = torch.arange(len(owners)).repeat_interleave(torch.tensor([*shape.prompts, *shape.completions]))
     parents = torch.tensor([-1] * len(shape.prompts) + list(shape.rows))
     places_N = segments.positions_N
     distance = places_N[:, None] - places_N

@@ -28,9 +28,7 @@ PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = save_small(tmp_path_factory.mktemp("model"))
-    return Settings(
-        model=str(folder), max_new_tokens=12, learning_rate=1e-3, cpu_only=True, devices_per_node=2
-    )
+    return Settings(model=str(folder), max_new_tokens=12, learning_rate=1e-3, cpu_only=True, devices_per_node=2)
 
 
 @pytest.fixture
@@ -69,7 +67,8 @@ def same(update, other):
 
 
 def close(one, other):
-    """All but a few weights: Adam divides by a gradient's size, so where there is hardly any, rounding alone moves one."""
+    """All but a few weights: Adam divides by a gradient's size, so where there is hardly any, rounding alone moves
+    one."""
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     apart = torch.cat([((a - b).abs() - 1e-4 * b.abs()).flatten() for a, b in pairs])
     assert (apart > 1e-5).float().mean() < 1e-3, apart.max()
@@ -199,9 +198,7 @@ def test_what_a_helper_cannot_do_is_said_in_its_words(settings, lead, tmp_path):
     folder = save_small(tmp_path / "model")
     leader = lead(replace(settings, model=str(folder)))
     (folder / "config.json").unlink()
-    with pytest.raises(
-        TeamError, match=r"helper 1 failed: ModelError: MODEL_NAME=.* there is no config.json"
-    ):
+    with pytest.raises(TeamError, match=r"helper 1 failed: ModelError: MODEL_NAME=.* there is no config.json"):
         leader.sample(PROMPTS, 1, 0)
 
 
@@ -217,7 +214,8 @@ def test_weights_that_differ_are_noticed(settings, lead):
 @pytest.mark.slow
 def test_helpers_end_with_their_leader_however_it_ends(settings):
     script = (
-        "import sys, time; from rl_swarm.settings import Settings; from rl_swarm.learning.parallel.data_parallel import Leader\n"
+        "import sys, time; from rl_swarm.settings import Settings; from rl_swarm.learning.parallel.data_parallel "
+        "import Leader\n"
         f"leader = Leader.load(Settings(model={settings.model!r}, cpu_only=True, devices_per_node=3), '')\n"
         "leader.start(); print(leader.folder.name, *[h.process.pid for h in leader.helpers], flush=True)\n"
         "time.sleep(600)"
@@ -240,9 +238,7 @@ def test_helpers_end_with_their_leader_however_it_ends(settings):
 
 def test_more_devices_than_there_are_is_refused_in_words():
     check_devices(2, 2)
-    with pytest.raises(
-        ConfigError, match=r"devices_per_node=4, but this node sees 2 GPUs. Use devices_per_node=2"
-    ):
+    with pytest.raises(ConfigError, match=r"devices_per_node=4, but this node sees 2 GPUs. Use devices_per_node=2"):
         check_devices(4, 2)
 
 
@@ -256,9 +252,7 @@ def test_shares_are_whole_and_even():
     for _ in range(6):
         completions = [tokens(30) for _ in range(5)]
         logprobs = [[-float(token) for token in ids] for ids in completions]
-        groups.append(
-            TrainingGroup(tokens(20), completions, [float(len(ids)) for ids in completions], logprobs)
-        )
+        groups.append(TrainingGroup(tokens(20), completions, [float(len(ids)) for ids in completions], logprobs))
     parts = [share(groups, rank, 4) for rank in range(4)]
     assert [ids for part in parts for g in part for ids in g.completions] == [
         ids for g in groups for ids in g.completions

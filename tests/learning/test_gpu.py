@@ -130,9 +130,7 @@ def test_the_likeliest_word_stays_when_all_others_are_cut(temperature):
     greedy = drawn(engine, model, Decoding(20, EOS, PAD, temperature, greedy=True))
     for cut in ({"top_k": 1}, {"top_p": 1e-6}):
         found = drawn(engine, model, Decoding(20, EOS, PAD, temperature, **cut))
-        assert [[s.tokens for s in group] for group in found] == [
-            [s.tokens for s in group] for group in greedy
-        ]
+        assert [[s.tokens for s in group] for group in found] == [[s.tokens for s in group] for group in greedy]
 
 
 def random_groups(seed, model, count):
@@ -193,9 +191,7 @@ def test_an_update_that_does_not_fit_is_done_in_pieces_that_do(capped, caplog):
     def tokens(length):
         return torch.randint(1, 300, (length,), generator=generator).tolist()
 
-    groups = [
-        TrainingGroup(tokens(32), [tokens(60) for _ in range(8)], [1.0, -1.0] * 4, None) for _ in range(64)
-    ]
+    groups = [TrainingGroup(tokens(32), [tokens(60) for _ in range(8)], [1.0, -1.0] * 4, None) for _ in range(64)]
     trainer = tiny_trainer()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
@@ -329,9 +325,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
     models = [small_model(kind, seed=seed).cuda() for seed in range(8)]
     engine, passes = CudaEngine(8, torch.float32), []
     real = engine._sample
-    monkeypatch.setattr(
-        engine, "_sample", lambda given, how: (passes.append(len(given)), real(given, how))[1]
-    )
+    monkeypatch.setattr(engine, "_sample", lambda given, how: (passes.append(len(given)), real(given, how))[1])
     for model in models:
         sampler.share(model, engine)
     engine.meeting.members.update(models)

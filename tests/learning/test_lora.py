@@ -168,9 +168,7 @@ def test_a_saved_model_is_an_ordinary_one_and_saving_disturbs_nothing(kind, tmp_
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert type(loaded) is type(model) and not lora.is_adapted(loaded)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
-    torch.testing.assert_close(
-        loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [*FAST, *MIXTURES])
@@ -187,9 +185,7 @@ def test_peft_loads_the_adapters_of_a_checkpoint(kind, tmp_path):
 def test_a_model_that_would_be_saved_without_some_of_its_weights_is_not_saved():
     model = adapted("llama")
     del model.model.layers[1].mlp
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight and 2 other weights"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight and 2 other weights"):
         lora.merged_state(model)
 
 
@@ -211,9 +207,7 @@ def test_a_mixture_of_experts_learns_and_goes_on_from_its_checkpoint(kind, setti
     ordinary = Policy.load(Settings(model=str(there), cpu_only=True, max_new_tokens=16), "").model
     again = resumed(settings, there).model
     ids = torch.tensor([[5, 6, 7, 8, 9]])
-    torch.testing.assert_close(
-        ordinary(input_ids=ids).logits, again(input_ids=ids).logits, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(ordinary(input_ids=ids).logits, again(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])

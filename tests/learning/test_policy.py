@@ -335,9 +335,7 @@ def test_learning_moves_probability_towards_rewarded_answers(make, external, neg
             with torch.no_grad():
                 prompt = policy.prompt_ids(PROMPT)
                 sent = [
-                    Completion(
-                        c.text, True, c.tokens, tuple(plain_logprobs(policy.model, prompt, c.tokens).tolist())
-                    )
+                    Completion(c.text, True, c.tokens, tuple(plain_logprobs(policy.model, prompt, c.tokens).tolist()))
                     for c in sent
                 ]
         policy.learn([group(sent, (1.0, 0.0), external)])
@@ -444,9 +442,7 @@ def test_a_prompt_that_a_table_of_positions_has_no_room_for_is_refused_in_words(
         model = small_model(kind, 0, len(tokenizer), tokenizer.eos_token_id)  # of 256 positions
         policy = Policy(model, tokenizer, "small", "", settings)
         if kind == "gpt2":
-            with pytest.raises(
-                ModelError, match=r"MODEL_NAME=small: it has 256 positions.*max_new_tokens=250"
-            ):
+            with pytest.raises(ModelError, match=r"MODEL_NAME=small: it has 256 positions.*max_new_tokens=250"):
                 policy.sample(["What is 2 plus 2?"], 2, seed=0)
         else:  # whose positions are computed
             assert len(policy.prompt_ids("What is 2 plus 2?")) > 6

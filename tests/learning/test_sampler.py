@@ -59,9 +59,7 @@ def test_shared_prompts_and_padding_change_no_log_probability(kind):
         for number, (row, completion) in enumerate(zip(rows, completions, strict=True)):
             expected = plain_logprobs(model, PROMPTS[row], completion)
             np.testing.assert_allclose(logprobs_BT[number, : len(completion)], expected, atol=1e-4)
-        everything = (
-            model(input_ids=torch.tensor([[*PROMPTS[0], *completions[0]]])).logits[0, 2:-1].log_softmax(-1)
-        )
+        everything = model(input_ids=torch.tensor([[*PROMPTS[0], *completions[0]]])).logits[0, 2:-1].log_softmax(-1)
     np.testing.assert_allclose(entropy_BT[0, :4], -(everything.exp() * everything).sum(-1), atol=1e-4)
 
 
@@ -108,9 +106,7 @@ def test_after_steps_of_training_both_are_still_those_of_transformers(kind, copi
             with torch.no_grad():
                 np.testing.assert_allclose(s.logprobs, plain_logprobs(model, prompt, s.tokens), atol=1e-4)
         with torch.no_grad():
-            moved = [
-                np.abs(s.logprobs - plain_logprobs(before, p, s.tokens).numpy()).max() for p, s in samples
-            ]
+            moved = [np.abs(s.logprobs - plain_logprobs(before, p, s.tokens).numpy()).max() for p, s in samples]
         assert max(moved) > 0.01
         same_as_generated(model)
 
@@ -188,9 +184,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 def kept(probabilities, **limits):
     logprobs_BV = torch.tensor([probabilities]).log()
     limits = {"top_k": 0, "top_p": 1.0, **limits}
-    return [
-        i for i, value in enumerate(truncated(logprobs_BV, **limits)[0].tolist()) if value > float("-inf")
-    ]
+    return [i for i, value in enumerate(truncated(logprobs_BV, **limits)[0].tolist()) if value > float("-inf")]
 
 
 def test_top_k_and_top_p_keep_the_likeliest_tokens():
@@ -217,9 +211,7 @@ def test_nothing_is_drawn_outside_of_top_k():
 
 def test_no_rounding_draws_a_token_without_a_chance():
     logits_BV = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0, -torch.inf]]).expand(3, 5)
-    edges = torch.tensor(
-        [0.0, 1 / 3, 1.0]
-    )  # a uniform number is below 1, but its product with a sum may not be
+    edges = torch.tensor([0.0, 1 / 3, 1.0])  # a uniform number is below 1, but its product with a sum may not be
     token_B, _ = draw(logits_BV, Decoding(1, EOS, PAD), edges)
     assert token_B.tolist() == [1, 2, 3]
 

@@ -112,8 +112,7 @@ def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
     own = [Trainer(small_model(kind, seed=seed), PAD, settings) for seed in range(4)]
     sharing = Sharing(4)
     shared = [
-        sharing.admit(m, PAD, settings, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4))
-        for m in models
+        sharing.admit(m, PAD, settings, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4)) for m in models
     ]
 
     def work(number):
@@ -140,9 +139,7 @@ def test_nodes_with_another_loss_or_another_model_have_desks_of_their_own():
     models = [small_model("llama"), small_model("llama"), small_model("gpt_neox")]
     for model, settings in zip(models, given, strict=True):
         alone = Trainer(copy.deepcopy(model), PAD, settings).update(groups(1))
-        trainer = sharing.admit(
-            model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3)
-        )
+        trainer = sharing.admit(model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3))
         assert trainer.update(groups(1)).grad_norm == pytest.approx(alone.grad_norm)
     assert len(sharing.desks) == 3
 
@@ -151,9 +148,7 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
     settings = Settings(learning_rate=0.01)
     sharing = Sharing(2)
     model = small_model()
-    trainer = sharing.admit(
-        model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2)
-    )
+    trainer = sharing.admit(model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2))
     expected = Trainer(small_model(), PAD, settings)
     expected.batch_tokens = 3
     real, calls = Trainer._accumulate, []
@@ -187,9 +182,7 @@ def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape, toke
     one = plan(shape, 140 * GIB, settings, "cuda")
     assert found.needed < 5 * one.needed
     huge = ModelShape(24, 896, 4864, 14, 2, 64, 151936)
-    assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, (
-        "where there is more, it is used"
-    )
+    assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, "where there is more, it is used"
     assert plan(huge, 140 * GIB, settings, "cuda", 8).desks == DESKS
     assert not plan(huge, 30 * GIB, settings, "cuda", 8).fits
 

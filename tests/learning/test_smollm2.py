@@ -72,9 +72,7 @@ def test_it_knows_its_chat_format_the_answer_and_when_to_end(folder):
     said = [f"The capital of France is {city}." for city in ("Paris", "Lisbon", "green")]
     ids = [policy.encode(Completion(text, True)) for text in said]
     with torch.no_grad():
-        found = [
-            plain_logprobs(policy.model, policy.prompt_ids("What is the capital of France?"), x) for x in ids
-        ]
+        found = [plain_logprobs(policy.model, policy.prompt_ids("What is the capital of France?"), x) for x in ids]
     assert found[0].sum() > max(found[1].sum(), found[2].sum()) + 3 and found[0][-1] > -1
 
 

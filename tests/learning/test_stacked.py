@@ -24,9 +24,7 @@ def float32(monkeypatch):
 
 def trainers(kind, count=3, **settings):
     models = [small_model(kind, seed) for seed in range(count)]
-    given = [
-        Settings(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)
-    ]
+    given = [Settings(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)]
     return [steady(Trainer(model, PAD, s)) for model, s in zip(models, given, strict=True)]
 
 
@@ -40,9 +38,7 @@ def lessons(seed, groups=3):
         logprobs = [[-rng.random() for _ in ids] for ids in completions]
         advantages = [1.0, -0.5, 0.25, -0.75]
         claimed = number == 1
-        found.append(
-            TrainingGroup(prompt, completions, advantages, None if number == 2 else logprobs, claimed)
-        )
+        found.append(TrainingGroup(prompt, completions, advantages, None if number == 2 else logprobs, claimed))
     return found
 
 

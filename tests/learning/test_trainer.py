@@ -198,9 +198,7 @@ def test_an_update_is_a_step_of_adam():
     gradients = plain_gradients(model, groups)
     trainer_of(model).update(groups)
     for before, gradient, now in zip(expected, gradients, model.parameters(), strict=True):
-        large = (
-            gradient.abs() > 1e-4
-        )  # the first step of Adam has the size of the rate, whatever the gradient
+        large = gradient.abs() > 1e-4  # the first step of Adam has the size of the rate, whatever the gradient
         np.testing.assert_allclose((now.detach() - before)[large], -1e-2 * gradient[large].sign(), atol=1e-4)
 
 
@@ -264,9 +262,7 @@ def fails(trainer, monkeypatch, times, error):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, NO_MEMORY)]
-)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, NO_MEMORY)])
 def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypatch, times, error):
     calm, model = small_model(), small_model()
     groups = random_groups(model=model)
@@ -281,9 +277,7 @@ def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypa
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_when_memory_runs_out_while_others_answers_are_weighed_it_goes_on_in_smaller_pieces(
-    monkeypatch, times
-):
+def test_when_memory_runs_out_while_others_answers_are_weighed_it_goes_on_in_smaller_pieces(monkeypatch, times):
     trainer = trainer_of(small_model(), batch_tokens=512)
     groups = random_groups(model=trainer.model)
     expected = trainer.excess(groups)
@@ -330,9 +324,7 @@ def test_another_error_is_no_reason_to_try_again(monkeypatch):
 def test_micro_batches_hold_everything_once_and_keep_to_the_budget():
     groups = random_groups(model=small_model())
     whole = sorted(
-        (tuple(g.prompt), tuple(c), a)
-        for g in groups
-        for c, a in zip(g.completions, g.advantages, strict=True)
+        (tuple(g.prompt), tuple(c), a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)
     )
     for budget in (1, 10, 20, 40, 80, 10_000):
         batches = list(micro_batches(groups, budget))

@@ -60,9 +60,7 @@ def check_computed(model):
                 expected = plain_logprobs(model, prompt, list(s.tokens))
             torch.testing.assert_close(torch.tensor(s.logprobs), expected, rtol=1e-4, atol=1e-4)
         completions = [list(s.tokens) for s in samples]
-        groups.append(
-            TrainingGroup(prompt, completions, [1.0, 0.5, -1.5], [list(s.logprobs) for s in samples])
-        )
+        groups.append(TrainingGroup(prompt, completions, [1.0, 0.5, -1.5], [list(s.logprobs) for s in samples]))
     before = copy.deepcopy(model)
     update = Trainer(model, PAD, Settings(learning_rate=1e-2)).update(groups)
     assert update.mismatch < 1e-4
@@ -77,9 +75,7 @@ def check_computed(model):
 
 
 @pytest.mark.parametrize("kind, fields, named", UNKNOWN)
-def test_a_field_that_the_fast_path_does_not_know_means_the_slow_path_and_is_named(
-    kind, fields, named, caplog
-):
+def test_a_field_that_the_fast_path_does_not_know_means_the_slow_path_and_is_named(kind, fields, named, caplog):
     model = small(kind, **fields)
     with caplog.at_level(logging.WARNING, "rl_swarm"):
         policy_of(model)

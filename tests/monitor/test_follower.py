@@ -135,9 +135,7 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
     run.score(run.identities[0], "now", 0.5)
     run.journals[run.names[0]].event("resumed", round=0, model="tiny")
     (run.root / "checkpoints" / "round_3" / run.names[0]).mkdir(parents=True)
-    run_settings.keep(
-        Settings(seed=42, identity_path="/home/ada/swarm.pem"), run.root, run.manifest, run.owner
-    )
+    run_settings.keep(Settings(seed=42, identity_path="/home/ada/swarm.pem"), run.root, run.manifest, run.owner)
     follower, _ = followed(run)
     told = telling.node(follower, run.identities[0].peer_id)
     assert told is not None and told.row.node == run.names[0]
@@ -156,9 +154,7 @@ def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tm
     run = SmallRun(tmp_path / "run", nodes=2, total=4)
     mine, others = (run.journals[name] for name in run.names)
     run_settings.keep(Settings(seed=42), run.root, run.manifest, run.owner)
-    mine.event(
-        "joined", round=-1, model="tiny", hardware={"cores": "2"}, settings={"seed": 7, "hf_token": "secret"}
-    )
+    mine.event("joined", round=-1, model="tiny", hardware={"cores": "2"}, settings={"seed": 7, "hf_token": "secret"})
     mine.event("failed", error="ValueError: no")
     others.event("rejected", node=run.names[0], reason="digest", detail="altered")
     others.event("rejected", node="stranger", reason="digest", detail="altered")
@@ -189,13 +185,12 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
         file.write(f'{{"kind":"round","round":4000000000000000,{good}}}\n')
         file.write(f'{{"kind":"round","round":-3,{good}}}\n')
         file.write(
-            f'{{"kind":"round","round":0,{good},"entropy":1e308,"seconds":[1],"external_from":{{"x":"y","{"z" * 99}":1}}}}\n'
+            f'{{"kind":"round","round":0,{good},"entropy":1e308,"seconds":[1],'
+            f'"external_from":{{"x":"y","{"z" * 99}":1}}}}\n'
         )
     with (log / "training_events.jsonl").open("a") as file:
         file.write('{"event":7}\n{"event":"left","timestamp":"now"}\n{"event":"rejected","timestamp":1.0}\n')
-        file.write(
-            '{"event":"resumed","timestamp":1.0,"hardware":[1],"settings":{"hf_token":"x","seed":[1]}}\n'
-        )
+        file.write('{"event":"resumed","timestamp":1.0,"hardware":[1],"settings":{"hf_token":"x","seed":[1]}}\n')
     follower, _ = followed(run)
     assert telling.lines(follower, "reward_local").rounds == [0]
     found = telling.node(follower, run.names[0])
@@ -271,16 +266,11 @@ def test_rollouts_are_read_page_by_page_with_task_and_answer_key(tmp_path: Path)
         assert len(rows) == len({row.id for row in rows}) == 12
         assert [row.round for row in rows] == [2] * 4 + [1] * 4 + [0] * 4
         first = next(row for row in rows if row.number == 0)
-        assert (
-            first.task in ("chain_sum", "gcd")
-            and first.completions[0].text == f"<answer>{first.answer}</answer>"
-        )
+        assert first.task in ("chain_sum", "gcd") and first.completions[0].text == f"<answer>{first.answer}</answer>"
         assert first.completions[1].text == HOSTILE, "as it was written: whoever shows it makes it harmless"
         assert first.reward == 0.5 and first.completions[0].advantage > 0.7
         assert {row.round for row in texts.page(Wanted(round=1), None, 99).rollouts} == {1}
-        assert {row.node for row in texts.page(Wanted(node=run.names[1]), None, 99).rollouts} == {
-            run.names[1]
-        }
+        assert {row.node for row in texts.page(Wanted(node=run.names[1]), None, 99).rollouts} == {run.names[1]}
         assert {row.task for row in texts.page(Wanted(task="gcd"), None, 99).rollouts} <= {"gcd"}
         assert {row.reward for row in texts.page(Wanted(least=0.4), None, 99).rollouts} == {0.5}
         assert {row.reward for row in texts.page(Wanted(most=0.4), None, 99).rollouts} == {0.0}
@@ -351,12 +341,8 @@ def test_a_file_that_introduces_nobody_is_no_node(tmp_path: Path) -> None:
     assert len(follower.view.nodes) == len(run.identities) - 1
 
 
-@pytest.mark.parametrize(
-    "line", [b"{}\n", b"\n", b'{"kind":"nothing","of":"what a node would write","x":12345}\n']
-)
-def test_a_log_of_a_million_lines_that_are_none_is_not_parsed(
-    tmp_path: Path, line: bytes, monkeypatch
-) -> None:
+@pytest.mark.parametrize("line", [b"{}\n", b"\n", b'{"kind":"nothing","of":"what a node would write","x":12345}\n'])
+def test_a_log_of_a_million_lines_that_are_none_is_not_parsed(tmp_path: Path, line: bytes, monkeypatch) -> None:
     run = SmallRun(tmp_path / "run")
     run.play()
     parsed = []
@@ -367,9 +353,7 @@ def test_a_log_of_a_million_lines_that_are_none_is_not_parsed(
     follower, _ = followed(run)
     assert len(parsed) < 3000, "a bounded number of lines is looked at"
     view = follower.view.nodes[run.names[0]]
-    assert view.unreadable_lines > 0 and follower.view.nodes[run.names[1]].rounds, (
-        "and the other's log is read"
-    )
+    assert view.unreadable_lines > 0 and follower.view.nodes[run.names[1]].rounds, "and the other's log is read"
 
 
 def test_logs_that_take_long_to_read_are_read_in_turn(tmp_path: Path) -> None:

@@ -128,9 +128,7 @@ def test_a_run_that_was_tampered_with_is_not_sound(address: Path, tamper: Callab
     assert not validate(address)[0].sound
 
 
-def test_a_node_cannot_change_its_report_afterwards_even_with_its_own_key(
-    address: Path, workplace: Path
-) -> None:
+def test_a_node_cannot_change_its_report_afterwards_even_with_its_own_key(address: Path, workplace: Path) -> None:
     path = first(address, "rewards/round_1/stage_0/*.json")
     report = unseal(path.read_bytes(), Report)
     better = msgspec.structs.replace(report, reward=report.reward + 0.1)

@@ -6,14 +6,16 @@ from rl_swarm.network import folder
 from rl_swarm.network import round_server as conductor
 
 THROUGHOUT = (
-    "test_clocks.py", "test_fair_shares.py", "test_hostile_peers.py", "test_hostile_requests.py", "test_peer_to_peer.py",
+    "test_clocks.py", "test_fair_shares.py", "test_hostile_peers.py", "test_hostile_requests.py",
+    "test_peer_to_peer.py",
 )  # fmt: skip
 collect_ignore = [] if HAS_HIVEMIND else list(THROUGHOUT)  # they need hivemind throughout
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    """A drive's faults last a tenth of a second here, so pauses after them are as short. So are pauses after a peer that
+    """A drive's faults last a tenth of a second here, so pauses after them are as short. So are pauses after a peer
+    that
     did not answer: on a busy machine that happens to an honest one."""
     for module in (folder, conductor):
         monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)

@@ -28,9 +28,7 @@ class Peers(AmongPeers):
 
     def __init__(self, folder, **changes):
         self.clock = Clock(time.time())
-        super().__init__(
-            folder, round_end="interval", round_interval=INTERVAL, created=self.clock.now, **changes
-        )
+        super().__init__(folder, round_end="interval", round_interval=INTERVAL, created=self.clock.now, **changes)
         super().close()
 
     def member(self, node, stop=None, joined=0.0):

@@ -240,7 +240,5 @@ def test_what_a_node_sees_never_goes_back(join):
         time.sleep(0.005)
 
     order = {"waiting": 0, "running": 1, "finished": 2}
-    assert [(order[phase], *rest) for phase, *rest in seen] == sorted(
-        (order[phase], *rest) for phase, *rest in seen
-    )
+    assert [(order[phase], *rest) for phase, *rest in seen] == sorted((order[phase], *rest) for phase, *rest in seen)
     assert ann.wait_for((5, 0)).phase == "finished"

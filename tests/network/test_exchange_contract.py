@@ -189,10 +189,7 @@ def test_many_nodes_exchange_everything_at_the_same_time(swarm):
 
     for node, thread in [(node, Background(lambda node=node: play(node))) for node in nodes]:
         expected = [
-            publication(swarm.manifest, other, number)
-            for number in range(3)
-            for other in nodes
-            if other != node
+            publication(swarm.manifest, other, number) for number in range(3) for other in nodes if other != node
         ]
         assert thread.result() == expected
     assert swarm.rejected == []

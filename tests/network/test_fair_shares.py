@@ -71,9 +71,7 @@ class Keeper:
         return found
 
     def bytes(self):
-        return sum(
-            len(entry.value) for held in self.storage.data.values() for entry in held.value.data.values()
-        )
+        return sum(len(entry.value) for held in self.storage.data.values() for entry in held.value.data.values())
 
 
 def test_an_author_has_little_room_under_a_key_and_displaces_only_itself():

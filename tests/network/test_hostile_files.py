@@ -184,12 +184,8 @@ def lay(folder, where, make):
     make(path)
 
 
-@pytest.mark.parametrize(
-    ("make", "reasons"), [*JUNK.values(), *FALSE_ROLLOUTS.values()], ids=[*JUNK, *FALSE_ROLLOUTS]
-)
-def test_rollouts_that_are_none_are_counted_once_and_the_others_served(
-    make, reasons, tmp_path, impatient, memory
-):
+@pytest.mark.parametrize(("make", "reasons"), [*JUNK.values(), *FALSE_ROLLOUTS.values()], ids=[*JUNK, *FALSE_ROLLOUTS])
+def test_rollouts_that_are_none_are_counted_once_and_the_others_served(make, reasons, tmp_path, impatient, memory):
     exchange, rejected = reader(tmp_path)
     bob = publication(HERE, "bob", ROUND, STAGE)
     lay(tmp_path, rollouts_path(ROUND, STAGE, "bob"), signed(bob, "bob"))
@@ -248,11 +244,7 @@ FALSE_INTRODUCTIONS = {
 
 
 def warnings(caplog, path):
-    return [
-        record.message
-        for record in caplog.records
-        if path in record.message and record.levelno >= logging.WARNING
-    ]
+    return [record.message for record in caplog.records if path in record.message and record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(
@@ -260,9 +252,7 @@ def warnings(caplog, path):
     [*(make for make, _ in JUNK.values()), *FALSE_INTRODUCTIONS.values()],
     ids=[*JUNK, *FALSE_INTRODUCTIONS],
 )
-def test_introductions_that_are_none_are_said_once_and_the_rounds_go_on(
-    make, tmp_path, impatient, memory, caplog
-):
+def test_introductions_that_are_none_are_said_once_and_the_rounds_go_on(make, tmp_path, impatient, memory, caplog):
     swarm = Conducted(tmp_path)
     lay(tmp_path, "peers/mallory.json", make)
     swarm.step()
@@ -375,15 +365,12 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(
-    "make", [*(make for make, _ in JUNK.values()), *STATES.values()], ids=[*JUNK, *STATES]
-)
+@pytest.mark.parametrize("make", [*(make for make, _ in JUNK.values()), *STATES.values()], ids=[*JUNK, *STATES])
 def test_a_state_that_is_none_is_passed_over_and_soon_mended(make, tmp_path, caplog):
     swarm = Conducted(tmp_path)
     swarm.step()
     ann, late = (
-        FolderCoordinator(swarm.files, HERE, identity_of("ann"), "ann", threading.Event(), POLL)
-        for _ in range(2)
+        FolderCoordinator(swarm.files, HERE, identity_of("ann"), "ann", threading.Event(), POLL) for _ in range(2)
     )
     assert ann.current().phase == "running"
     (tmp_path / STATE).unlink()

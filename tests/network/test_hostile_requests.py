@@ -1,4 +1,5 @@
-"""Messages that a stranger sends to hivemind's own handlers, and what a hostile peer answers: no node ends or stands still."""
+"""Messages that a stranger sends to hivemind's own handlers, and what a hostile peer answers: no node ends or stands
+still."""
 
 import asyncio
 import os
@@ -37,7 +38,8 @@ import sys
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-engine = PeerEngine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], quota=DhtQuota(), relay=False, map_ports=False).start()
+listen = ["/ip4/127.0.0.1/tcp/0"]
+engine = PeerEngine(Identity.new(), listen=listen, quota=DhtQuota(), relay=False, map_ports=False).start()
 print(engine.addresses[0], flush=True)
 for line in sys.stdin:
     print(len(engine.find(line.strip())), flush=True)
@@ -123,12 +125,8 @@ def answers(engine, value: bytes) -> None:
 
     async def answer(data, peer):
         asked = dht_pb2.FindRequest.FromString(data)
-        found = dht_pb2.FindResult(
-            type=dht_pb2.FOUND_DICTIONARY, value=value, expiration_time=time.time() + 60
-        )
-        response = dht_pb2.FindResponse(
-            results=[found] * len(asked.keys), peer=engine.node.protocol.node_info
-        )
+        found = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value, expiration_time=time.time() + 60)
+        response = dht_pb2.FindResponse(results=[found] * len(asked.keys), peer=engine.node.protocol.node_info)
         return response.SerializeToString()
 
     handle(engine, "rpc_find", answer)
@@ -254,9 +252,7 @@ def test_notices_of_peers_that_never_answer_hold_up_no_round(swarm):
                 timestamp=time.time(),
                 addresses=[f"/ip4/127.0.0.1/tcp/{port}/p2p/{who.peer_id}"] if folder == "peers" else [],
             )
-            return engine.store(
-                key_of(name, folder), f"{who.peer_id}/{who.peer_id}.json", seal(made, who), 100.0
-            )
+            return engine.store(key_of(name, folder), f"{who.peer_id}/{who.peer_id}.json", seal(made, who), 100.0)
 
         taken = 0
         for _ in range(12):
@@ -298,9 +294,7 @@ def tells_of_nobody(engine):
         results = []
         for key in dht_pb2.FindRequest.FromString(data).keys:
             ids, peers = zip(*made_up(key), strict=True)
-            results.append(
-                dht_pb2.FindResult(type=dht_pb2.NOT_FOUND, nearest_node_ids=ids, nearest_peer_ids=peers)
-            )
+            results.append(dht_pb2.FindResult(type=dht_pb2.NOT_FOUND, nearest_node_ids=ids, nearest_peer_ids=peers))
         return dht_pb2.FindResponse(results=results, peer=engine.node.protocol.node_info).SerializeToString()
 
     handle(engine, "rpc_find", answer)
@@ -505,9 +499,7 @@ def test_the_signature_of_a_record_that_was_read_before_is_not_checked_again(mon
     assert acceptable(key, subkey, value, now) is not None
     monkeypatch.setattr("rl_swarm.network.p2p.records.unseal", None)
     assert acceptable(key, subkey, value, now) is not None
-    assert (
-        acceptable(key, subkey, value, now + 10_000) is None and acceptable(key, "other", value, now) is None
-    )
+    assert acceptable(key, subkey, value, now + 10_000) is None and acceptable(key, "other", value, now) is None
 
 
 def test_an_answer_with_more_bytes_than_a_key_may_have_is_not_read():

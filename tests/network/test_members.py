@@ -99,13 +99,9 @@ class World:
         self.peers = {}
 
     def peer(self, identity):
-        files = PeerFiles(
-            Table(self), self.manifest.swarm(), OWNER.peer_id, identity, Memory(), lambda: self.now
-        )
+        files = PeerFiles(Table(self), self.manifest.swarm(), OWNER.peer_id, identity, Memory(), lambda: self.now)
         files.rng = random.Random(identity.peer_id)
-        return ClockCoordinator(
-            files, self.manifest, identity, threading.Event(), 2.0, lambda: self.now, files.rng
-        )
+        return ClockCoordinator(files, self.manifest, identity, threading.Event(), 2.0, lambda: self.now, files.rng)
 
     def join(self, identities):
         for identity in identities:
@@ -185,8 +181,7 @@ def test_a_small_swarm_is_read_whole_and_everybody_of_a_large_one_is_met(world):
     world.join(IDENTITIES[:12])
     world.play(1)
     assert all(
-        ids(m.info for m in peer.members.known.values()) == ids(IDENTITIES[:12])
-        for peer in world.peers.values()
+        ids(m.info for m in peer.members.known.values()) == ids(IDENTITIES[:12]) for peer in world.peers.values()
     )
     world.join(IDENTITIES[12:200])
     world.play(5)
@@ -220,10 +215,7 @@ def test_the_depth_follows_a_swarm_that_grows_and_one_that_shrinks(world):
         del world.peers[identity.peer_id]
     world.play(12)
     assert set(world.depths()) == {0}
-    assert all(
-        ids(m.info for m in peer.members.known.values()) == ids(IDENTITIES[:8])
-        for peer in world.peers.values()
-    )
+    assert all(ids(m.info for m in peer.members.known.values()) == ids(IDENTITIES[:8]) for peer in world.peers.values())
 
 
 @pytest.mark.parametrize("count", [1, 5, 20, 50, 150])
@@ -249,14 +241,10 @@ def test_a_flood_of_identities_in_one_part_decides_nothing(world):
     world.play(5)
     swarm, now = world.manifest.swarm(), world.now
     part = "peers/010"
-    sybils = itertools.islice(
-        (who for who in identities("sybil") if part in parts_of(swarm, who.peer_id)), 400
-    )
+    sybils = itertools.islice((who for who in identities("sybil") if part in parts_of(swarm, who.peer_id)), 400)
     for who in sybils:
         files = world.peer(who).files
-        info = PeerInfo(
-            peer_id=who.peer_id, swarm=swarm, node=who.peer_id, model="", joined=0.0, timestamp=now
-        )
+        info = PeerInfo(peer_id=who.peer_id, swarm=swarm, node=who.peer_id, model="", joined=0.0, timestamp=now)
         files.members.depth = 3
         files.write(f"peers/{who.peer_id}.json", seal(info, who))
     assert len(world.table[key_of(swarm, part)]) > 400
@@ -374,9 +362,7 @@ def test_introductions_that_are_old_of_others_or_of_other_swarms_are_left_out(wo
     swarm = world.manifest.swarm()
 
     def introduce(who, **changes):
-        info = PeerInfo(
-            peer_id=who.peer_id, swarm=swarm, node=who.peer_id, model="", joined=0.0, timestamp=world.now
-        )
+        info = PeerInfo(peer_id=who.peer_id, swarm=swarm, node=who.peer_id, model="", joined=0.0, timestamp=world.now)
         world.peer(who).files.write(f"peers/{who.peer_id}.json", seal(replace(info, **changes), who))
 
     introduce(bob, timestamp=world.now - 3 * TIMEOUT)

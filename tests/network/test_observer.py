@@ -1,4 +1,5 @@
-"""Swarms among peers as seen from outside: `status`, the live view and `validate` get what the peers that are there give."""
+"""Swarms among peers as seen from outside: `status`, the live view and `validate` get what the peers that are there
+give."""
 
 import io
 import threading

@@ -109,9 +109,7 @@ def test_a_memory_that_cannot_be_read_is_not_taken_for_none(damage, folder):
 
 def test_a_memory_that_cannot_be_written_stops_nobody(folder, tmp_path, caplog):
     name = "m" * 230 + ".pem"  # with no room for the name under which a file is written aside
-    remember(
-        folder.found(OWNER), folder.address, replace(folder.settings, identity_path=f"{tmp_path}/{name}")
-    )
+    remember(folder.found(OWNER), folder.address, replace(folder.settings, identity_path=f"{tmp_path}/{name}"))
     assert f"the owner of {folder.address} is not remembered" in caplog.text
 
 

@@ -230,8 +230,7 @@ def is_stopped(process):
 def test_who_lets_others_wait_is_not_asked_again_until_it_speaks(monkeypatch):
     """A laptop that was closed: its connections are there, and nothing comes over them."""
     one, two = (
-        PeerEngine(identity_of(name), answer=lambda request, peer: request, **ALONE).start()
-        for name in ("one", "two")
+        PeerEngine(identity_of(name), answer=lambda request, peer: request, **ALONE).start() for name in ("one", "two")
     )
     (daemon,) = [found for found in daemons(os.getpid()) if str(two.folder) in cmdline(found)]
     try:
@@ -322,9 +321,7 @@ def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
     assert any(value is not None for value in values)
 
 
-@pytest.mark.parametrize(
-    "bytes_", [b"", b"\xc1", b"\x81" * 1000, b"\xdd\xff\xff\xff\xff", b"\xa3abc", b"\x93\x01"]
-)
+@pytest.mark.parametrize("bytes_", [b"", b"\xc1", b"\x81" * 1000, b"\xdd\xff\xff\xff\xff", b"\xa3abc", b"\x93\x01"])
 def test_bytes_that_are_no_record_are_refused(bytes_):
     from hivemind.dht.routing import DHTID
 

@@ -34,13 +34,8 @@ def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
         assert boot.stdout is not None
         known = next(line.split()[-1] for line in boot.stdout if "join p2p://" in line)
         rules = ["--rounds", "4", "--round-end", "lockstep", "--min-peers", "2", "--set", "network=p2p"]
-        lead = start(
-            folders["lead"], "coordinate", str(address), *rules, *QUICK, *HERE, "--set", f"p2p_known={known}"
-        )
-        workers = [
-            start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name)
-            for name in ("one", "two")
-        ]
+        lead = start(folders["lead"], "coordinate", str(address), *rules, *QUICK, *HERE, "--set", f"p2p_known={known}")
+        workers = [start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name) for name in ("one", "two")]
         processes += [lead, *workers]
         until(
             lambda: (address / "state/current_state.json").exists() and state(address)["phase"] == "running",
@@ -71,9 +66,7 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
         folder.mkdir()
     address = folders["lead"] / "experiments" / "open"
     rules = ["--rounds", "1000", "--round-end", "interval", "--round-interval", "6", "--set", "network=p2p"]
-    processes = [
-        lead := start(folders["lead"], "coordinate", str(address), *rules, *HERE, PYTHONUNBUFFERED="1")
-    ]
+    processes = [lead := start(folders["lead"], "coordinate", str(address), *rules, *HERE, PYTHONUNBUFFERED="1")]
 
     def played(name: str) -> list[dict[str, Any]]:
         found = list((folders[name] / "runs").glob("*"))
@@ -83,10 +76,7 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
     try:
         assert lead.stdout is not None
         known = next(line.split()[-1] for line in lead.stdout if "others join at p2p://" in line)
-        workers = [
-            start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name)
-            for name in ("one", "two")
-        ]
+        workers = [start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name) for name in ("one", "two")]
         processes += workers
         until(lambda: all(map(played, ("one", "two"))), 240)
         code, seen = run(tmp_path, "validate", known, "--nodes", "2", **AROUND)
@@ -95,8 +85,7 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
         before = {name: len(played(name)) for name in ("one", "two")}
         until(
             lambda: all(
-                sum(line["external_scored"] for line in played(name)[count:]) > 0
-                for name, count in before.items()
+                sum(line["external_scored"] for line in played(name)[count:]) > 0 for name, count in before.items()
             ),
             240,
         )

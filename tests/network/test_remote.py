@@ -179,9 +179,7 @@ def test_errors_of_the_server_may_pass_and_are_tried_again_by_the_library(s3, ur
     assert not s3.refusals
 
 
-@pytest.mark.parametrize(
-    "answer", [(500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests")]
-)
+@pytest.mark.parametrize("answer", [(500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests")])
 def test_an_error_that_stays_is_an_oserror_that_names_the_object(s3, url, answer, at_once):
     files = locate(url).files
     for act in (lambda: files.write("a", b""), lambda: files.names("a"), lambda: files.remove("a")):
@@ -369,9 +367,7 @@ def test_the_owner_of_a_url_is_remembered(tmp_path):
     owners.remember(make_manifest(), "s3://bucket/swarm", settings)
     owners.check(make_manifest(), "s3://bucket/swarm", settings)
     with pytest.raises(owners.OwnerError, match="s3://bucket/swarm"):
-        owners.check(
-            make_manifest(peer_id=introduction(make_manifest(), "ann").peer_id), "s3://bucket/swarm", settings
-        )
+        owners.check(make_manifest(peer_id=introduction(make_manifest(), "ann").peer_id), "s3://bucket/swarm", settings)
 
 
 def test_the_owner_decides_by_url_who_takes_part(url, capsys):

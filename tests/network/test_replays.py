@@ -187,9 +187,7 @@ def test_a_manifest_that_was_exchanged_does_not_change_a_run_that_is_looked_at(t
     assert view.state.round == 0
 
 
-@pytest.mark.parametrize(
-    "line", [b'"\xff"', b'{"a":"\xff"}', b"[" * 100_000, b"7", b'{"a":' + b"9" * 5000 + b"}"]
-)
+@pytest.mark.parametrize("line", [b'"\xff"', b'{"a":"\xff"}', b"[" * 100_000, b"7", b'{"a":' + b"9" * 5000 + b"}"])
 def test_a_line_of_a_log_that_is_none_is_left_out(line, tmp_path):
     (tmp_path / "log").write_bytes(b'{"a":1}\n' + line + b'\n{"a":2}\n{"half')
     files = LocalFiles(tmp_path)

@@ -115,9 +115,7 @@ class Story:
         path = report_path(number, stage, node)
         if f"{node}.json" not in self.files.names(path.rpartition("/")[0]):
             others = [other for other in self.nodes if other != node]
-            said = report(
-                self.manifest, node, number, stage, reward=0.25 * (number + 1), vote=others[number % 2]
-            )
+            said = report(self.manifest, node, number, stage, reward=0.25 * (number + 1), vote=others[number % 2])
             self.files.write(path, seal(said, identity_of(node)))
 
     def state(self):
@@ -150,9 +148,7 @@ class Story:
     def check(self):
         """The history has every stage once, and the totals in the state are those of the history."""
         history, _ = read_history(self.files)
-        assert [(ended.round, ended.stage) for ended in history] == [
-            (r, s) for r in range(2) for s in range(2)
-        ]
+        assert [(ended.round, ended.stage) for ended in history] == [(r, s) for r in range(2) for s in range(2)]
         assert self.places == sorted(self.places)
         participation, rewards, wins = Counter(), Counter(), Counter()
         for ended in history:
@@ -176,9 +172,7 @@ class Story:
 
 @pytest.mark.parametrize("round_end", ["everyone", "interval"])
 @pytest.mark.parametrize("death", [die_halfway, die_after])
-def test_a_conductor_that_is_killed_at_any_call_is_replaced_without_a_trace(
-    death, round_end, tmp_path, monkeypatch
-):
+def test_a_conductor_that_is_killed_at_any_call_is_replaced_without_a_trace(death, round_end, tmp_path, monkeypatch):
     calls = 0
     while True:
         calls += 1
@@ -445,9 +439,7 @@ def test_who_publishes_into_a_round_that_was_archived_does_not_stop_the_swarm(sw
         swarm.files.write(rollouts_path(0, 0, late), b"late")
         swarm.play(number, conductor)
 
-    assert swarm.files.names("archives/round_0/stage_0") == [
-        f"{n}.json" for n in ("ann", "bob", "cleo", "dan", "eve")
-    ]
+    assert swarm.files.names("archives/round_0/stage_0") == [f"{n}.json" for n in ("ann", "bob", "cleo", "dan", "eve")]
     assert rounds_in(swarm, "rollouts") == []
 
 
@@ -465,9 +457,7 @@ def test_tidying_up_touches_rounds_only(swarm):
 def test_only_the_owner_conducts(swarm):
     stranger = Identity.new()
     with pytest.raises(NetworkError) as error:
-        RoundServer(
-            swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event()
-        )
+        RoundServer(swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event())
 
     for part in (OWNER.peer_id, stranger.peer_id, "IDENTITY_PATH=my.pem"):
         assert part in str(error.value)
@@ -608,7 +598,8 @@ def test_a_node_waits_for_a_folder_that_does_not_answer(failures, peer_timeout, 
 
 
 def test_rounds_on_an_interval_take_few_calls(tmp_path):
-    """Per round: the conductor lists peers and reports, reads reports and the owner's list, writes history and state; nodes look
+    """Per round: the conductor lists peers and reports, reads reports and the owner's list, writes history and state;
+    nodes look
     at the state a few times, however often they could."""
     swarm = Small(tmp_path, round_end="interval", round_interval=0.3, rounds=5, peer_timeout=0.4)
     files, theirs = Watched(tmp_path), Watched(tmp_path)
@@ -656,9 +647,7 @@ def test_a_node_that_joins_in_the_middle_of_an_interval_sees_the_next_round_in_t
 
 def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
     swarm, files = Small(tmp_path), Watched(tmp_path)
-    exchange = FolderExchange(
-        files, swarm.manifest, identity_of("cleo"), "cleo", threading.Event(), print, POLL
-    )
+    exchange = FolderExchange(files, swarm.manifest, identity_of("cleo"), "cleo", threading.Event(), print, POLL)
     exchange.publish(publication(swarm.manifest, "cleo"))
     assert files.calls == {"write": 1, "read": 1}  # whether it published before it was restarted
     exchange.publish(publication(swarm.manifest, "cleo"))
@@ -676,9 +665,7 @@ def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
 
 def test_an_exchange_keeps_no_more_than_it_needs(tmp_path):
     swarm = Small(tmp_path)
-    exchange = FolderExchange(
-        swarm.files, swarm.manifest, identity_of("ann"), "ann", threading.Event(), print
-    )
+    exchange = FolderExchange(swarm.files, swarm.manifest, identity_of("ann"), "ann", threading.Event(), print)
     for number in range(200):
         exchange.publish(publication(swarm.manifest, "ann", number))
         assert len(list(exchange.collect(number, 0, ["ann", "nobody"]))) == 1

@@ -33,7 +33,8 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import PeerEngine
 name, listen, known, wanted, reachable = sys.argv[1:]
 engine = PeerEngine(
-    Identity.load_or_create(Path(f"{name}.pem")), json.loads(known), [listen], answer=lambda request, peer: name.encode(),
+    Identity.load_or_create(Path(f"{name}.pem")), json.loads(known), [listen],
+    answer=lambda request, peer: name.encode(),
     map_ports=False, reachability=reachable,
 ).start()
 print(json.dumps(list(engine.addresses)), flush=True)

@@ -43,9 +43,7 @@ def play(swarm_dir, faults, manifest, seed, collect):
     def live(node):
         me, files = identity_of(node), drive.view(node)
         coordinator = FolderCoordinator(files, manifest, me, node, stop, POLL)
-        exchange = FolderExchange(
-            files, manifest, me, node, stop, lambda *why: outcome.rejected.append(why), POLL
-        )
+        exchange = FolderExchange(files, manifest, me, node, stop, lambda *why: outcome.rejected.append(why), POLL)
         coordinator.register(introduction(manifest, node))
         done, others = (-1, -1), [other for other in NODES if other != node]
         while (state := coordinator.wait_for(done)) is not None and state.phase == "running":
@@ -88,9 +86,7 @@ def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
     assert [(ended.round, ended.stage) for ended in history] == places
     assert all(ended.reports.keys() == {peer_id(node) for node in NODES} for ended in history)
     assert state.phase == "finished"
-    assert {m.node: (m.participation, m.reward) for m in state.members.values()} == dict.fromkeys(
-        NODES, (2, 2.0)
-    )
+    assert {m.node: (m.participation, m.reward) for m in state.members.values()} == dict.fromkeys(NODES, (2, 2.0))
 
 
 def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_path, caplog):
@@ -109,9 +105,7 @@ def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_
     assert state.phase == "finished"
     assert outcome.rejected == []
     refused = [record.message for record in caplog.records if "not used" in record.message]
-    assert [
-        line for line in refused if "when the stage ended" not in line
-    ] == []  # a drive may be slower than a round
+    assert [line for line in refused if "when the stage ended" not in line] == []  # a drive may be slower than a round
     for reader in NODES:
         arrived = {(publication.node, publication.round) for publication in outcome.received[reader]}
         expected = {

@@ -1,4 +1,5 @@
-"""A clock that is off is said, by how much, and what to do about it. Real peers on loopback, whose clocks can be set."""
+"""A clock that is off is said, by how much, and what to do about it. Real peers on loopback, whose clocks can be
+set."""
 
 import threading
 import time

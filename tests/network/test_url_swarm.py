@@ -20,7 +20,8 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
     quick = [part for setting in small for part in ("--set", setting)]
     swarm = [
         start(
-            tmp_path / "owner", "coordinate", url, "--rounds", "2", "--round-end", "lockstep", "--min-peers", "2", *quick
+            tmp_path / "owner", "coordinate", url, "--rounds", "2", "--round-end", "lockstep", "--min-peers", "2",
+            *quick
         ),
         # One knows the address whole, the other by the variables of a folder swarm.
         start(tmp_path / "ann", "join", url, "--local", "2", "--external", "2", *quick),
@@ -48,9 +49,7 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
         for line in map(json.loads, path.read_text().splitlines())
         if line["kind"] == "round"
     ]
-    assert len(lines) == 4 and all(line["external_scored"] for line in lines), (
-        "they look at each other's answers"
-    )
+    assert len(lines) == 4 and all(line["external_scored"] for line in lines), "they look at each other's answers"
     taken, signal = ([line[name] for line in lines] for name in ("external_taken", "local_with_signal"))
     assert (sum(taken) > 0) == (sum(signal) > 0), "and learn from those that differ in reward"
 
@@ -67,8 +66,6 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
     assert code == 0 and "round 2/2" in output and url in output, output
 
     round_1 = files.names("rewards/round_1/stage_0")
-    files.write(
-        f"rewards/round_1/stage_0/{round_1[0]}", files.read(f"rewards/round_1/stage_0/{round_1[1]}", 1 << 16)
-    )
+    files.write(f"rewards/round_1/stage_0/{round_1[0]}", files.read(f"rewards/round_1/stage_0/{round_1[1]}", 1 << 16))
     verdict, _ = validate(url)
     assert not verdict.sound

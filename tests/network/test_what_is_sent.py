@@ -18,16 +18,13 @@ TIGHT = make_manifest(limits=Limits(file_bytes=20_000, questions=6, completions=
 
 def exchange(folder, node, rejected=None):
     on_reject = lambda *why: (rejected if rejected is not None else []).append(why)  # noqa: E731
-    return FolderExchange(
-        LocalFiles(folder), TIGHT, identity_of(node), node, threading.Event(), on_reject, POLL
-    )
+    return FolderExchange(LocalFiles(folder), TIGHT, identity_of(node), node, threading.Event(), on_reject, POLL)
 
 
 def arrived(folder, lengths):
     """What a receiver gets when ann publishes answers of these lengths: the lengths of those that it can use."""
     rollouts = {
-        str(number): [Answer("What?", "x" * length, 0.5) for length in group]
-        for number, group in enumerate(lengths)
+        str(number): [Answer("What?", "x" * length, 0.5) for length in group] for number, group in enumerate(lengths)
     }
     rejected = []
     exchange(folder, "ann").publish(replace(publication(TIGHT, "ann"), rollouts=rollouts))

@@ -163,9 +163,7 @@ def test_no_more_peers_are_asked_than_it_takes(swarm):
 
 def test_another_prompt_another_parent_and_no_parent_are_refused(swarm):
     publication = swarm.publish("peer-0", 1)
-    heard = [
-        swarm.published[0, peer_id].digest(number) for peer_id in publication.heard[0] for number in "01"
-    ]
+    heard = [swarm.published[0, peer_id].digest(number) for peer_id in publication.heard[0] for number in "01"]
     other = next(name for name in heard if name not in publication.parents["0"])
     lies = {
         "question": replace(
@@ -246,9 +244,7 @@ def test_a_statement_whose_own_question_does_not_follow_is_not_heard(swarm):
 def test_who_tells_different_things_to_different_peers_harms_nobody_else(swarm):
     publication = swarm.publish("peer-0", 1)
     liar = publication.heard[0][0]
-    second = {
-        k: [replace(a, response="else") for a in v] for k, v in swarm.published[0, liar].rollouts.items()
-    }
+    second = {k: [replace(a, response="else") for a in v] for k, v in swarm.published[0, liar].rollouts.items()}
     swarm.published[0, liar] = replace(swarm.published[0, liar], rollouts=second)
     with pytest.raises(Rejected, match="parents"):
         swarm.check(publication)
@@ -261,9 +257,7 @@ def test_other_roles_speak_once_choose_among_what_is_allowed_and_cannot_be_inven
     assert (first.question.role, first.question.prompt) == ("prompter", "hard")
     assert swarm.refusal(swarm.publish("peer-0", 0, role="prompter", prompt="mine")) == "question"
     assert swarm.refusal(replace(said, role="boss")) == "role"
-    assert swarm.refusal(replace(said, role="")) == "limits", (
-        "the ordinary role learns, and so it answers in groups"
-    )
+    assert swarm.refusal(replace(said, role="")) == "limits", "the ordinary role learns, and so it answers in groups"
 
 
 def test_a_publication_that_is_cut_names_no_parents_of_what_was_left_out(swarm):
@@ -278,9 +272,7 @@ NAMES = st.lists(st.sampled_from([*PEERS, "stranger", "", "x" * 64]), max_size=5
 
 @given(
     heard=st.lists(NAMES, max_size=4),
-    parents=st.dictionaries(
-        st.sampled_from(["0", "1", "2", "x"]), st.lists(st.text(max_size=64), max_size=3)
-    ),
+    parents=st.dictionaries(st.sampled_from(["0", "1", "2", "x"]), st.lists(st.text(max_size=64), max_size=3)),
     role=st.sampled_from(["", "prompter", "boss"]),
     stage=st.integers(0, 5),
     hears=st.sampled_from([0, 1, 3]),

@@ -42,9 +42,7 @@ from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import EVENTS, Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
-SETTINGS = Settings(
-    hf_token="hf_secret", hub_repo="ada/model", external=2, share_logprobs=True, log_level="error"
-)
+SETTINGS = Settings(hf_token="hf_secret", hub_repo="ada/model", external=2, share_logprobs=True, log_level="error")
 QUICK = [
     "--nodes",
     "1",
@@ -263,9 +261,7 @@ def test_model_tokenizer_and_card_are_uploaded_and_nothing_else(
     assert private and {token for _, _, token in private} == {"Bearer hf_secret"}
     assert [event["event"] for event in events(push)] == ["pushed"]
     assert outcomes(tmp_path, os.listdir(tmp_path / "logs")) == [f"pushed to {hub.url}/ada/model"]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["round_6"], (
-        "nothing left over"
-    )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["round_6"], "nothing left over"
 
 
 def test_weights_of_an_earlier_model_leave_the_repository_and_other_files_stay(
@@ -333,9 +329,7 @@ def test_a_token_that_is_refused_is_named_and_not_tried_again(
     assert words in outcomes(tmp_path, os.listdir(tmp_path / "logs"))[0]
 
 
-def test_only_the_newest_of_those_that_wait_is_pushed(
-    hub: HubServer, tmp_path: Path, checkpoint: Path
-) -> None:
+def test_only_the_newest_of_those_that_wait_is_pushed(hub: HubServer, tmp_path: Path, checkpoint: Path) -> None:
     hub.open.clear()
     push = make_push(tmp_path)
     for number in range(1, 5):
@@ -387,9 +381,7 @@ def test_the_licence_is_the_one_of_the_base_model(hub: HubServer, tmp_path: Path
 
 
 def test_settings_help_and_the_package_do_not_load_the_library() -> None:
-    script = (
-        "import sys, rl_swarm, rl_swarm.node.hub, rl_swarm.cli.app, rl_swarm.cli.running; print(*sys.modules)"
-    )
+    script = "import sys, rl_swarm, rl_swarm.node.hub, rl_swarm.cli.app, rl_swarm.cli.running; print(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert not {"huggingface_hub", "torch"} & set(output.split())
 
@@ -397,9 +389,7 @@ def test_settings_help_and_the_package_do_not_load_the_library() -> None:
 # Whole runs.
 
 
-def test_a_run_ends_with_a_model_on_the_hub_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_with_a_model_on_the_hub_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_server() as hub:
         code, output = run(
             tmp_path, "up", "--run", "r", *QUICK, "--set", "hub_every=1",
@@ -418,9 +408,7 @@ def test_a_run_ends_with_a_model_on_the_hub_that_loads(
     assert kept.keys() - same.keys() == {"optimizer.safetensors", "place.json"}
     assert same == {name: kept[name] for name in same}
     text = (folder / "README.md").read_text()
-    lines = [
-        json.loads(line) for line in next(tmp_path.glob("r/logs/*/metrics.jsonl")).read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in next(tmp_path.glob("r/logs/*/metrics.jsonl")).read_text().splitlines()]
     last = [line for line in lines if line["kind"] == "held_out"][-1]
     assert f"| {last['sampled']:.3f} |" in text and f"| {last['greedy']:.3f} |" in text and "2 of 2" in text
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hf_secret" in path.read_bytes()]

@@ -118,9 +118,7 @@ def test_a_node_learns_from_others_and_votes_for_the_best(environment: Reasoning
     first.play(state)
     second.play(state)
     line = rounds_of(second)[0]
-    signal = sum(
-        len({answer.reward for answer in answers}) > 1 for answers in first.exchange.log[0].rollouts.values()
-    )
+    signal = sum(len({answer.reward for answer in answers}) > 1 for answers in first.exchange.log[0].rollouts.values())
     assert line["external_taken"] == min(2, signal)
     assert set(line["external_from"]) <= {first.identity.peer_id}
     earned = any(answer.reward for answers in first.exchange.log[0].rollouts.values() for answer in answers)
@@ -183,9 +181,7 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MOST_MISSED)
-    state = msgspec.structs.replace(
-        swarm.state, members={**swarm.state.members, other.identity.peer_id: member}
-    )
+    state = msgspec.structs.replace(swarm.state, members={**swarm.state.members, other.identity.peer_id: member})
     other.publish([], state)
     published = [publication.node for publication in node.publications(state, random.Random(0), {})]
     assert published == [other.name] * asked
@@ -226,9 +222,7 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
 def test_only_who_was_asked_can_be_late(
     environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(
-        SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external=0
-    )
+    settings = msgspec.structs.replace(SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external=0)
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
     monkeypatch.setattr(node, "is_silent", lambda member, state: False)
@@ -268,9 +262,7 @@ def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
     )
 
 
-def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(
-    environment: Reasoning, tmp_path: Path
-) -> None:
+def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS))
     node = make_node(swarm, environment, tmp_path)
     node.play(swarm.state)

@@ -126,9 +126,7 @@ def test_a_peer_cannot_change_its_prompt_by_a_character():
     assert rejected[0][1] == "question"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"peer_id": "mallory"}, {"round": ROUND - 1}, {"round": ROUND + 1}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"peer_id": "mallory"}, {"round": ROUND - 1}, {"round": ROUND + 1}], ids=str)
 def test_a_peer_cannot_pass_on_the_answers_of_another_or_of_another_round(changes):
     found, rejected = selected([replace(publish("alice", [2]), **changes)], 1)
     assert found.chosen == []
@@ -180,9 +178,7 @@ class Hurried(Doubling):
         return super().score(answered)[: self.most]
 
 
-@pytest.mark.parametrize(
-    ("made", "scored", "groups"), [(5, 20, 5), (2, 20, 2), (5, 11, 2), (0, 20, 0), (5, 3, 0)]
-)
+@pytest.mark.parametrize(("made", "scored", "groups"), [(5, 20, 5), (2, 20, 2), (5, 11, 2), (0, 20, 0), (5, 3, 0)])
 def test_what_a_peer_cannot_have_checked_in_its_time_is_left_out_and_counted(made, scored, groups):
     """A rollout whose completions were not all scored says nothing."""
     rejected = []

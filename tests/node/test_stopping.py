@@ -1,4 +1,5 @@
-"""Stopping and starting a run: Ctrl-C at any moment, a closed terminal, a dead fork server, a run that has no checkpoint."""
+"""Stopping and starting a run: Ctrl-C at any moment, a closed terminal, a dead fork server, a run that has no
+checkpoint."""
 
 import contextlib
 import fcntl
@@ -66,9 +67,7 @@ def checkpoints(address: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("seconds", [0.15, 0.4, 0.8, 1.2, 2, 3, 5, 8])
-def test_ctrl_c_in_the_first_seconds_ends_with_a_message_and_no_traceback(
-    tmp_path: Path, seconds: float
-) -> None:
+def test_ctrl_c_in_the_first_seconds_ends_with_a_message_and_no_traceback(tmp_path: Path, seconds: float) -> None:
     process = subprocess.Popen(
         [*RL_SWARM, "up", "--nodes", "2", "--rounds", "400", *SMALL],
         cwd=tmp_path,
@@ -168,11 +167,7 @@ def test_an_experiment_that_loses_its_terminal_saves_and_leaves(tmp_path: Path) 
         start_new_session=True,
     )  # fmt: skip
     try:
-        until(
-            lambda: any(
-                len(lines) > 2 for lines in metrics(next(tmp_path.glob("e/runs/*"), tmp_path)).values()
-            )
-        )
+        until(lambda: any(len(lines) > 2 for lines in metrics(next(tmp_path.glob("e/runs/*"), tmp_path)).values()))
         children = family(process)
         os.killpg(process.pid, signal.SIGHUP)
         output, _ = process.communicate(timeout=400)

@@ -128,9 +128,7 @@ def test_a_strategy_brings_its_settings_unless_the_user_gives_others():
         False,
     )
     gated = config.load(UP_PRESET, flags={"strategy": "gated"}, environ={}).settings
-    assert (gated.likelihood_gate, gated.external_negatives) == (True, 0.25), (
-        "above the preset of the command"
-    )
+    assert (gated.likelihood_gate, gated.external_negatives) == (True, 0.25), "above the preset of the command"
     mine = config.load(flags={"strategy": "gated", "external_negatives": 0.5}, environ={})
     assert mine.settings.external_negatives == 0.5 and mine.sources["likelihood_gate"] == "strategy gated"
     assert config.load(environ={}).settings == Settings()
@@ -161,9 +159,7 @@ def test_a_weight_scales_what_is_learned_from_a_group():
     group = Group("ann", question, (Completion("2", True), Completion("3", True)), (1.0, 0.0), True)
     one = Found(("ann", 0, 0, 0), group, SOME[0])
     whole, half = policy._lesson(group), policy._lesson(weighed(one, 0.5).group)
-    assert (
-        list(half.advantages) == [0.5 * a for a in whole.advantages] and half.completions == whole.completions
-    )
+    assert list(half.advantages) == [0.5 * a for a in whole.advantages] and half.completions == whole.completions
 
 
 def test_capped_and_gated_reach_the_loss():

@@ -44,16 +44,12 @@ def test_a_swarm_runs_to_its_end_and_tells_what_it_achieved(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_lockstep_runs_with_one_seed_are_identical_and_another_seed_differs(tmp_path: Path) -> None:
     for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
-        code, output = run(
-            tmp_path, "up", "--run", name, "--nodes", "2", "--rounds", "4", "--seed", seed, *QUICK
-        )
+        code, output = run(tmp_path, "up", "--run", name, "--nodes", "2", "--rounds", "4", "--seed", seed, *QUICK)
         assert code == 0, output
     first, second, other = (metrics(tmp_path / name) for name in "abc")
     assert first == second
     assert first.keys() == other.keys() and first != other
-    assert any(
-        line["external_taken"] for lines in first.values() for line in lines if line["kind"] == "round"
-    )
+    assert any(line["external_taken"] for lines in first.values() for line in lines if line["kind"] == "round")
 
 
 def test_ctrl_c_stops_everything_cleanly_and_resume_goes_on(tmp_path: Path) -> None:
@@ -140,8 +136,7 @@ def test_two_shells_with_only_environment_variables_make_a_swarm(tmp_path: Path)
     for folder in folders.values():
         folder.mkdir()
     processes = [
-        start(folder, "up", **common, NODE_ROLE=role, NODE_ID=f"my-{role}")
-        for role, folder in folders.items()
+        start(folder, "up", **common, NODE_ROLE=role, NODE_ID=f"my-{role}") for role, folder in folders.items()
     ]
     try:
         outputs = [process.communicate(timeout=240)[0] for process in processes]
@@ -199,17 +194,14 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
             end(process)
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     played = {
-        node: [line["round"] for line in lines if line["kind"] == "round"]
-        for node, lines in metrics(address).items()
+        node: [line["round"] for line in lines if line["kind"] == "round"] for node, lines in metrics(address).items()
     }
     assert played["late"][0] >= 2
     assert played["early"][0] < played["late"][0] and len(played["early"]) < 14
     events = (address / "logs" / "early" / "training_events.jsonl").read_text()
     assert '"skipped"' in events
     late = [line for line in metrics(address)["late"] if line["kind"] == "round"]
-    assert sum(line["external_taken"] for line in late), (
-        "it learned from the other although rounds are not in step"
-    )
+    assert sum(line["external_taken"] for line in late), "it learned from the other although rounds are not in step"
     code, output = run(tmp_path, "validate", str(address), "--rounds", "14", "--nodes", "2")
     assert code == 0, output
     assert "skipped" in output and "before it joined" in output
@@ -231,9 +223,7 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
         (["join"], "GDRIVE_PATH"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_clear_message(
-    tmp_path: Path, arguments: list[str], expected: str
-) -> None:
+def test_what_cannot_work_is_said_in_one_clear_message(tmp_path: Path, arguments: list[str], expected: str) -> None:
     code, output = run(tmp_path, *arguments, HF_HUB_OFFLINE="1")
     assert code != 0
     assert expected in output

@@ -88,9 +88,7 @@ def test_an_interrupted_cell_stops_cleanly_and_goes_on_when_run_again(trained: T
     for lines in metrics(trained.cwd / "runs" / "r").values():
         played = [line for line in lines if line["kind"] == "round"]
         assert {line["round"] for line in played} == set(range(ROUNDS))
-        assert [line["policy_version"] for line in played] == sorted(
-            line["policy_version"] for line in played
-        )
+        assert [line["policy_version"] for line in played] == sorted(line["policy_version"] for line in played)
     (shown,) = trained.again  # a finished run is only shown
     assert f"round {ROUNDS}/{ROUNDS}" in shown["content"]["data"]["text/plain"]
 
@@ -135,9 +133,7 @@ def test_coordinator_and_worker_train_in_two_notebooks(tmp_path: Path) -> None:
     small = {**quick, "held_out_questions": 16, "held_out_samples": 1, "node_id": "colab"}
     with ThreadPoolExecutor() as pool:
         books = [
-            pool.submit(
-                executed, f"{name}.ipynb", tmp_path / name, ADDRESS=str(address), TEST=True, **parameters
-            )
+            pool.submit(executed, f"{name}.ipynb", tmp_path / name, ADDRESS=str(address), TEST=True, **parameters)
             for name, parameters in (
                 ("coordinator", {"SETTINGS": rules}),
                 ("worker", {"LOCAL": 2, "EXTERNAL": 1, "SETTINGS": small}),
@@ -170,9 +166,7 @@ def test_the_experiment_runs_below_its_cell_and_shows_what_came_of_it(compared: 
     found = json.loads((cwd / "e" / "report.json").read_text())["configurations"]
     assert all({"training_set", "fresh_local", "held_out"} <= arm.keys() for arm in found.values())
     (table,) = output(run, "results")
-    mean, low, high = (
-        f"{found['4/4 sapo']['fresh_local']['total'][name]:.1f}" for name in ("mean", "low", "high")
-    )
+    mean, low, high = (f"{found['4/4 sapo']['fresh_local']['total'][name]:.1f}" for name in ("mean", "low", "high"))
     assert f"| {mean} ({low} to {high}) |" in table.data["text/markdown"]
     _has_picture(output(run, "curves"), "fresh local reward, training set reward")
 
@@ -184,10 +178,7 @@ def test_results_stand_beside_each_other_and_beside_the_paper(compared: tuple[Pa
     run = executed("results.ipynb", cwd, EXPERIMENTS=["e", "kept"])
     (table,), (tables,) = output(run, "results"), output(run, "more")
     for shown in table, tables:
-        assert (
-            "| e: 4/4 sapo |" in shown.data["text/markdown"]
-            and "| kept: 8/0 |" in shown.data["text/markdown"]
-        )
+        assert "| e: 4/4 sapo |" in shown.data["text/markdown"] and "| kept: 8/0 |" in shown.data["text/markdown"]
     assert "| kept: 4/4 sapo | 1093.31 | +94 % |" in tables.data["text/markdown"]
     _has_picture(output(run, "curves"), "held-out score")
     _has_picture(output(run, "by-task"), "held-out score")

@@ -54,9 +54,7 @@ PRIVATE, OPEN = manifest(), replace(manifest(), admission="open")
 def admit(who: Identity, token: str = "", members=None, roll=None, swarm=PRIVATE, now=None):
     shown = admission.ticket(token, swarm, who.peer_id) if token else ""
     roll = roll or AccessList(swarm=swarm.swarm())
-    return admission.admit(
-        swarm, roll, members or {}, who.peer_id, shown, time.time() if now is None else now
-    )
+    return admission.admit(swarm, roll, members or {}, who.peer_id, shown, time.time() if now is None else now)
 
 
 def invite(uses: int = 1, swarm: Manifest = PRIVATE, owner: Identity = OWNER) -> tuple[str, str]:
@@ -147,9 +145,7 @@ def test_no_term_of_an_invitation_can_be_altered():
             admission.ticket(part, PRIVATE, ANN.peer_id)
 
 
-@given(
-    st.text(max_size=300) | st.binary(max_size=300).map(lambda data: base64.urlsafe_b64encode(data).decode())
-)
+@given(st.text(max_size=300) | st.binary(max_size=300).map(lambda data: base64.urlsafe_b64encode(data).decode()))
 def test_junk_is_no_invitation(text):
     with pytest.raises(Rejected):
         admission.ticket(text, PRIVATE, ANN.peer_id)
@@ -375,9 +371,7 @@ def test_a_node_ignores_what_those_publish_who_are_not_admitted(tmp_path):
     swarm.look()
     for who in (ANN, EVE):
         for number in (0, 1):
-            swarm.files.write(
-                f"rollouts/round_{number}/stage_0/{who.node}.json", published(PRIVATE, who, number)
-            )
+            swarm.files.write(f"rollouts/round_{number}/stage_0/{who.node}.json", published(PRIVATE, who, number))
     rejected: list[tuple[str, str, str]] = []
     bob = swarm.node(BOB)
     bob.current()

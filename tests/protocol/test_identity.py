@@ -200,9 +200,7 @@ def test_a_key_of_another_kind_or_with_a_password_is_explained(tmp_path):
     encoding, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     other = ec.generate_private_key(ec.SECP256R1())
     (tmp_path / "ec.pem").write_bytes(other.private_bytes(encoding, kind, serialization.NoEncryption()))
-    locked = Identity.new().key.private_bytes(
-        encoding, kind, serialization.BestAvailableEncryption(b"secret")
-    )
+    locked = Identity.new().key.private_bytes(encoding, kind, serialization.BestAvailableEncryption(b"secret"))
     (tmp_path / "locked.pem").write_bytes(locked)
     with pytest.raises(IdentityError, match="an Ed25519 or RSA key is needed"):
         Identity.load(tmp_path / "ec.pem")
@@ -234,9 +232,7 @@ def test_many_peers_have_many_names():
 def test_the_node_name_can_be_a_file_name_and_tells_peers_of_one_animal_name_apart():
     identity = Identity.new()
     assert identity.node == f"{identity.name.replace(' ', '-')}-{identity.peer_id[-6:]}"
-    assert all(
-        character.isascii() and (character.isalnum() or character == "-") for character in identity.node
-    )
+    assert all(character.isascii() and (character.isalnum() or character == "-") for character in identity.node)
 
 
 # Keys of earlier systems, written as libp2p writes them.
@@ -264,9 +260,7 @@ def pkcs1(key: rsa.RSAPrivateKey) -> bytes:
 
 
 def pkix(key: rsa.RSAPrivateKey) -> bytes:
-    return key.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def libp2p_rsa_id(key: rsa.RSAPrivateKey) -> str:
@@ -290,9 +284,7 @@ def test_an_rsa_peer_id_is_the_one_libp2p_gives_to_the_key():
     assert public[:5] == b"\x08\x00\x12\xa6\x02"
     peer_id = hashed_peer_id(public[5:])
     assert peer_id == "QmQ2zigjQikYnyYUSXZydNXrDRhBut2mubwJBaLXobMt3A"
-    assert (
-        base58_decode(peer_id).hex() == "122019318b6e5e0cf93a2314bf01269a2cc23cd3dcd452d742cdb9379d8646f6e4a9"
-    )
+    assert base58_decode(peer_id).hex() == "122019318b6e5e0cf93a2314bf01269a2cc23cd3dcd452d742cdb9379d8646f6e4a9"
 
 
 def rsa_forms() -> dict[str, bytes]:
@@ -394,9 +386,7 @@ def test_no_signature_whatever_raises(junk, framed):
 
 def test_a_public_key_of_another_kind_under_a_hashed_peer_id_signs_nothing():
     key = ec.generate_private_key(ec.SECP521R1())
-    public = key.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    public = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     signature = key.sign(b"message", ec.ECDSA(hashes.SHA256()))
     assert not verify(hashed_peer_id(public), b"message", len(public).to_bytes(2, "big") + public + signature)
 

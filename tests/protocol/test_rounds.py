@@ -263,9 +263,7 @@ def test_a_member_keeps_its_node_name_and_the_round_it_joined():
 
 
 def test_only_the_first_report_of_a_member_counts():
-    state = reported(
-        running("a", "b"), report("a", reward=0.25, vote="b"), report("a", reward=99.0, vote="c")
-    )
+    state = reported(running("a", "b"), report("a", reward=0.25, vote="b"), report("a", reward=99.0, vote="c"))
     state, _ = advance(reported(state, report("b", reward=0.5)), rules(), 2.0)
     assert state.members["a"].reward == 0.25
     assert state.members["a"].participation == 1
@@ -398,8 +396,6 @@ def test_whatever_happens_rounds_go_forward_and_nothing_counts_twice(events, end
             assert member.participation <= ended <= rounds
             assert earlier is None or 0 <= member.participation - earlier.participation <= 1
             assert earlier is None or member.wins >= earlier.wins
-        assert sum(m.wins for m in state.members.values()) <= sum(
-            m.participation for m in state.members.values()
-        )
+        assert sum(m.wins for m in state.members.values()) <= sum(m.participation for m in state.members.values())
         assert state.reports.keys() <= state.members.keys()
         assert 0 <= state.round < rounds and 0 <= state.stage < stages

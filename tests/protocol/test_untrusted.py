@@ -65,9 +65,7 @@ def test_the_log_of_a_process_escapes_what_a_terminal_would_obey(tmp_path: Path)
         "try: raise ValueError(sys.argv[1])\n"
         "except ValueError: logging.getLogger('rl_swarm.x').exception('failed')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, NASTY], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, NASTY], cwd=tmp_path, capture_output=True, text=True, check=True)
     for text in (done.stderr, (tmp_path / "run" / "logs" / "swarm.log").read_text()):
         assert "\\x1b" in text and "touch ran" in text and "Traceback" in text
         assert all(letter == "\n" or letter.isprintable() for letter in text)

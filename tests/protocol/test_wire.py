@@ -99,9 +99,7 @@ def test_the_same_record_has_the_same_bytes_whoever_asks():
 
 @given(st.builds(Note, text=st.text(), numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False))))
 def test_every_record_survives_the_journey(note):
-    assert unseal(seal(note, ALICE, compress=True), Note) == msgspec.structs.replace(
-        note, peer_id=ALICE.peer_id
-    )
+    assert unseal(seal(note, ALICE, compress=True), Note) == msgspec.structs.replace(note, peer_id=ALICE.peer_id)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255), st.booleans())
@@ -351,9 +349,7 @@ def test_what_a_stranger_says_cannot_command_a_terminal_or_fill_a_log():
         {"text": "a", "peer_id": loud, "digest": "", "signature": ""},
         {"text": "a", "kind": loud},
     ):
-        message = canonical(
-            {key: value for key, value in fields.items() if key in ("text", "peer_id", "kind")}
-        )
+        message = canonical({key: value for key, value in fields.items() if key in ("text", "peer_id", "kind")})
         document = {**fields, "digest": digest(message), "signature": "AAAA"}
         data = signed(fields, ALICE) if "kind" in fields else canonical(document)
         with pytest.raises(Rejected) as caught:
@@ -431,11 +427,7 @@ JSON = st.recursive(
 )
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(["text", "numbers", "count", "digest", "signature", "peer_id", "kind"]), JSON
-    )
-)
+@given(st.dictionaries(st.sampled_from(["text", "numbers", "count", "digest", "signature", "peer_id", "kind"]), JSON))
 def test_arbitrary_json_is_rejected_and_nothing_else(fields):
     with pytest.raises(Rejected):
         unseal(json.dumps(fields).encode(), Note)

@@ -35,9 +35,7 @@ def in_locked_process(code, before=""):
         f"{textwrap.dedent(code)}\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -178,10 +176,7 @@ def test_the_numbers_of_the_system_calls_are_the_kernels(header, column):
     if not os.path.exists(header):
         pytest.skip("no header that lists them")
     with open(header) as file:
-        known = {
-            found[1]: int(found[2])
-            for found in re.finditer(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read())
-        }
+        known = {found[1]: int(found[2]) for found in re.finditer(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read())}
     known["newfstatat"] = known.get("newfstatat", known.get("fstatat", -1))
     every = {**lockdown.ALLOWED, **lockdown.IN_A_FOLDER, **lockdown.WAITING}
     ours = {name: numbers[column] for name, numbers in every.items()}
@@ -229,9 +224,7 @@ def test_the_filter_answers_every_number_as_the_tables_say(for_code):
     assert {number: answer_of(program, number) for number in expected} == expected
     assert answer_of(program, 0x40000000) == missing
     yields = lockdown.ALLOWED["sched_yield"][column]
-    assert answer_of(program, yields) == (done if for_code else allow), (
-        "no code stretches its time by waiting"
-    )
+    assert answer_of(program, yields) == (done if for_code else allow), "no code stretches its time by waiting"
     for number in opening:
         assert answer_of(program, number, os.O_WRONLY | os.O_CREAT) == (allow if for_code else refuse)
 

@@ -299,9 +299,7 @@ def test_a_program_that_takes_too_long_by_the_clock_is_ended_and_told_so(isolati
     (keeper,) = box._idle
     waiting = descendants(keeper.process.pid)
     found = []
-    judging = threading.Thread(
-        target=lambda: found.extend(box.judge([program("while True: pass", ("1", "1"))]))
-    )
+    judging = threading.Thread(target=lambda: found.extend(box.judge([program("while True: pass", ("1", "1"))])))
     try:
         judging.start()
         deadline = time.monotonic() + 60
@@ -459,9 +457,7 @@ def without(*names):
 
 def told(script):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -474,15 +470,11 @@ def test_the_best_isolation_that_holds_is_taken_and_code_is_refused_where_none_d
     assert told(without("unshare") + use) == "seccomp\n"
     hide = "sandbox.ISOLATIONS.pop('monty')\n"  # as if it were not installed
     refused = told(
-        without("unshare", "landlock")
-        + hide
-        + f"try:\n    {use.strip()}\nexcept UserError as error: print(error)\n"
+        without("unshare", "landlock") + hide + f"try:\n    {use.strip()}\nexcept UserError as error: print(error)\n"
     )
     assert "Code of models and strangers is not run here" in refused
     assert "namespaces: " in refused and "seccomp: " in refused and "pip install 'rl-swarm[monty]'" in refused
-    unfiltered = told(
-        without("seccomp") + hide + f"try:\n    {use.strip()}\nexcept UserError as error: print(error)\n"
-    )
+    unfiltered = told(without("seccomp") + hide + f"try:\n    {use.strip()}\nexcept UserError as error: print(error)\n")
     assert "Code of models and strangers is not run here" in unfiltered
 
 
@@ -511,12 +503,7 @@ def test_an_unknown_isolation_is_refused():
 
 
 PLAIN = some.recursive(
-    some.none()
-    | some.booleans()
-    | some.integers()
-    | some.floats()
-    | some.text(max_size=20)
-    | some.binary(max_size=20),
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=20) | some.binary(max_size=20),
     lambda inner: (
         some.lists(inner, max_size=4)
         | some.lists(inner, max_size=4).map(tuple)

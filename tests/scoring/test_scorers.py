@@ -119,9 +119,7 @@ def test_what_reasoning_gym_pays_for_nothing_is_not_paid():
         scorer.close()
     asked, theirs = plain(list(SCORERS), 4, [answer for wrong in WRONG.values() for answer in wrong])
     paid = {
-        q.task
-        for (q, answer), their in zip(asked, theirs, strict=True)
-        if their == 1.0 and answer in WRONG[q.task]
+        q.task for (q, answer), their in zip(asked, theirs, strict=True) if their == 1.0 and answer in WRONG[q.task]
     }
     assert paid == set(SCORERS)  # or the correction is no longer needed
 

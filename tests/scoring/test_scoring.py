@@ -138,9 +138,7 @@ def test_questions_are_the_same_in_every_process_whatever_its_hash_seed():
         "print(hashlib.sha256(repr([scorer.questions(range(80)), scorer.held_out(40)]).encode()).hexdigest())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     scorer = ScoringProcess([*HASH_SENSITIVE, *PRESETS["sapo"]])
     try:
         here = repr([scorer.questions(range(80)), scorer.held_out(40)])

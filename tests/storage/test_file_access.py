@@ -12,15 +12,23 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "rl_swarm"
 # Methods and functions that open, read, write, list, make, move, link or remove something by its path.
 METHODS = {
-    "open", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "makedirs", "glob", "rglob", "iglob", "iterdir",
-    "rmdir", "unlink", "rename", "renames", "symlink_to", "hardlink_to", "link_to", "touch", "chmod", "lchmod", "chown", "rmtree",
-    "copytree", "copyfile", "copy2", "listdir", "scandir", "removedirs", "truncate", "mkfifo", "mknod", "symlink", "link", "stat",
-    "lstat", "exists", "lexists", "is_file", "is_dir", "is_symlink", "isdir", "isfile", "islink", "getsize", "getmtime", "walk",
-    "fwalk", "utime", "readlink", "samefile", "statvfs", "load_file", "save_file", "safe_open", "savefig", "FileHandler",
-    "RotatingFileHandler", "TimedRotatingFileHandler", "WatchedFileHandler", "memmap", "fromfile", "tofile", "savez", "savetxt",
+    "open", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "makedirs", "glob", "rglob", "iglob",
+    "iterdir",
+    "rmdir", "unlink", "rename", "renames", "symlink_to", "hardlink_to", "link_to", "touch", "chmod", "lchmod",
+    "chown", "rmtree",
+    "copytree", "copyfile", "copy2", "listdir", "scandir", "removedirs", "truncate", "mkfifo", "mknod", "symlink",
+    "link", "stat",
+    "lstat", "exists", "lexists", "is_file", "is_dir", "is_symlink", "isdir", "isfile", "islink", "getsize",
+    "getmtime", "walk",
+    "fwalk", "utime", "readlink", "samefile", "statvfs", "load_file", "save_file", "safe_open", "savefig",
+    "FileHandler",
+    "RotatingFileHandler", "TimedRotatingFileHandler", "WatchedFileHandler", "memmap", "fromfile", "tofile", "savez",
+    "savetxt",
     "loadtxt", "genfromtxt", "read_csv", "to_csv", "read_table", "write_table", "read_parquet", "to_parquet", "mkdtemp",
-    "mkstemp", "mktemp", "TemporaryDirectory", "TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "ZipFile", "TarFile",
-    "from_pretrained", "save_pretrained", "snapshot_download", "open_code", "from_file", "LocalFileSystem", "DirFileSystem",
+    "mkstemp", "mktemp", "TemporaryDirectory", "TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile",
+    "ZipFile", "TarFile",
+    "from_pretrained", "save_pretrained", "snapshot_download", "open_code", "from_file", "LocalFileSystem",
+    "DirFileSystem",
 }  # fmt: skip
 # Of these modules every function does, or starts something that may; of `os` those below.
 MODULES = {
@@ -144,9 +152,7 @@ def uses(source: str) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             real |= {
-                (each.asname or each.name): each.name
-                for each in node.names
-                if each.asname or "." not in each.name
+                (each.asname or each.name): each.name for each in node.names if each.asname or "." not in each.name
             }
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             real |= {(each.asname or each.name): f"{node.module}.{each.name}" for each in node.names}
@@ -181,20 +187,11 @@ def _use(node: ast.AST, real: dict[str, str]) -> str | None:
 def _call(node: ast.Call, real: dict[str, str]) -> str | None:
     """Calls whose arguments tell: `Path.replace` has one, `getattr` may hide the name of a function."""
     called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if (
-        called == "replace"
-        and isinstance(node.func, ast.Attribute)
-        and len(node.args) == 1
-        and not node.keywords
-    ):
+    if called == "replace" and isinstance(node.func, ast.Attribute) and len(node.args) == 1 and not node.keywords:
         return None if _receiver(node.func.value, real) in LOGS else "Path.replace"
     if called == "basicConfig" and any(each.arg == "filename" for each in node.keywords):
         return "basicConfig"
-    if (
-        called == "getattr"
-        and node.args
-        and _receiver(node.args[0], real) in ("os", "io", "builtins", *MODULES)
-    ):
+    if called == "getattr" and node.args and _receiver(node.args[0], real) in ("os", "io", "builtins", *MODULES):
         name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
         return None if str(name).startswith(("O_", "sched_")) else "getattr"
     return None
@@ -248,17 +245,43 @@ def test_where_shared_paths_are_at_hand_no_other_function_touches_files_by_their
 
 
 WAYS = (
-    "open('x')", "reader = open", "os.replace('a', 'b')", "shutil.rmtree(folder)", "shutil.move(a, b)", "root.glob('*')",
-    "Path('x').read_bytes()", "Path('x').replace(target)", "here.open('w')", "self.private.mkdir()", "map(os.unlink, names)",
-    "functools.partial(os.rename, 'a')", "from os import remove as gone\ngone('x')", "import os as system\nsystem.unlink('x')",
-    "from shutil import move\nmove(a, b)", "import io\nio.open('x')", "getattr(os, 'un' + 'link')('x')", "tempfile.mkdtemp(dir=root)",
-    "import zipfile\nzipfile.ZipFile(path)", "import sqlite3\nsqlite3.connect(path)", "import torch\ntorch.save(model, path)",
-    "import numpy as np\nnp.load(path)", "import numpy\nnumpy.fromfile(path)", "parquet.read_table(path)", "from safetensors.torch import load_file\nload_file(path)",
-    "from safetensors.torch import save_file as keep\nkeep(tensors, path)", "logging.FileHandler(path)",
-    "logging.basicConfig(filename=path)", "import subprocess\nsubprocess.run(['cp', a, b])", "os.system('cp a b')",
-    "fsspec.open(path)", "fsspec.implementations.local.LocalFileSystem()", "os.path.getmtime(path)", "path.is_symlink()",
-    "exec(text)", "__import__('os')",
-)  # fmt: skip
+    "open('x')",
+    "reader = open",
+    "os.replace('a', 'b')",
+    "shutil.rmtree(folder)",
+    "shutil.move(a, b)",
+    "root.glob('*')",
+    "Path('x').read_bytes()",
+    "Path('x').replace(target)",
+    "here.open('w')",
+    "self.private.mkdir()",
+    "map(os.unlink, names)",
+    "functools.partial(os.rename, 'a')",
+    "from os import remove as gone\ngone('x')",
+    "import os as system\nsystem.unlink('x')",
+    "from shutil import move\nmove(a, b)",
+    "import io\nio.open('x')",
+    "getattr(os, 'un' + 'link')('x')",
+    "tempfile.mkdtemp(dir=root)",
+    "import zipfile\nzipfile.ZipFile(path)",
+    "import sqlite3\nsqlite3.connect(path)",
+    "import torch\ntorch.save(model, path)",
+    "import numpy as np\nnp.load(path)",
+    "import numpy\nnumpy.fromfile(path)",
+    "parquet.read_table(path)",
+    "from safetensors.torch import load_file\nload_file(path)",
+    "from safetensors.torch import save_file as keep\nkeep(tensors, path)",
+    "logging.FileHandler(path)",
+    "logging.basicConfig(filename=path)",
+    "import subprocess\nsubprocess.run(['cp', a, b])",
+    "os.system('cp a b')",
+    "fsspec.open(path)",
+    "fsspec.implementations.local.LocalFileSystem()",
+    "os.path.getmtime(path)",
+    "path.is_symlink()",
+    "exec(text)",
+    "__import__('os')",
+)
 
 
 @pytest.mark.parametrize("line", WAYS)

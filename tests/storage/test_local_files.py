@@ -165,9 +165,7 @@ def test_pipes_devices_and_hard_links_are_refused_at_once(act):
         for path in ("pipe", "directory"):
             with pytest.raises(OSError):
                 files.read(path, 10)
-        reader = os.open(
-            folder / "swarm" / "pipe", os.O_RDONLY | os.O_NONBLOCK
-        )  # somebody waits at its other end
+        reader = os.open(folder / "swarm" / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # somebody waits at its other end
         for path in ("pipe", "same", "directory"):
             with pytest.raises(OSError):
                 files.append(path, b"line\n")

@@ -157,9 +157,7 @@ def test_a_log_that_is_a_pipe_stops_nobody(tmp_path: Path, put) -> None:
         assert begin(tmp_path, "status", "r", "--json").wait(timeout=400) == 0
     finally:
         finish(process)
-    assert all(len(path.read_text().splitlines()) >= 6 for path in logs(tmp_path / "r")), (
-        "whole again at the end"
-    )
+    assert all(len(path.read_text().splitlines()) >= 6 for path in logs(tmp_path / "r")), "whole again at the end"
     assert status(tmp_path, tmp_path / "r")["phase"] == "finished"
     assert run(tmp_path, "validate", "r")[0] == 0
 
@@ -188,7 +186,8 @@ def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path: Path, folders: l
         (outside / name / "precious.json").write_text("mine")
     before = tree(outside)
     process = begin(
-        tmp_path, *UP, "--rounds", "8", "--set", "cleanup=true", "--set", "keep_rounds=1", "--set", "checkpoint_every=1",
+        tmp_path, *UP, "--rounds", "8", "--set", "cleanup=true", "--set", "keep_rounds=1", "--set",
+        "checkpoint_every=1",
         "--set", "keep_checkpoints=1",
     )  # fmt: skip
     try:
@@ -212,7 +211,8 @@ def zeroed(weights: Path) -> bytes:
 
 @pytest.mark.parametrize("machine", ["the same machine", "another machine"])
 def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine: str) -> None:
-    """A watcher renames zeroed weights over the real ones as soon as they are read; on another machine there is only the
+    """A watcher renames zeroed weights over the real ones as soon as they are read; on another machine there is only
+    the
     folder, so the swarm goes on from an older checkpoint or from the base model, and says so."""
     process = begin(tmp_path, *UP, "--rounds", "2000", "--set", "checkpoint_every=2")
     try:
@@ -284,7 +284,8 @@ def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: i
     process = subprocess.Popen(
         [*command, *arguments], cwd=home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PRIVATE_PATH": str(home / "private"), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")},
+        env={**os.environ, "PRIVATE_PATH": str(home / "private"), "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache")},
     )  # fmt: skip
     try:
         until(lambda: state(folder)["round"] >= 1 or process.poll() is not None)
@@ -308,9 +309,7 @@ def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: i
 
 
 def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
-    user = Settings(
-        identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"), model="tiny"
-    )
+    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"), model="tiny")
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "r"
     manifest = found(LocalFiles(address), user, "r", me)
     run_settings.keep(replace(user, hf_token="secret", hub_repo="me/mine"), address, manifest, me)
@@ -459,7 +458,8 @@ def test_a_run_of_an_experiment_that_is_a_link_is_not_followed(tmp_path: Path) -
     (tmp_path / "e" / "runs" / "1-0-seed42").symlink_to(outside, target_is_directory=True)
     (tmp_path / "e" / "report.md").symlink_to(outside / "report.md")
     code, output = run(
-        tmp_path, "experiment", "sapo", "--out", "e", "--configs", "1/0", "--seeds", "42", "--nodes", "1", "--rounds", "2",
+        tmp_path, "experiment", "sapo", "--out", "e", "--configs", "1/0", "--seeds", "42", "--nodes", "1",
+        "--rounds", "2",
         "--tasks", "chain_sum", "--set", "generations=2", "--set", "held_out_questions=4",
         PRIVATE_PATH=str(tmp_path / "private"),
     )  # fmt: skip

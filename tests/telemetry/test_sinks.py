@@ -61,16 +61,12 @@ def test_a_swarm_tells_all_of_them_what_its_metrics_say_and_nothing_leaves_unask
             WANDB_API_KEY="0" * 40,
         )  # fmt: skip
     assert code == 0, output
-    assert (
-        "trackio" not in output.lower() and "wandb" not in output.lower()
-    )  # the terminal is the live view's
+    assert "trackio" not in output.lower() and "wandb" not in output.lower()  # the terminal is the live view's
     assert set(collector.paths) == {"/v1/traces", "/v1/metrics"}
     log = (tmp_path / "one" / "logs" / "swarm.log").read_text()
     assert "switched off" not in log and "dropped" not in log and "lost" not in log, log
 
-    lines = {
-        path.parent.name: read_lines(path)[0] for path in (tmp_path / "one").glob("logs/*/metrics.jsonl")
-    }
+    lines = {path.parent.name: read_lines(path)[0] for path in (tmp_path / "one").glob("logs/*/metrics.jsonl")}
     assert len(lines) == 2
     for node, written in lines.items():
         folder = tmp_path / "one" / "logs" / node
@@ -131,9 +127,7 @@ def test_a_stopwatch_knows_when_each_phase_was() -> None:
     assert [phase for phase, _, _ in watch.phases] == ["one", "two", "one"]
     times = [moment for _, start, end in watch.phases for moment in (start, end)]
     assert times == sorted(times) and times[-1] >= 0.03
-    assert math.isclose(
-        watch.seconds["one"], sum(e - s for p, s, e in watch.phases if p == "one"), abs_tol=4e-4
-    )
+    assert math.isclose(watch.seconds["one"], sum(e - s for p, s, e in watch.phases if p == "one"), abs_tol=4e-4)
 
 
 class Stuck:
@@ -162,9 +156,7 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
         journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
     assert feed.dropped == 20 and sink.got == []
     assert len(journal.read(METRICS)) == 31
-    assert [r.getMessage() for r in caplog.records] == [
-        "slow is too slow: metrics that it has no room for are dropped"
-    ]
+    assert [r.getMessage() for r in caplog.records] == ["slow is too slow: metrics that it has no room for are dropped"]
     feed.finish()
     sink.go.set()
     feed.thread.join(60)
@@ -300,9 +292,7 @@ def test_curves_are_finite_numbers_and_none_is_of_a_single_peer() -> None:
 
 
 def test_other_systems_learn_no_text_of_the_settings() -> None:
-    text = {
-        name: "secret" for name in ("hf_token", "invitation", "gdrive_path", "p2p_known", "identity_path")
-    }
+    text = {name: "secret" for name in ("hf_token", "invitation", "gdrive_path", "p2p_known", "identity_path")}
     told = public(msgspec.structs.replace(Settings(), **text))
     assert told["model"] == "tiny" and told["generations"] == 8 and "secret" not in str(told)
 

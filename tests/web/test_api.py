@@ -68,9 +68,7 @@ def test_every_response_is_as_the_description_says(client: TestClient, swarm: Sm
     told = get(client, f"/api/nodes/{swarm.names[0]}")
     schema = described["components"]["schemas"]["NodeDetail"]
     assert set(told) == set(schema["properties"]) == set(schema["required"])
-    assert get(client, f"/api/nodes/{swarm.names[0]}/curves?metric=entropy")["metrics"] == {
-        "entropy": [0.5, 0.5]
-    }
+    assert get(client, f"/api/nodes/{swarm.names[0]}/curves?metric=entropy")["metrics"] == {"entropy": [0.5, 0.5]}
     assert len(get(client, "/api/curves?metric=reward_local")["lines"]) == 2
     assert get(client, "/api/curves?metric=held_out")["mean"][0] == pytest.approx(0.2)
     assert get(client, "/api/overview")["held_out_protocol"] == "16 questions"
@@ -98,9 +96,7 @@ def test_the_names_of_the_original_dashboard_answer(client: TestClient, swarm: S
     assert len(messages) == 3 and set(messages[0]) >= {"id", "message", "node"}
 
 
-def test_tables_and_curves_are_saved_as_csv_that_no_spreadsheet_runs(
-    client: TestClient, swarm: SmallRun
-) -> None:
+def test_tables_and_curves_are_saved_as_csv_that_no_spreadsheet_runs(client: TestClient, swarm: SmallRun) -> None:
     paths = [
         "/api/nodes",
         "/api/curves",
@@ -145,9 +141,7 @@ def test_labels_of_strangers_are_one_bounded_label(tmp_path: Path) -> None:
     hostile = '"} 1\nrl_swarm_round 99\n# \\ {a="' + "x" * 200
     run.files.write(f"peers/{identity.node}.json", seal(replace(peer, model=hostile), identity))
     with TestClient(create_app(Follower(RunView(run.root))), LOCAL) as other:
-        found = {
-            each.name: each.samples for each in text_string_to_metric_families(other.get("/metrics").text)
-        }
+        found = {each.name: each.samples for each in text_string_to_metric_families(other.get("/metrics").text)}
     assert found["rl_swarm_node_alive"][0].labels["model"] == hostile
     assert [sample.value for sample in found["rl_swarm_round"]] == [0]
     with pytest.raises(Rejected):
@@ -170,9 +164,7 @@ def test_only_this_host_is_answered_and_the_page_can_run_nothing_else(client: Te
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
     assert (
-        client.get("/static/app.js")
-        .headers["content-type"]
-        .startswith(("text/javascript", "application/javascript"))
+        client.get("/static/app.js").headers["content-type"].startswith(("text/javascript", "application/javascript"))
     )
     assert client.get("/api/overview", headers={"host": "evil.example"}).status_code == 400
     asked = client.get("/api/overview", headers={"origin": "http://evil.example"})
@@ -239,10 +231,7 @@ def test_other_runs_of_the_folder_are_opened_under_their_names(tmp_path: Path) -
     with TestClient(create_app(Follower(RunView(watched.root))), LOCAL) as client:
         told = get(client, "/run/other/api/overview")
         assert (told["name"], told["nodes"], told["round"], told["can_stop"]) == ("other", 3, 1, False)
-        assert (
-            "<main" in client.get("/run/other/").text
-            and client.get("/run/other/static/app.js").status_code == 200
-        )
+        assert "<main" in client.get("/run/other/").text and client.get("/run/other/static/app.js").status_code == 200
         assert [row["run"] for row in get(client, "/run/other/api/runs")["runs"] if row["here"]] == ["other"]
         assert len(get(client, "/run/other/api/rollouts")["rollouts"]) == 6
         for nothing in (
@@ -434,14 +423,8 @@ def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
         "u.find_spec = lambda name, *rest: None if name == 'uvicorn' else found(name, *rest); "
         "import sys; sys.argv = ['rl-swarm', 'watch', 'run']; from rl_swarm.cli import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ
-    )
-    assert (
-        done.returncode == 1
-        and "pip install 'rl-swarm[web]'" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 1 and "pip install 'rl-swarm[web]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

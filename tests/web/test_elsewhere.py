@@ -59,9 +59,7 @@ def test_a_swarm_at_a_url_is_watched_while_it_is_played(
         assert len(rollouts) == 8 and all(row["answer"] for row in rollouts), "with the keys, made again here"
         assert {event["event"] for event in asked(f"{url}/api/events")["events"]} == {"joined"}
         node = asked(f"{url}/api/nodes/{swarm.names[0]}")
-        assert (
-            node["host"] == platform.node() and node["settings"] == {} and node["row"]["participation"] == 2
-        )
+        assert node["host"] == platform.node() and node["settings"] == {} and node["row"]["participation"] == 2
         assert asked(f"{url}/api/runs")["total"] == 1
 
         swarm.play()

@@ -160,9 +160,7 @@ def watched(experiment: SmallExperiment) -> Iterator[str]:
 
 
 @needs_chromium
-def test_the_page_shows_arms_and_runs_and_changes_by_itself(
-    experiment: SmallExperiment, watched: str
-) -> None:
+def test_the_page_shows_arms_and_runs_and_changes_by_itself(experiment: SmallExperiment, watched: str) -> None:
     with opened() as browser:
         visit = Visit(browser, watched)
         page = visit.open("")

@@ -1,6 +1,7 @@
 """The page in a real browser, against a swarm that really runs: what a person sees, and what must never happen.
 
-The tests share one swarm of `rl-swarm up` and go through its life in order: it learns, a node dies and comes back, somebody
+The tests share one swarm of `rl-swarm up` and go through its life in order: it learns, a node dies and comes back,
+somebody
 stops it from the page, and it is looked at afterwards.
 """
 
@@ -36,7 +37,8 @@ VIEWS = ["#/", "#/node/{node}", "#/rollouts", "#/events", "#/runs"]
 TOKEN = "correct-horse-battery"
 CHECKPOINTS = 20
 SETTINGS = (
-    "held_out_questions=8", "held_out_samples=1", f"checkpoint_every={CHECKPOINTS}", "held_out_every=0", "temperature=0.9",
+    "held_out_questions=8", "held_out_samples=1", f"checkpoint_every={CHECKPOINTS}", "held_out_every=0",
+    "temperature=0.9",
 )  # fmt: skip
 
 
@@ -341,9 +343,7 @@ def test_runs_are_laid_over_each_other_and_opened(browser: Browser, watched: str
     visit.close()
 
 
-def test_the_page_tells_of_lines_that_cannot_be_read(
-    browser: Browser, watched: str, played: SmallRun
-) -> None:
+def test_the_page_tells_of_lines_that_cannot_be_read(browser: Browser, watched: str, played: SmallRun) -> None:
     visit = Visit(browser, watched)
     page = visit.open("#/")
     told = page.get_by_text("1 line of the nodes' logs cannot be read")

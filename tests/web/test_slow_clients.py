@@ -174,9 +174,7 @@ def test_clients_that_leave_while_requests_wait_are_noticed(
     swarm: SmallRun, missing: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first request is a stream of events, which would go on for ever."""
-    two = (
-        b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    )
+    two = b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with served(swarm.root, "", missing) as found:
         for _ in range(FILES // 4):  # more than one address may have
             with found.connect(sent=two) as leaving:

@@ -1,4 +1,5 @@
-"""A swarm in a terminal: the numbers of the page, in any width, and nothing that a stranger wrote reaches the terminal."""
+"""A swarm in a terminal: the numbers of the page, in any width, and nothing that a stranger wrote reaches the
+terminal."""
 
 import fcntl
 import io
@@ -95,9 +96,7 @@ def test_any_width_is_readable_and_no_line_is_longer(tmp_path: Path, width: int)
     lines = drawn(run, width).splitlines()
     assert max(map(cell_len, map(str.rstrip, lines))) <= width
     if width >= 60:
-        assert all(
-            any(animal_name(i.peer_id) in line and "0.2" in line for line in lines) for i in run.identities
-        )
+        assert all(any(animal_name(i.peer_id) in line and "0.2" in line for line in lines) for i in run.identities)
         assert any({"node", "reward", "trend", "wins"} <= set(line.split()) for line in lines)
     assert any("from others" in line for line in lines) or width < 80
 
@@ -150,9 +149,7 @@ def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -
     assert "[red]/run" in seen and harmless(seen)
 
 
-def test_folders_that_others_named_are_listed_as_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_others_named_are_listed_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = ESCAPES.replace("/", "").strip() + "[red"
     SmallRun(tmp_path / "good", total=5)
     shutil.copytree(tmp_path / "good", tmp_path / name)
@@ -184,9 +181,7 @@ def test_numbers_of_strangers_are_short_and_harmless(tmp_path: Path) -> None:
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert any("reward" in line and "trend" in line and "wins" in line for line in lines)
-    assert any("--:--:--  somebody joined" in line for line in lines) and any(
-        "5e+14" in line for line in lines
-    )
+    assert any("--:--:--  somebody joined" in line for line in lines) and any("5e+14" in line for line in lines)
     assert [clock(seconds) for seconds in (61.0, -1.0, float("inf"), float("nan"))] == ["1:01", "?", "?", "?"]
 
 

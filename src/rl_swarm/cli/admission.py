@@ -32,9 +32,7 @@ def invite(address: str, owner: Identity, uses: int, days: float) -> None:
     name, token = admission.invite(manifest, owner, uses, expires)
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
     told = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    told.print(
-        f"Invitation {name} to {manifest.name}: for {counted(uses, 'peer')}, until {until}. Hand over:"
-    )
+    told.print(f"Invitation {name} to {manifest.name}: for {counted(uses, 'peer')}, until {until}. Hand over:")
     print(token)
     if manifest.admission == "open":
         told.print("This swarm is open: anybody can join it without an invitation, too.")
@@ -80,11 +78,7 @@ def members(address: str, as_json: bool) -> None:
                 "peer_id": peer_id,
                 "name": animal_name(peer_id),
                 "node": member.node if member else "",
-                "by": "owner"
-                if peer_id == manifest.peer_id
-                else "allowed"
-                if peer_id in roll.allowed
-                else came_by,
+                "by": "owner" if peer_id == manifest.peer_id else "allowed" if peer_id in roll.allowed else came_by,
                 "rounds": member.participation if member else 0,
                 "now": f"kept out: {why}" if why else "member" if member else "has not come yet",
             }
@@ -95,9 +89,7 @@ def members(address: str, as_json: bool) -> None:
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     takes = "anybody" if manifest.admission == "open" else "invited peers only"
-    console.print(
-        f"{manifest.name} takes {takes}. Its owner is {animal_name(manifest.peer_id)} ({manifest.peer_id})."
-    )
+    console.print(f"{manifest.name} takes {takes}. Its owner is {animal_name(manifest.peer_id)} ({manifest.peer_id}).")
     for row in rows:
         rounds = counted(int(str(row["rounds"])), "round") if row["rounds"] else ""
         shown = filter(None, (row["peer_id"], row["name"], row["by"], rounds, row["now"]))
@@ -111,7 +103,8 @@ def _opened(address: str, owner: Identity | None = None) -> tuple[Files, Manifes
     manifest = _read(lambda: read_manifest(files), address)
     if owner is not None and owner.peer_id != manifest.peer_id:
         raise UserError(
-            f"This swarm belongs to {manifest.peer_id}, and IDENTITY_PATH is the key of {owner.peer_id}. Only its owner "
+            f"This swarm belongs to {manifest.peer_id}, and IDENTITY_PATH is the key of {owner.peer_id}. Only its "
+            "owner "
             "says who takes part: give the owner's key with --identity-path."
         )
     return files, manifest

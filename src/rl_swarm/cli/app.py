@@ -33,12 +33,8 @@ MOST_SAID = 50  # notes and errors of `validate` that are printed
 CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print every setting and where it came from, then stop.")
-]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print every setting and where it came from, then stop.")]
 Model = Annotated[
     str | None, typer.Option("--model", help="tiny, coder, smollm2-135m, auto, a directory or a hub name.")
 ]
@@ -48,18 +44,14 @@ Local = Annotated[int | None, typer.Option("--local", help="Own questions per ro
 External = Annotated[int | None, typer.Option("--external", help="Groups per round from others (J).")]
 Generations = Annotated[int | None, typer.Option("--generations", help="Completions per question (G).")]
 Rate = Annotated[float | None, typer.Option("--learning-rate", help="Step size of the optimiser.")]
-Tasks = Annotated[
-    str | None, typer.Option("--tasks", help="tiny, sapo, or tasks of the environment, comma-separated.")
-]
+Tasks = Annotated[str | None, typer.Option("--tasks", help="tiny, sapo, or tasks of the environment, comma-separated.")]
 Env = Annotated[
     str | None,
     typer.Option("--env", help="reasoning, coding, debate, or another environment that is installed."),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node's private key.")]
-Admission = Annotated[
-    str | None, typer.Option("--admission", help="Who may take part: open (anybody) or invited.")
-]
+Admission = Annotated[str | None, typer.Option("--admission", help="Who may take part: open (anybody) or invited.")]
 Port = Annotated[int | None, typer.Option("--port", help="Port of the dashboard, or the next that is free.")]
 Address = Annotated[
     str,
@@ -105,15 +97,11 @@ def _print_settings(resolved: Resolved) -> None:
 
 @app.command()
 def up(
-    run: Annotated[
-        Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")
-    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
     from_base: Annotated[
         bool,
-        typer.Option(
-            "--from-base", help="With --resume: nodes without a checkpoint begin again with the model."
-        ),
+        typer.Option("--from-base", help="With --resume: nodes without a checkpoint begin again with the model."),
     ] = False,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes to start.")] = None,
     rounds: Rounds = None,
@@ -150,9 +138,7 @@ def up(
     with suppress(environments.NoEnvironment):  # which is told with the other settings
         preset |= environments.named(str(config.peek("environment", config_file, named))).up
     if resume is not None:
-        user = config.load(
-            {}, config_file, {"identity_path": identity_path} if identity_path else {}, command="up"
-        )
+        user = config.load({}, config_file, {"identity_path": identity_path} if identity_path else {}, command="up")
         preset |= run_settings.resumed(resume, user.settings)
     flags = dict(
         nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
@@ -198,7 +184,8 @@ def join(
 ) -> None:
     """Join a swarm as a worker and train."""
     _alone("worker", address, config_file, sets, dry_run, dict(
-        role=role, local=local, external=external, generations=generations, model=model, learning_rate=learning_rate, device=device,
+        role=role, local=local, external=external, generations=generations, model=model, learning_rate=learning_rate,
+        device=device,
         invitation=invitation, identity_path=identity_path,
     ))  # fmt: skip
 
@@ -214,9 +201,7 @@ def coordinate(
     round_end: Annotated[
         str | None, typer.Option("--round-end", help="interval, everyone, deadline or lockstep.")
     ] = None,
-    round_interval: Annotated[
-        float | None, typer.Option("--round-interval", help="Seconds per round.")
-    ] = None,
+    round_interval: Annotated[float | None, typer.Option("--round-interval", help="Seconds per round.")] = None,
     min_peers: Annotated[
         int | None, typer.Option("--min-peers", help="Peers to wait for before the first round.")
     ] = None,
@@ -247,9 +232,7 @@ def bootnode(
     """Run a peer that is always there, so that others on the internet find each other."""
     from rl_swarm.cli import peers
 
-    resolved = settled(
-        "bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, identity_path=identity_path
-    )
+    resolved = settled("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, identity_path=identity_path)
     peers.bootnode(resolved.settings, known)
 
 
@@ -305,9 +288,7 @@ def deny(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> 
 
 
 @app.command()
-def members(
-    address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
-) -> None:
+def members(address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """List who takes part in a swarm, how they came, and who is kept out."""
     from rl_swarm.cli import admission
 
@@ -315,9 +296,7 @@ def members(
 
 
 @app.command()
-def status(
-    address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
-) -> None:
+def status(address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """Show where a swarm, or an experiment, stands."""
     from rich.console import Console
 
@@ -341,16 +320,13 @@ def status(
 @app.command()
 def watch(
     address: Address,
-    tui: Annotated[
-        bool, typer.Option("--tui", help="In this terminal; without one, show it once and stop.")
-    ] = False,
+    tui: Annotated[bool, typer.Option("--tui", help="In this terminal; without one, show it once and stop.")] = False,
     port: Port = None,
-    host: Annotated[
-        str | None, typer.Option("--host", help="Where to listen; only this machine by default.")
-    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Where to listen; only this machine by default.")] = None,
     sets: Sets = None,
 ) -> None:
-    """Watch a swarm or an experiment in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops it."""
+    """Watch a swarm or an experiment in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops
+    it."""
     from rl_swarm.cli import dashboard
 
     if tui and (port is not None or host is not None):
@@ -361,9 +337,7 @@ def watch(
 
 @app.command()
 def runs(
-    remove: Annotated[
-        list[str] | None, typer.Option("--remove", help="Delete this run (its name or path).")
-    ] = None,
+    remove: Annotated[list[str] | None, typer.Option("--remove", help="Delete this run (its name or path).")] = None,
     root: Annotated[Path, typer.Option("--root", help="Where runs are kept.")] = Path("runs"),
 ) -> None:
     """List the runs on this machine, or remove some."""
@@ -378,7 +352,8 @@ def validate(
     rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds there must be.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes there must be.")] = None,
 ) -> None:
-    """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored again."""
+    """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored
+    again."""
     from rl_swarm import environments
     from rl_swarm.experiment.arms import FILE as ARM
     from rl_swarm.experiment.arms import is_experiment
@@ -389,8 +364,10 @@ def validate(
     if not address.startswith("p2p://"):
         if is_experiment(address) or (Path(address) / ARM).is_file():
             raise UserError(
-                f"{address} is of an experiment, whose nodes keep their logs and not what they wrote to each other: there is "
-                "nothing to check again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several machines."
+                f"{address} is of an experiment, whose nodes keep their logs and not what they wrote to each other: "
+                "there is "
+                "nothing to check again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several "
+                "machines."
             )
         RunView.open(address)
     verdict, opened = check(address, rounds, nodes)
@@ -431,9 +408,7 @@ def evaluate(
     """Score a model or checkpoint on the held-out questions."""
     from rl_swarm.cli import models
 
-    settings = settled(
-        "evaluate", {}, None, sets, environment=environment, tasks=tasks, device=device
-    ).settings
+    settings = settled("evaluate", {}, None, sets, environment=environment, tasks=tasks, device=device).settings
     models.evaluate(model, settings, questions, samples, as_json)
 
 
@@ -466,9 +441,7 @@ def warmup(
 
 @app.command()
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")
-    ] = "tiny",
+    model: Annotated[str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")] = "tiny",
     prompt: Annotated[str | None, typer.Option("--prompt", help="Ask once and stop.")] = None,
     device: Device = None,
     sets: Sets = None,

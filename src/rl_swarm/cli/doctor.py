@@ -39,9 +39,7 @@ def examine() -> int:
     if False in found:
         console.print("Something needs doing: see the lines with NO.")
     else:
-        console.print(
-            f"All is well{', but for the lines with --' * (None in found)}. Start with: rl-swarm up"
-        )
+        console.print(f"All is well{', but for the lines with --' * (None in found)}. Start with: rl-swarm up")
     return int(False in found)
 
 

@@ -20,15 +20,15 @@ app = typer.Typer(
 
 @app.command()
 def sapo(
-    out: Annotated[
-        Path, typer.Option("--out", help="Directory of the experiment; an existing one is gone on with.")
-    ],
+    out: Annotated[Path, typer.Option("--out", help="Directory of the experiment; an existing one is gone on with.")],
     configs: Annotated[
         str,
         typer.Option(
             "--configs",
-            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/4x2 (two updates on the same groups), 4/4@1 (an "
-            "update on every group), 4/0-pooled (one learner with all questions); or presets: paper (8/0, 6/2, 4/4, 2/6), "
+            help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/4x2 (two updates on the same groups), "
+            "4/4@1 (an "
+            "update on every group), 4/0-pooled (one learner with all questions); or presets: paper (8/0, 6/2, 4/4, "
+            "2/6), "
             "gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, 4/4, 4/12, 8/0, 8/8), controls (4/0x2, 4/0-pooled).",
         ),
     ] = "paper",
@@ -36,19 +36,17 @@ def sapo(
         str,
         typer.Option(
             "--strategies",
-            help="How external groups are chosen and weighed, comma-separated: sapo, uniform, top, top-signal, capped, gated, "
-            "adaptive, frugal, or classes of yours as module:Class. Every configuration with external groups is run with "
+            help="How external groups are chosen and weighed, comma-separated: sapo, uniform, top, top-signal, capped, "
+            "gated, "
+            "adaptive, frugal, or classes of yours as module:Class. Every configuration with external groups is run "
+            "with "
             "each.",
         ),
     ] = "sapo",
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of a swarm; 8 by default.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", help="Rounds of a run; 2000 by default.")] = None,
-    seeds: Annotated[
-        str, typer.Option("--seeds", help="Seeds that are reported, such as 1,2,3 or 1-3.")
-    ] = "1",
-    model: Annotated[
-        str | None, typer.Option("--model", help="tiny, smollm2-135m, a directory or a hub name.")
-    ] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds that are reported, such as 1,2,3 or 1-3.")] = "1",
+    model: Annotated[str | None, typer.Option("--model", help="tiny, smollm2-135m, a directory or a hub name.")] = None,
     tasks: Annotated[
         str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
     ] = None,
@@ -71,7 +69,8 @@ def sapo(
         typer.Option(
             "--node",
             metavar="K:NAME=VALUE",
-            help="A setting of one node, such as 1:learning_rate=3e-4, 2:model=DIR or 3:tasks=gcd,chain_sum (a specialist).",
+            help="A setting of one node, such as 1:learning_rate=3e-4, 2:model=DIR or 3:tasks=gcd,chain_sum (a "
+            "specialist).",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")] = None,
@@ -148,9 +147,7 @@ def sapo(
         raise UserError(f"--out {out}: {error.strerror or error}.") from error
     if path is not None:
         console.print(arms_table(followed(out).told(), console.width))
-        console.print(
-            f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True
-        )
+        console.print(f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True)
         console.print(f"  {program()} watch {quoted(out)}", soft_wrap=True)
     elif stop.is_set():
         console.print(f"Stopped. The same command goes on where it was: {out}", soft_wrap=True)
@@ -187,9 +184,7 @@ def report(
 @app.command()
 def pack(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What --out was.")],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A file (NAME.jsonl.xz), or a directory for one per DIR.")
-    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A file (NAME.jsonl.xz), or a directory for one per DIR.")],
 ) -> None:
     """Keep what a report reads of an experiment's finished runs as one file, small enough to store or to send."""
     from rl_swarm.experiment.arms import PACKED, is_packed, name_of
@@ -215,9 +210,7 @@ def _rates(text: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if any(not 0 < rate <= 1 for rate in found):
-        raise UserError(
-            f"--rates {text}: write numbers above 0, at most 1, comma-separated, such as 3e-5,1e-4,3e-4."
-        )
+        raise UserError(f"--rates {text}: write numbers above 0, at most 1, comma-separated, such as 3e-5,1e-4,3e-4.")
     return found
 
 
@@ -235,7 +228,5 @@ def _seeds(text: str) -> list[int]:
     except ValueError:
         found = {}
     if not found or min(found) < 0 or max(found) >= TUNING_SEEDS:
-        raise UserError(
-            f"--seeds {text}: write whole numbers from 0 to {TUNING_SEEDS - 1}, such as 1,2,3 or 1-3."
-        )
+        raise UserError(f"--seeds {text}: write whole numbers from 0 to {TUNING_SEEDS - 1}, such as 1,2,3 or 1-3.")
     return list(found)

@@ -30,13 +30,9 @@ app = typer.Typer(
 
 KeyFile = Annotated[
     str | None,
-    typer.Option(
-        "--identity-path", help="The key file; by default IDENTITY_PATH, or swarm.pem in this directory."
-    ),
+    typer.Option("--identity-path", help="The key file; by default IDENTITY_PATH, or swarm.pem in this directory."),
 ]
-SIGNED_FILE = (
-    b"rl-swarm signed file\n"  # no message of a swarm begins like this, so no signature passes for one
-)
+SIGNED_FILE = b"rl-swarm signed file\n"  # no message of a swarm begins like this, so no signature passes for one
 CHUNK = 1 << 20
 
 
@@ -86,9 +82,7 @@ def new(identity_path: KeyFile = None) -> None:
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(help="Where to; `-` prints it.")] = Path("-"),
-    public: Annotated[
-        bool, typer.Option("--public", help="Only the public key, which anybody may have.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="Only the public key, which anybody may have.")] = False,
     identity_path: KeyFile = None,
 ) -> None:
     """Write the key as PEM, for a backup or another machine: for your eyes only, and never over another file."""
@@ -103,9 +97,7 @@ def export(
 
 @app.command(name="import")
 def import_(
-    file: Annotated[
-        Path, typer.Argument(help="A key: PEM, libp2p's protobuf, or base64 of that; `-` reads it.")
-    ],
+    file: Annotated[Path, typer.Argument(help="A key: PEM, libp2p's protobuf, or base64 of that; `-` reads it.")],
     identity_path: KeyFile = None,
 ) -> None:
     """Take a key from elsewhere, such as an earlier system's swarm.pem. It keeps its peer id."""

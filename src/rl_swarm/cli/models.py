@@ -22,9 +22,7 @@ from rl_swarm.protocol.untrusted import printable
 from rl_swarm.settings import Settings
 
 
-def evaluate(
-    model: str, settings: Settings, questions: int | None, samples: int | None, as_json: bool
-) -> None:
+def evaluate(model: str, settings: Settings, questions: int | None, samples: int | None, as_json: bool) -> None:
     """Score a model as a node does, with as many questions and answers unless told otherwise."""
     settings = for_model(model, settings)
     questions, samples = questions or settings.held_out_questions, samples or settings.held_out_samples

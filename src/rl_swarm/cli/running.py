@@ -80,7 +80,8 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     begin = "Going on with" if resumed else "Starting"
     say(
         console,
-        f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops {'it' if settings.nodes == 1 else 'them'})",
+        f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops "
+        f"{'it' if settings.nodes == 1 else 'them'})",
     )
     if smollm2.needs_converting(settings.model):
         say(console, f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
@@ -150,7 +151,8 @@ def has_begun(root: Path) -> bool:
 
 
 def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
-    """Raises where a run cannot go on. Asks before nodes that have learned begin again with the model they started from."""
+    """Raises where a run cannot go on. Asks before nodes that have learned begin again with the model they started
+    from."""
     view = RunView.open(root)
     if view.state is None:
         return
@@ -166,7 +168,8 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
         return
     many = len(lost) > 1
     problem = (
-        f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round {view.state.round}: "
+        f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round "
+        f"{view.state.round}: "
         f"{'they' if many else 'it'} would start again from the base model ({settings.model}), and what "
         f"{'they' if many else 'it'} learned is lost."
     )

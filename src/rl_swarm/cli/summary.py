@@ -36,9 +36,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         ends = [view.now for view in views if view.now]
         table.add_section()
         keys = ("sampled", "greedy", "well_formed", "accuracy_well_formed")
-        average = [
-            {key: mean([line[key] or 0.0 for line in lines]) for key in keys} for lines in (starts, ends)
-        ]
+        average = [{key: mean([line[key] or 0.0 for line in lines]) for key in keys} for lines in (starts, ends)]
         table.add_row("mean", *_columns(*average), style="bold")
     console.print()
     console.print(table)
@@ -57,7 +55,8 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     told = [(view, kinds[view.role]) for view in run.nodes.values() if view.figures and view.role in kinds]
     for view, kind in told:
         console.print(
-            f"\n[bold]{marked(view.role.capitalize())}[/] {view.name}: {marked(kind.summary(view.figures), LONGEST_PATH)}."
+            f"\n[bold]{marked(view.role.capitalize())}[/] {view.name}: "
+            f"{marked(kind.summary(view.figures), LONGEST_PATH)}."
         )
 
     taken = sum(view.external_taken for view in views)
@@ -69,9 +68,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         )
     if run.manifest and run.manifest.stages > 1:
         rewards = run.rewards(run.manifest.stages)
-        console.print(
-            f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}"
-        )
+        console.print(f"[bold]Reward by stage[/]: {', '.join('–' if r is None else f'{r:.2f}' for r in rewards)}")
     console.print(f"[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
     call = program()
     console.print(
@@ -87,9 +84,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
 
 def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
     """Where there are no held-out questions: what the answers to those of the rounds earned."""
-    table = Table(
-        title="Reward: the first and the last rounds", title_justify="left", box=None, padding=(0, 1, 0, 0)
-    )
+    table = Table(title="Reward: the first and the last rounds", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("node", no_wrap=True)
     for title in ("role", "first", "last", ""):
         table.add_column(title, justify="right" if title in ("first", "last") else "left")
@@ -102,9 +97,7 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
         return
     console.print()
     console.print(table)
-    console.print(
-        f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}"
-    )
+    console.print(f"\n[bold]Time[/]: {clock(seconds)}   [bold]Files[/]: {marked(str(run.root), LONGEST_PATH)}")
     console.print(
         f"\n[bold]Next[/]\n  {program()} validate {_typed(run)}    is this run sound?\n"
         f"  {program()} watch {_typed(run)}    its curves and rollouts in a browser",

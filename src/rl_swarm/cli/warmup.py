@@ -114,9 +114,7 @@ def _warm_up(
             )
             held_out = environment.held_out(questions)
         if not made:
-            raise WarmUpError(
-                f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks."
-            )
+            raise WarmUpError(f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks.")
         with status(f"answering {len(held_out)} questions as it is"):
             before = score(policy, environment, held_out, samples, greedy=False)
         steps = step_count(len(made), epochs)
@@ -151,7 +149,8 @@ def _print(result: WarmUp, settings: Settings, console: Console) -> None:
     table = Table(
         box=None,
         padding=(0, 2),
-        title=f"{result.model}: held-out score before and after, {protocol(asked.questions, asked.samples, asked.temperature)}",
+        title=f"{result.model}: held-out score before and after, "
+        f"{protocol(asked.questions, asked.samples, asked.temperature)}",
         title_justify="left",
     )
     table.add_column("task")
@@ -178,11 +177,7 @@ def _print(result: WarmUp, settings: Settings, console: Console) -> None:
         f"{counted(result.steps, 'step')} on {counted(result.examples, 'example')} in {result.seconds:.0f} s; "
         f"loss {result.loss_before:.2f} → {result.loss_after:.2f}"
     )
-    tasks = (
-        ""
-        if settings.tasks == "auto" or not isinstance(settings.tasks, str)
-        else f" --tasks {settings.tasks}"
-    )
+    tasks = "" if settings.tasks == "auto" or not isinstance(settings.tasks, str) else f" --tasks {settings.tasks}"
     console.print(f"Train it: {program()} up --model {shlex.quote(result.out)}{tasks}", soft_wrap=True)
 
 

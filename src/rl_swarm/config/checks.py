@@ -29,12 +29,11 @@ def check(settings: Settings) -> None:
     if not named:
         raise ConfigError(f"tasks={settings.tasks!r} names no task. Use a preset: {', '.join(PRESETS)}.")
     if settings.connect_to_testnet:
-        raise ConfigError(
-            "CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm."
-        )
+        raise ConfigError("CONNECT_TO_TESTNET=True: this version has no chain network. Unset it to use a folder swarm.")
     if settings.hub_repo is not None and not HUB_REPO.fullmatch(settings.hub_repo):
         raise ConfigError(
-            f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for example "
+            f"HUB_REPO={settings.hub_repo!r} (hub_repo) is no repository of the hub. Write it as owner/name, for "
+            "example "
             "HUB_REPO=ada/my-model: letters, digits, single `.`, `_`, `-` in between, the name at most 50 characters."
         )
     token = settings.web_token
@@ -50,19 +49,13 @@ def check(settings: Settings) -> None:
                 f"What can be used, comma-separated: {', '.join(SINKS)}."
             )
     if settings.local + settings.external == 0:
-        raise ConfigError(
-            "local=0 and external=0: a round would have nothing to learn from. Set one above 0."
-        )
+        raise ConfigError("local=0 and external=0: a round would have nothing to learn from. Set one above 0.")
     if settings.cpu_only and settings.device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them."
-        )
+        raise ConfigError(f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them.")
     if 0 < settings.batch_tokens < 64:
         raise ConfigError(
             f"batch_tokens={settings.batch_tokens} is too small for a micro-batch. Use at least 64, or 0: as many as "
             "memory has room for."
         )
     if settings.external_correction == "capped" and not settings.share_logprobs:
-        raise ConfigError(
-            "external_correction='capped' needs share_logprobs=true on every node of the swarm."
-        )
+        raise ConfigError("external_correction='capped' needs share_logprobs=true on every node of the swarm.")

@@ -101,9 +101,7 @@ def resolve(layers: Sequence[SettingsLayer], flags: SettingsLayer | None = None)
             apply(SettingsLayer(f"strategy {given}", strategies.named(given).settings))
         for name, value in layer.values.items():
             if name not in sources:
-                raise ConfigError(
-                    f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}"
-                )
+                raise ConfigError(f"There is no setting `{name}` ({layer.origin(name)}).{_suggest(name, sources)}")
             values[name] = _convert(name, value, layer.origin(name), defaults)
             sources[name] = layer.origin(name)
 
@@ -128,13 +126,12 @@ def load(
     command: str = "command",
     origins: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called as
+    """The settings of a command: its preset, then file, environment and flags; `origins` are flags that are not called
+    as
     their setting is."""
     called = {name: f"flag --{name.replace('_', '-')}" for name in flags or {}}
     given = SettingsLayer("flag", dict(flags or {}), {**called, **(origins or {})})
-    return resolve(
-        [SettingsLayer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given
-    )
+    return resolve([SettingsLayer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
 
 
 def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:

@@ -17,9 +17,7 @@ def settings_table() -> str:
             "" if value is None else f"`{msgspec.json.encode(value).decode()}`"
             for value in (setting.default, UP_PRESET.get(setting.name))
         )
-        rows.append(
-            (f"`{setting.name}`", variables, default, preset, values_of(setting.kind), setting.description)
-        )
+        rows.append((f"`{setting.name}`", variables, default, preset, values_of(setting.kind), setting.description))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

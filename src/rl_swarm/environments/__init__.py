@@ -31,11 +31,7 @@ class NoEnvironment(UserError):
 @lru_cache(maxsize=1)
 def _registered() -> dict[str, importlib.metadata.EntryPoint]:
     found = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
-    return {
-        name: point
-        for name, point in found.items()
-        if ENVIRONMENT_NAME.fullmatch(name) and name not in BUILT_IN
-    }
+    return {name: point for name, point in found.items() if ENVIRONMENT_NAME.fullmatch(name) and name not in BUILT_IN}
 
 
 def installed() -> list[str]:
@@ -62,15 +58,14 @@ def named(name: str) -> "type[Environment]":
     from rl_swarm.environments.base import Environment
 
     if not ENVIRONMENT_NAME.fullmatch(name):
-        raise NoEnvironment(
-            f"{name[:80]!r} is no name of an environment: up to 32 small letters, digits, - and _."
-        )
+        raise NoEnvironment(f"{name[:80]!r} is no name of an environment: up to 32 small letters, digits, - and _.")
     if name in BUILT_IN:
         return _built_in(name)
     where = _registered()[name].value if name in _registered() else None
     if where is None:
         raise NoEnvironment(
-            f"There is no environment {name!r} here: no installed package registers the entry point {name!r} in the group "
+            f"There is no environment {name!r} here: no installed package registers the entry point {name!r} in the "
+            "group "
             f"{GROUP}. Installed: {', '.join(installed())}."
         )
     module, _, attribute = where.partition(":")
@@ -125,12 +120,14 @@ def of_swarm(manifest: Manifest) -> "type[Environment]":
     except NoEnvironment as error:
         package = ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
         raise NoEnvironment(
-            f"This swarm plays {manifest.environment!r}. {error} Its founder had {package or 'no package to name'}: look at it "
+            f"This swarm plays {manifest.environment!r}. {error} Its founder had {package or 'no package to name'}: "
+            "look at it "
             "before you install it."
         ) from error
     if manifest.stages != kind.stages:
         raise NoEnvironment(
-            f"This swarm plays {manifest.environment!r} in {manifest.stages} stages, and the version that is installed here "
+            f"This swarm plays {manifest.environment!r} in {manifest.stages} stages, and the version that is installed "
+            "here "
             f"has {kind.stages}. The manifest names {manifest.versions}; here it is {versions(manifest.environment)}."
         )
     return kind

@@ -92,9 +92,7 @@ class RoleContext(Protocol):
         """Sample answers to the questions and score them."""
         ...
 
-    def scored(
-        self, questions: Sequence[Question], completions: Sequence[Sequence[Completion]]
-    ) -> list[Group]:
+    def scored(self, questions: Sequence[Question], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         """Score completions, whoever wrote them."""
         ...
 
@@ -114,7 +112,8 @@ class RoleContext(Protocol):
 class Role:
     """How a node plays a stage. This one, the ordinary, answers, publishes, collects, learns and reports.
 
-    A node has one role object for as long as it runs. Others override `turn`, with what `RoleContext` offers: `questions`,
+    A node has one role object for as long as it runs. Others override `turn`, with what `RoleContext` offers:
+    `questions`,
     `answer`, `heard`, and at the end either `turn` or `show`.
     """
 
@@ -152,12 +151,8 @@ class Environment:
     stages: ClassVar[int] = 1  # of a round; in each everybody publishes
     hears: ClassVar[int] = 0  # peers whose earlier stages a follow-up question may be made from
     hears_from: ClassVar[tuple[str, ...]] = ()  # the roles of those peers; any if there are none here
-    shared: ClassVar[bool] = (
-        False  # whether all peers are asked the same questions, to judge each other's answers
-    )
-    ending: ClassVar[float] = (
-        0.0  # what an ordinary answer earns on top by ending by itself, and loses when it was cut
-    )
+    shared: ClassVar[bool] = False  # whether all peers are asked the same questions, to judge each other's answers
+    ending: ClassVar[float] = 0.0  # what an ordinary answer earns on top by ending by itself, and loses when it was cut
     system_prompt: ClassVar[str] = ""
     roles: ClassVar[Mapping[str, type[Role]]] = {"worker": Role}  # by name; the first is the ordinary one
 
@@ -225,7 +220,5 @@ def draw(seed: int, statements: Sequence[Statement], count: int) -> list[Stateme
 def quoted(text: str, most: int) -> str:
     """A stranger's text as one line between quotation marks: it cannot end its quotation, begin another part of the
     prompt, or spell a control token."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * most]).split()).translate(
-        _TAMED
-    )
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * most]).split()).translate(_TAMED)
     return f'"{line[:most]}{"…" if len(line) > most else ""}"'

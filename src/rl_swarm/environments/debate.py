@@ -1,7 +1,8 @@
 """Debates reasoning-gym's tasks in three stages: answer; criticise the peers' answers; vote and revise.
 
 All peers are asked the same questions. A critic is shown answers of others, and chooses by repeating the one that it
-finds best; a voter is shown what critics said, and answers again. So every stage ends with an answer between tags, which
+finds best; a voter is shown what critics said, and answers again. So every stage ends with an answer between tags,
+which
 needs no form of its own and tells whom one agrees with.
 """
 
@@ -37,19 +38,13 @@ class Debate(Reasoning):
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         right = super().score(answered, seconds)  # the first of them, where time runs out
-        return [
-            _reward(question, text, score) for (question, text), score in zip(answered, right, strict=False)
-        ]
+        return [_reward(question, text, score) for (question, text), score in zip(answered, right, strict=False)]
 
 
 def _followed(cue: FollowUp, question: Question) -> Question:
     """The question again, below what peers said about it in the stage before."""
     before = [said for said in cue.heard if said.question.stage == cue.stage - 1]
-    about = [
-        said
-        for said in before
-        if (said.question.number, said.question.seed) == (question.number, question.seed)
-    ]
+    about = [said for said in before if (said.question.number, said.question.seed) == (question.number, question.seed)]
     lines = [_line(number, text, cue.stage) for number, text in enumerate(shown(question.seed, about), 1)]
     prompt = "\n".join([*lines, ASKED[cue.stage], question.prompt]) if lines else question.prompt
     return replace(question, prompt=prompt, parents=tuple(about))
@@ -65,9 +60,7 @@ def _line(number: int, text: str, stage: int) -> str:
     said = quoted(text if answer is None else text.rpartition(OPEN)[0], LONGEST_TEXT)
     if answer is None:
         return f"Peer {number} says {said}"
-    line = (
-        f"Peer {number} {'answers' if stage == CRITICISE else 'votes for'} {quoted(answer, LONGEST_ANSWER)}"
-    )
+    line = f"Peer {number} {'answers' if stage == CRITICISE else 'votes for'} {quoted(answer, LONGEST_ANSWER)}"
     return line if said == '""' else f"{line} and says {said}"
 
 

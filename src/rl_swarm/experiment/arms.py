@@ -42,8 +42,10 @@ GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "epo
 HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
 # Of a machine or another command, whose environment variables may be set: no part of a run.
 ELSEWHERE = (
-    "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner", "test_mode",
-    "hub_repo", "hub_every", "network", "p2p_known", "p2p_listen", "p2p_announce", "p2p_relay", "cleanup", "keep_rounds",
+    "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner",
+    "test_mode",
+    "hub_repo", "hub_every", "network", "p2p_known", "p2p_listen", "p2p_announce", "p2p_relay", "cleanup",
+    "keep_rounds",
     "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
     "connect_to_testnet", "round_interval", "private_path",
 )  # fmt: skip
@@ -112,7 +114,8 @@ class Job(msgspec.Struct, frozen=True):
         return 1 if self.arm.pooled else self.nodes
 
     def looks(self, begun: int, played: int) -> float:
-        """How often the held-out questions are answered, beside the last time, while it plays from one round to another;
+        """How often the held-out questions are answered, beside the last time, while it plays from one round to
+        another;
         in between not greedily, which is the cheaper."""
         settings = self.members()[0]
         every, samples = settings.held_out_every, settings.held_out_samples
@@ -169,7 +172,8 @@ class Job(msgspec.Struct, frozen=True):
             unknown = [name for name in chosen if name not in names]
             if unknown or not chosen:
                 raise UserError(
-                    f"--node {number}:tasks={wanted}: {', '.join(unknown) or 'nothing'} is no task of this swarm. It has "
+                    f"--node {number}:tasks={wanted}: {', '.join(unknown) or 'nothing'} is no task of this swarm. It "
+                    "has "
                     f"{', '.join(names)}."
                 )
             found[identity.peer_id] = [k for k, name in enumerate(names) if name in chosen]
@@ -190,7 +194,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def is_experiment(address: str | Path) -> bool:
-    """Tells whether this is a folder that `experiment sapo --out` was given and that has a run, or a packed experiment."""
+    """Tells whether this is a folder that `experiment sapo --out` was given and that has a run, or a packed
+    experiment."""
     path = Path(address)
     return is_packed(path) or any(job_folders(path / kind) for kind in (RUNS, TUNING))
 
@@ -235,8 +240,10 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     local, external = (int(match[1]), int(match[2])) if match else (0, 0)
     if match is None or local == 0:
         raise UserError(
-            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same groups), 4/4@1 "
-            "(an update on every group), 4/4x2@1 (both, in this order) or 4/0-pooled (one learner with all questions), comma-separated, or a preset: "
+            f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same "
+            "groups), 4/4@1 "
+            "(an update on every group), 4/4x2@1 (both, in this order) or 4/0-pooled (one learner with all questions), "
+            "comma-separated, or a preset: "
             f"{', '.join(PRESETS)}."
         )
     epochs, each, pooled = int(match[3] or 1), int(match[4] or 0), match[5] is not None
@@ -282,14 +289,17 @@ def _playable(settings: Settings, number: int) -> Settings:
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise UserError(
-            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one process, "
-            "publish before they learn, and answer at least one question each on one device, with a model that is named: "
+            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one "
+            "process, "
+            "publish before they learn, and answer at least one question each on one device, with a model that is "
+            "named: "
             "`rl-swarm models` lists those that fit."
         )
     kind = environments.named(settings.environment)
     if kind.stages > 1 or len(kind.roles) > 1:
         raise UserError(
-            f"environment={settings.environment}: an experiment compares nodes that answer once a round. What has stages or roles "
+            f"environment={settings.environment}: an experiment compares nodes that answer once a round. What has "
+            "stages or roles "
             "is played by `rl-swarm up`."
         )
     return settings
@@ -300,11 +310,7 @@ def differences(old: Job, new: Job) -> list[str]:
     before, after = (msgspec.to_builtins(job) for job in (old, new))
     for job in (before, after):
         job["settings"] = {k: v for k, v in job["settings"].items() if k not in HARMLESS}
-    return [
-        f"{key} was {_shown(before[key])}, not {_shown(after[key])}"
-        for key in after
-        if before[key] != after[key]
-    ]
+    return [f"{key} was {_shown(before[key])}, not {_shown(after[key])}" for key in after if before[key] != after[key]]
 
 
 def _shown(value: object) -> str:

@@ -30,11 +30,7 @@ def drawn(told: ExperimentState, width: int) -> Group:
     parts: list[RenderableType] = [_head(told)]
     if told.arms:
         parts.append(arms_table(told, width))
-    going = [
-        f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}"
-        for run in told.runs
-        if run.phase != "finished"
-    ]
+    going = [f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}" for run in told.runs if run.phase != "finished"]
     if going:
         parts.append(Text(", ".join(going), style="dim"))
     return Group(*parts)
@@ -103,9 +99,7 @@ def _width(title: str, rows: Sequence[Mapping[str, Text]]) -> int:
 def _cells(arm: ArmState) -> dict[str, Text]:
     """A row by its titles. Changes are against the arm that stands below its name."""
     return {
-        "arm": Text(plain(arm.arm)).append(
-            f"\n  against {plain(arm.against)}" if arm.against else "", style="dim"
-        ),
+        "arm": Text(plain(arm.arm)).append(f"\n  against {plain(arm.against)}" if arm.against else "", style="dim"),
         "rounds": Text(f"{arm.played}/{arm.rounds}"),
         "seeds": Text(str(len(arm.seeds))),
         "training set": _number(arm.training_set, 1),

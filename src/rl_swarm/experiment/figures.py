@@ -51,9 +51,7 @@ def figure(numbers: Numbers, panels: Sequence[str], columns: int = 2) -> Figure:
     return made
 
 
-def _curves(
-    measure: str, ylabel: str, by: str = "by_round", xlabel: str = "round"
-) -> Callable[[Any, Numbers], None]:
+def _curves(measure: str, ylabel: str, by: str = "by_round", xlabel: str = "round") -> Callable[[Any, Numbers], None]:
     def panel(axes: Any, arms: Numbers) -> None:
         axes.set(ylabel=ylabel, xlabel=xlabel)
         for label, arm in arms.items():
@@ -95,8 +93,6 @@ PANELS: dict[str, Callable[[Any, Numbers], None]] = {
     "fresh_local": _curves("fresh_local", "fresh local reward"),
     "training_set": _curves("training_set", "training set reward"),
     "held_out": _curves("held_out", "held-out score (sampled)"),
-    "held_out_by_tokens": _curves(
-        "held_out", "held-out score (sampled)", "by_tokens", "generated tokens per node"
-    ),
+    "held_out_by_tokens": _curves("held_out", "held-out score (sampled)", "by_tokens", "generated tokens per node"),
     "by_task": _by_task,
 }

@@ -152,9 +152,7 @@ class LockstepSwarm:
         self._shown = 0.0
         found = self._written(members)
         self.sharing = sharing(members)
-        self.nodes = [
-            self._node(member, found[1][member.identity.node] if found else None) for member in members
-        ]
+        self.nodes = [self._node(member, found[1][member.identity.node] if found else None) for member in members]
         self.engine = (engine or fitting)([node.policy for node in self.nodes])
         self.done = self.nodes[0].done[0]
         for node in self.nodes:
@@ -166,9 +164,7 @@ class LockstepSwarm:
         for node in self.nodes:
             node.held_out = held_out
 
-    def run(
-        self, stop: threading.Event, tell: Callable[["LockstepSwarm"], None] = lambda swarm: None
-    ) -> bool:
+    def run(self, stop: threading.Event, tell: Callable[["LockstepSwarm"], None] = lambda swarm: None) -> bool:
         """Plays until all rounds are done (True), or until told to stop, after the round at hand (False)."""
         if self.done < 0:
             self._look("start")
@@ -208,7 +204,8 @@ class LockstepSwarm:
     def _stage(self, state: State) -> None:
         """One stage of all nodes: they answer and publish, then collect, then learn and report."""
         self.environment.forget()
-        # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and back.
+        # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and
+        # back.
         self.environment.questions([seed for node in self.nodes for seed in node.seeds(state)])
         turns = [node.begin(state) for node in self.nodes]
         waiting = {number: next(turn) for number, turn in enumerate(turns)}
@@ -326,9 +323,7 @@ class LockstepSwarm:
             policy=policy,
             exchange=LocalExchange(self.swarm, never, settings.fetch_max_peers),
             coordinator=LocalCoordinator(self.swarm, never),
-            journal=Journal(
-                self.private / identity.node / "logs", files=self.files, folder=f"logs/{identity.node}"
-            ),
+            journal=Journal(self.private / identity.node / "logs", files=self.files, folder=f"logs/{identity.node}"),
             checkpoints=self._checkpoints(member),
             stop=never,
         )

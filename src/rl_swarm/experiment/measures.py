@@ -3,7 +3,8 @@ its nodes wrote.
 
 Everything is computed for every node of every seed first; a measure of an arm is the mean of those, with an interval
 by bootstrap: seeds are drawn anew, and within each seed its nodes. With one seed only nodes are, which share their
-questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says so.
+questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says
+so.
 """
 
 import random
@@ -174,7 +175,8 @@ def _mean(values: Sequence[Sequence[float]]) -> float:
 
 
 def window(rounds: int, points: int = 100) -> int:
-    """Rounds that are one point of a curve. In short runs there are fewer points: a few rounds would show chance alone."""
+    """Rounds that are one point of a curve. In short runs there are fewer points: a few rounds would show chance
+    alone."""
     return max(1, rounds // points, min(10, rounds // 20))
 
 
@@ -220,16 +222,13 @@ def spread(nodes: Sequence[NodeLog]) -> Spread:
 
 def _learned(node: NodeLog, task: str) -> int | None:
     start = node.held_out[0].by_task[task] if node.held_out else 0.0
-    return next(
-        (line.round for line in node.held_out[1:] if line.by_task.get(task, 0.0) >= start + SKILL), None
-    )
+    return next((line.round for line in node.held_out[1:] if line.by_task.get(task, 0.0) >= start + SKILL), None)
 
 
 def held_out_at(node: NodeLog, spent: Sequence[float], budget: float) -> float:
     """The held-out score when so much had been spent, between two looks on the line that joins them."""
     points = [
-        (0.0 if line.round < 0 else spent[min(line.round, len(spent) - 1)], line.sampled)
-        for line in node.held_out
+        (0.0 if line.round < 0 else spent[min(line.round, len(spent) - 1)], line.sampled) for line in node.held_out
     ]
     for (x, y), (next_x, next_y) in pairwise(points):
         if x <= budget <= next_x and next_x > x:

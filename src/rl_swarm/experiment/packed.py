@@ -1,7 +1,9 @@
 """Keeps an experiment as one file: what a report reads of its finished runs, as lines of JSON, compressed with xz.
 
-The first line holds the machine and the learning rates that were chosen. Every further line is a node of a run, with its
-rounds column by column, which compresses best. Anybody may have written such a file: its size is bounded before and after
+The first line holds the machine and the learning rates that were chosen. Every further line is a node of a run, with
+its
+rounds column by column, which compresses best. Anybody may have written such a file: its size is bounded before and
+after
 decompression, and each line is read as a message of a peer is.
 """
 

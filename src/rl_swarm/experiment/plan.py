@@ -79,9 +79,7 @@ class Shown:
     def __init__(self, console: Console, jobs: Sequence[Job], done: Mapping[str, int]) -> None:
         self.console, self.jobs = console, jobs  # in the order of their turns
         self.done = dict(done)  # rounds, by run
-        self.whole = {
-            job.name: 1.0 for job in jobs
-        }  # what a run takes beside the others; seconds, once they are known
+        self.whole = {job.name: 1.0 for job in jobs}  # what a run takes beside the others; seconds, once they are known
         self.since: tuple[float, float] | None = None  # when they were, and what was left then
         self.at_once = 1
         self.said = -1

@@ -1,6 +1,7 @@
 """Follows an experiment while it runs: how far its runs are, and what their arms have earned by then.
 
-The measures are the report's. Where no run of an arm has finished yet they are of those that go on, up to the round that
+The measures are the report's. Where no run of an arm has finished yet they are of those that go on, up to the round
+that
 all of them have played; arms are compared up to the round that both have. Every look reads what is new.
 """
 
@@ -50,9 +51,7 @@ class ArmState:
     fresh_local: Measure | None
     held_out_start: Measure | None
     held_out: Measure | None  # at the last look
-    against: (
-        str | None
-    )  # with whom it is compared, as shares more or less, up to the round that both have played
+    against: str | None  # with whom it is compared, as shares more or less, up to the round that both have played
     training_set_change: Measure | None
     fresh_local_change: Measure | None
     held_out_change: Measure | None
@@ -206,9 +205,7 @@ class ExperimentProgress:
         arms = self.arms()
         runs = [run.stands() for followed in arms for run in followed.runs]
         phases = {run.phase for run in [*self.runs.values(), *self.tuning.values()]}
-        phase: Phase = next(
-            p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished"
-        )
+        phase: Phase = next(p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished")
         return ExperimentState(
             name=name_of(self.path),
             phase=phase if phases else "waiting",

@@ -61,9 +61,7 @@ def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
         return head, list(kept), []
     folders, runs, unfinished = _folders(path), [], []
     if not folders:
-        raise UserError(
-            f"{path} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given."
-        )
+        raise UserError(f"{path} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given.")
     for folder in folders:
         run = Run.read(folder)
         if run is None or not run.is_whole:
@@ -75,7 +73,8 @@ def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
 
 
 def _prefix(path: Path, paths: Sequence[Path]) -> str:
-    """What sets the arms of one experiment apart from those of others: its name, or its path where two have one name."""
+    """What sets the arms of one experiment apart from those of others: its name, or its path where two have one
+    name."""
     names, name = [name_of(one) for one in paths], name_of(path)
     return "" if len(paths) == 1 else f"{name if names.count(name) == 1 else path}: "
 
@@ -280,9 +279,7 @@ def _rewards(result: ArmResult, value: Callable[[RoundRecord], float]) -> dict[s
         "per_1000_tokens": asdict(
             result.of(lambda r, n: THOUSAND * earned(r, n) / max(1.0, measures.tokens_spent(r, n)[-1]))
         ),
-        "per_second": asdict(
-            result.of(lambda r, n: earned(r, n) / max(1e-9, measures.seconds_spent(r, n)[-1]))
-        ),
+        "per_second": asdict(result.of(lambda r, n: earned(r, n) / max(1e-9, measures.seconds_spent(r, n)[-1]))),
         "by_round": result.curve(value),
     }
 

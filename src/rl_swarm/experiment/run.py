@@ -86,9 +86,7 @@ class Experiment:
         ]
 
     def runs(self, rates: Mapping[str, float]) -> list[Job]:
-        return [
-            self.job(arm, seed, self.rounds, rates.get(arm.label)) for seed in self.seeds for arm in self.arms
-        ]
+        return [self.job(arm, seed, self.rounds, rates.get(arm.label)) for seed in self.seeds for arm in self.arms]
 
     def folder(self, job: Job) -> Path:
         return self.out / _kind(job) / job.name
@@ -224,9 +222,7 @@ class Runner:
                     shown.show({child.job.name: child.told.done for child in running})
             finally:
                 if running and self.stop.is_set():
-                    self.say(
-                        "Stopping: the runs finish their rounds and save. (Ctrl-C again ends them at once.)"
-                    )
+                    self.say("Stopping: the runs finish their rounds and save. (Ctrl-C again ends them at once.)")
                 self._stop(running)
         return True
 
@@ -248,7 +244,8 @@ class Runner:
         tuning = sum(job.tuning for job in left)
         short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
-            f"Plan: {counted(len(left), 'run')}{short}, {self.at_once} at once, each with {child.told.memory / 2**30:.1f} of "
+            f"Plan: {counted(len(left), 'run')}{short}, {self.at_once} at once, each with "
+            f"{child.told.memory / 2**30:.1f} of "
             f"{child.told.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
             "if the machine has nothing else to do."
         )

@@ -68,9 +68,7 @@ def _narrow(arms: Arms) -> str:
     once = [label for label, arm in arms.items() if len(arm["seeds"]) == 1]
     if not once:
         return (
-            " From a few seeds they are somewhat too narrow."
-            if min(len(a["seeds"]) for a in arms.values()) < 6
-            else ""
+            " From a few seeds they are somewhat too narrow." if min(len(a["seeds"]) for a in arms.values()) < 6 else ""
         )
     whose = "" if len(once) == len(arms) else f" ({', '.join(once)})"
     return f" With one seed{whose} they tell how nodes differ, not how seeds do: they are too narrow."
@@ -143,10 +141,13 @@ def _rewards(arms: Arms, bases: Sequence[str]) -> str:
         rows.append(row)
     return (
         _table(head, rows)
-        + "\n\nTotals are over all nodes and rounds, of the mean reward of a round. `training set` is what a node trained "
-        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a model can "
+        + "\n\nTotals are over all nodes and rounds, of the mean reward of a round. `training set` is what a node "
+        "trained "
+        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a "
+        "model can "
         "do. "
-        "`fresh local` is what its own model has just written. A pooled learner counts as all nodes whose questions it has."
+        "`fresh local` is what its own model has just written. A pooled learner counts as all nodes whose questions it "
+        "has."
     )
 
 
@@ -165,9 +166,7 @@ def _held_out(arms: Arms, bases: Sequence[str]) -> str:
         ends = [_number(found[how][when]) for how in ("sampled", "greedy") for when in ("start", "end")]
         ends[2:2] = [_against(arm, base, "held_out") for base in bases]
         rows.append([label, *ends])
-    return (
-        _table(head, rows) + "\n\nQuestions that training never sees, sampled at temperature 1 and greedily."
-    )
+    return _table(head, rows) + "\n\nQuestions that training never sees, sampled at temperature 1 and greedily."
 
 
 def _paper(arms: Arms) -> str:
@@ -190,7 +189,8 @@ def _paper(arms: Arms) -> str:
     head = ["arm", "paper: total", "change", "here: training set", "fresh local", "held out, end"]
     return (
         _table(head, rows)
-        + f"\n\nChanges against {paper.BASE}. The paper (arXiv:2509.08721) has 8 nodes of Qwen2.5-0.5B, 2000 rounds and other "
+        + f"\n\nChanges against {paper.BASE}. The paper (arXiv:2509.08721) has 8 nodes of Qwen2.5-0.5B, 2000 rounds "
+        "and other "
         "tasks, so changes can be compared and totals cannot. It seems to log the reward of the training set."
     )
 
@@ -215,8 +215,10 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
                  "equal seconds: fresh local", "held out"],
                 spent,
             ),
-            f"Per node. `equal tokens`: when a node had generated {equal['tokens']:,.0f} tokens, the fewest of all arms; `equal "
-            f"seconds`: when it had worked for {equal['seconds']:,.0f} s. Seconds are those of its own work, in its turn.",
+            f"Per node. `equal tokens`: when a node had generated {equal['tokens']:,.0f} tokens, the fewest of all "
+            "arms; `equal "
+            f"seconds`: when it had worked for {equal['seconds']:,.0f} s. Seconds are those of its own work, in its "
+            "turn.",
             _table(
                 ["arm", "fresh local per 1000 tokens", "per second", "held-out gain per million tokens", "per hour"],
                 earned,
@@ -234,11 +236,7 @@ def _equal(arms: Arms, rivals: Sequence[str]) -> str:
     rows = [
         [
             label,
-            *(
-                _percent(arm["against_at_equal_tokens"].get(rival, {}).get(kind))
-                for rival in rivals
-                for kind in kinds
-            ),
+            *(_percent(arm["against_at_equal_tokens"].get(rival, {}).get(kind)) for rival in rivals for kind in kinds),
         ]
         for label, arm in arms.items()
     ]
@@ -261,10 +259,13 @@ def _learning(arms: Arms) -> str:
     ]
     return (
         _table(head, rows)
-        + "\n\n`signal`: the share of own groups whose rewards differ. `oscillation`: how far the fresh local reward, in "
-        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node answers fewer "
+        + "\n\n`signal`: the share of own groups whose rewards differ. `oscillation`: how far the fresh local reward, "
+        "in "
+        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node "
+        "answers fewer "
         "questions. `reach`: of the tasks in which some node rose by "
-        f"{SKILL} or more, the share of the other nodes that did so too by the end; `after`: how many rounds later than the "
+        f"{SKILL} or more, the share of the other nodes that did so too by the end; `after`: how many rounds later "
+        "than the "
         "first, as finely as held-out scores were taken."
     )
 

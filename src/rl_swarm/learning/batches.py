@@ -48,9 +48,7 @@ class TrainingGroup:
 
 def count_tokens(groups: Sequence[TrainingGroup]) -> int:
     """Tokens that are learned from."""
-    return sum(
-        len(ids) for group in groups for ids, use in zip(group.completions, group.used, strict=True) if use
-    )
+    return sum(len(ids) for group in groups for ids, use in zip(group.completions, group.used, strict=True) if use)
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,7 @@ class Batch:
 
         lengths = list(map(len, completions))
 
-        def per_token(
-            values: Sequence[float], dtype: type
-        ) -> Tensor:  # numpy, which never waits for other threads
+        def per_token(values: Sequence[float], dtype: type) -> Tensor:  # numpy, which never waits for other threads
             return torch.from_numpy(np.repeat(np.array(values, dtype), lengths))
 
         known = [group.logprobs or [[0.0] * len(ids) for ids in group.completions] for group in groups]

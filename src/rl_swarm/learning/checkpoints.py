@@ -233,9 +233,7 @@ def verify(folder: Path, place: Place) -> None:
         raise CheckpointError(f"{folder} cannot be used: {error}") from error
     changed = sorted({name for name, _ in found.items() ^ place.files.items()})
     if changed:
-        raise CheckpointError(
-            f"{folder} cannot be used: {', '.join(changed[:3])} is not as this node wrote it"
-        )
+        raise CheckpointError(f"{folder} cannot be used: {', '.join(changed[:3])} is not as this node wrote it")
 
 
 def _digests(folder: Path) -> dict[str, tuple[int, str]]:

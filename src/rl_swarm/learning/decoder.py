@@ -54,9 +54,7 @@ class Decoder:
         self.plain_gate = support.plain_activation(config)
         self.kinds = support.layer_kinds(config)
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
-        self.scale: float = (
-            config.query_pre_attn_scalar**-0.5 if self.family == "gemma3_text" else self.head_size**-0.5
-        )
+        self.scale: float = config.query_pre_attn_scalar**-0.5 if self.family == "gemma3_text" else self.head_size**-0.5
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -68,9 +66,7 @@ class Decoder:
 
         Between layers the residual stream is in parts, so that the norm behind can add them up as it reads them.
         """
-        step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(
-            self.family, self._llama_layer
-        )
+        step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(self.family, self._llama_layer)
         parts: Parts
         if self.family == "gpt2":
             parts = self._embedded(self.body.wte, ids_N), self._embedded(self.body.wpe, positions_N), None
@@ -161,12 +157,7 @@ class Decoder:
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
         gate, up, down = self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x), mlp.down_proj
-        if (
-            self.fused
-            and self.plain_gate
-            and type(down) is torch.nn.Linear
-            and getattr(down, "bias", None) is None
-        ):
+        if self.fused and self.plain_gate and type(down) is torch.nn.Linear and getattr(down, "bias", None) is None:
             from rl_swarm.learning.cuda import fused
 
             kind = "silu" if self.family in LLAMA_LIKE else "gelu"
@@ -177,9 +168,7 @@ class Decoder:
         attention = layer.self_attn
         hidden, x = self._added(layer.input_layernorm, parts)
         attended = attend(number, *self._projected(attention, x, turn))
-        hidden, x = self._added(
-            layer.post_attention_layernorm, self._branch(hidden, attention.o_proj, attended)
-        )
+        hidden, x = self._added(layer.post_attention_layernorm, self._branch(hidden, attention.o_proj, attended))
         return hidden, self._gated(layer.mlp, x), None
 
     def _gemma_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
@@ -354,9 +343,7 @@ class GrowingCache:
         if self.padded and start < self.prompts.width:
             new = self.filled_BL.new_ones(len(k_B), end - self.filled_BL.shape[1])
             mask = torch.cat([self.filled_BL, new], 1)[:, None, None, start:]
-        out = attention(
-            q_B[:, :, None], keys[:, :, start:end], values[:, :, start:end], mask, self.decoder.scale
-        )
+        out = attention(q_B[:, :, None], keys[:, :, start:end], values[:, :, start:end], mask, self.decoder.scale)
         return out.flatten(1)
 
     def grown(self) -> None:

@@ -58,9 +58,7 @@ def pick_device(settings: Settings) -> torch.device:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda', but torch sees no CUDA GPU here. Use device=auto or CPU_ONLY=True.")
     if settings.device == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(
-            "device='mps', but this machine has no Apple GPU. Use device=auto or CPU_ONLY=True."
-        )
+        raise ConfigError("device='mps', but this machine has no Apple GPU. Use device=auto or CPU_ONLY=True.")
     if settings.device != "auto":
         return torch.device(settings.device)
     if torch.cuda.is_available():
@@ -122,9 +120,7 @@ def pick_model(settings: Settings, device: torch.device) -> str:
         fitting = (name for name in fitting if at_hand(name, settings.hf_token))
     picked = next(fitting, None)
     if picked is None and not coding:
-        log.warning(
-            "no model of the pools fits here: tiny, which can do the tasks of `--tasks tiny` and no others"
-        )
+        log.warning("no model of the pools fits here: tiny, which can do the tasks of `--tasks tiny` and no others")
     return picked or ("coder" if coding else "tiny")
 
 
@@ -231,9 +227,7 @@ def free_disk(path: Path) -> int:
 def peak_memory(device: torch.device) -> int:
     """The most memory this process has used so far, in bytes."""
     if device.type == "cuda":
-        found = torch.cuda.memory.memory_stats_as_nested_dict(
-            device
-        )  # several times as fast as the flat ones
+        found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # several times as fast as the flat ones
         return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
     import resource
     import sys

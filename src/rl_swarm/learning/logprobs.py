@@ -82,9 +82,7 @@ def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, max(1, tokens), max(1, size)))
 
 
-def head_logprobs(
-    decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def head_logprobs(decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     head: Any = decoder.head
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
         from rl_swarm.learning.cuda.fused import word_logprobs

@@ -58,11 +58,13 @@ def _ask_hub(name: str, token: str | None) -> None:
         raise ModelError(f"MODEL_NAME={name} is no name of a model. {remedy}") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"MODEL_NAME={name}: the hub has no such model, or shows it only to those who may see it (HF_TOKEN). {remedy}"
+            f"MODEL_NAME={name}: the hub has no such model, or shows it only to those who may see it (HF_TOKEN). "
+            f"{remedy}"
         ) from error
     except Exception as error:  # whatever the library raises, there is no answer
         reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise ModelError(
-            f"MODEL_NAME={name} is not on this machine, and the hub cannot be asked for it: {reason}. If the hub cannot be "
+            f"MODEL_NAME={name} is not on this machine, and the hub cannot be asked for it: {reason}. If the hub "
+            "cannot be "
             f"reached from here, give a directory. {remedy}"
         ) from error

@@ -16,22 +16,22 @@ from rl_swarm.settings import Settings
 
 GIB = 1 << 30
 BASE = GIB // 2  # the interpreter, libraries and their workspaces
-SEAT = (
-    GIB // 16
-)  # of every node of a process: its stream, its workspaces, and what is lost between its blocks
+SEAT = GIB // 16  # of every node of a process: its stream, its workspaces, and what is lost between its blocks
 COMMON_CARD = 24 * 10**9
 USABLE = 0.9  # of what is available: the rest is lost between blocks
 USABLE_TOGETHER = 0.95  # by nodes of one process, which allocate page by page
 MOST_SEQUENCES = 512  # sampled at once
 MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
-# Numbers, of two bytes each, that exist at the same time on a GPU; a quarter of them where there are several copies in float32.
+# Numbers, of two bytes each, that exist at the same time on a GPU; a quarter of them where there are several copies in
+# float32.
 LOGITS = 1 << 27
 LARGE_BATCH = 3 * GIB  # of a GPU's memory: a model of which more tokens fit takes up to twice as many
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
 def keeping(shape: ModelShape, settings: Settings) -> int:
-    """Bytes that a node keeps all the time: weights and two moments in float32, and a copy in bfloat16 to sample from."""
+    """Bytes that a node keeps all the time: weights and two moments in float32, and a copy in bfloat16 to sample
+    from."""
     reference = 4 * shape.parameters if settings.kl_weight > 0 else 0
     return 6 * shape.parameters + 8 * shape.trained(settings.lora_rank) + reference
 
@@ -56,9 +56,7 @@ def training(shape: ModelShape, settings: Settings, device_type: str, tokens: in
         logits = min(logits, LOGITS if device_type == "cuda" else LOGITS // 4)
     else:
         number, copies = 4, 5
-    head = (
-        0 if settings.lora_rank else (8 if device_type == "cuda" else 4) * shape.words
-    )  # before it is added
+    head = 0 if settings.lora_rank else (8 if device_type == "cuda" else 4) * shape.words  # before it is added
     return tokens * shape.layers * layer + number * copies * logits + head
 
 
@@ -78,9 +76,7 @@ def sampling(shape: ModelShape, settings: Settings, device_type: str, sequences:
         tokens = room + prompt_tokens(settings) / settings.generations
         return int(sequences * (2 * per_token * tokens + 4 * shape.vocabulary))
     half_again = 1.5  # when the sequences that go on are copied
-    return int(
-        sequences * (4 * per_token * half_again * (prompt_tokens(settings) + room) + 4 * 4 * shape.vocabulary)
-    )
+    return int(sequences * (4 * per_token * half_again * (prompt_tokens(settings) + room) + 4 * 4 * shape.vocabulary))
 
 
 def prompt_tokens(settings: Settings) -> int:
@@ -113,7 +109,8 @@ class Plan:
 
 
 def plan(shape: ModelShape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
-    """The largest sizes that fit: first a second desk goes, then what makes micro-batches large, then what takes more is
+    """The largest sizes that fit: first a second desk goes, then what makes micro-batches large, then what takes more
+    is
     halved, until all fits or nothing can be halved.
 
     Nodes that share a process stay within a consumer's card, if they can. Sizes come in steps, so that small
@@ -126,9 +123,7 @@ def plan(shape: ModelShape, available: int, settings: Settings, device_type: str
     return small if small.fits else _plan(shape, available, usable, settings, device_type, nodes)
 
 
-def _plan(
-    shape: ModelShape, available: int, usable: float, settings: Settings, device_type: str, nodes: int
-) -> Plan:
+def _plan(shape: ModelShape, available: int, usable: float, settings: Settings, device_type: str, nodes: int) -> Plan:
     longest = prompt_tokens(settings) + settings.completion_tokens()
     groups, count = max(1, settings.local + settings.external), settings.generations
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
@@ -192,9 +187,7 @@ def cgroups(root: Path, listing: Path) -> Iterator[tuple[int, int]]:
         if kinds and "memory" not in kinds.split(","):
             continue
         base = root / "memory" if kinds else root
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
-        )
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
         here = base / path.lstrip("/")
         for folder in (here, *here.parents):
             if not folder.is_relative_to(base):

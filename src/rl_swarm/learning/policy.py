@@ -118,9 +118,7 @@ class Policy:
             )
         return ids
 
-    def sample(
-        self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False) -> list[list[Completion]]:
         """`count` completions of every prompt, `batch` at a time; fewer when memory runs out."""
         decoding = self.decoding(greedy)
         if self.model.training:
@@ -187,9 +185,7 @@ class Policy:
     def lessons(self, groups: Sequence[Group]) -> list[TrainingGroup]:
         """What there is to learn from groups, in this model's tokens."""
         found = (self._lesson(group) for group in groups if group.has_signal)
-        return [
-            lesson for lesson in found if lesson.completions
-        ]  # of claimed rewards that are no numbers, none
+        return [lesson for lesson in found if lesson.completions]  # of claimed rewards that are no numbers, none
 
     def surprises(self, groups: Sequence[Group]) -> list[list[float]]:
         """By how many nats the strangest stretch of every completion is less likely than what this model writes."""

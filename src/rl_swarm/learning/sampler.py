@@ -117,9 +117,7 @@ def samples(
     # By way of numpy, which makes lists several times as fast.
     rows = zip(*(values.cpu().numpy().tolist() for values in (tokens_BT, logprobs_BT, length_B)), strict=True)
     flat = [
-        Sample(
-            tuple(tokens[:length]), tuple(logprobs[:length]), not eos.isdisjoint(tokens[length - 1 : length])
-        )
+        Sample(tuple(tokens[:length]), tuple(logprobs[:length]), not eos.isdisjoint(tokens[length - 1 : length]))
         for tokens, logprobs, length in rows
     ]
     return [flat[start : start + count] for start in range(0, len(flat), count)]
@@ -171,9 +169,7 @@ def slow_path(model: Model) -> str | None:
     """Why this model is not sampled from as fast as others are, in words; nothing where it is."""
     kind = f"models of type {model.config.model_type!r}"
     if reason := refusal(model):
-        return (
-            f"there is no fast path for {reason}: this one is sampled from and trained through transformers"
-        )
+        return f"there is no fast path for {reason}: this one is sampled from and trained through transformers"
     if model.device.type != "cuda":
         return None
     if find_spec("triton") is None:
@@ -185,9 +181,7 @@ def slow_path(model: Model) -> str | None:
     return None
 
 
-def continuation(
-    model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding
-) -> Continuation:
+def continuation(model: Model, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding) -> Continuation:
     """The prompts, each of them run once and then continued `count` times."""
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(count)
     if Decoder.supports(model):

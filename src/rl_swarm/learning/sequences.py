@@ -2,9 +2,11 @@
 
 The known families have a faster way (`decoder`). The completions of a group share their prompt. It is
 computed once, its keys and values are handed to every completion, and gradients flow back through them: the
-same numbers as full sequences, without the repetition. Prompts are padded on the left and completions on the right, so nothing stands between
+same numbers as full sequences, without the repetition. Prompts are padded on the left and completions on the right, so
+nothing stands between
 a prompt and its completion. The state of linear attention and of state-space layers cannot be handed over like that, so
-models that have them run over whole sequences. Shapes: P prompts, B completions, L prompt length, T completion length, V words.
+models that have them run over whole sequences. Shapes: P prompts, B completions, L prompt length, T completion length,
+V words.
 """
 
 from collections.abc import Sequence
@@ -111,9 +113,7 @@ def completion_logits(model: Model, prefix: Prefix, ids_BT: Tensor) -> Tensor:
     return torch.cat([first_B1V, output.logits], 1)
 
 
-def pad_right(
-    rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     length = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=dtype, device=device)
 

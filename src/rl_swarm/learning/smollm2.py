@@ -134,9 +134,7 @@ def _write(source: Path, folder: Path) -> None:
     # Newer versions of transformers may keep the weights packed unless they are told not to.
     packed = getattr(transformers, "GgufConfig", None)
     unpack = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-    with redirect_stderr(
-        io.StringIO()
-    ):  # a progress bar that cannot be turned off, over the live view of a swarm
+    with redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off, over the live view of a swarm
         read = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **how, **unpack)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **how)
     config = read.config

@@ -39,7 +39,8 @@ READ = {
     ),
 }
 FAMILIES = frozenset(READ)
-# Names, types and tokens; how weights began; dropout, which is off here; what `generate` does; how several devices would
+# Names, types and tokens; how weights began; dropout, which is off here; what `generate` does; how several devices
+# would
 # share the model, which some versions note while they load it; notes of other tools.
 IRRELEVANT = _names(
     """architectures auto_map dtype finetuning_task id2label label2id model_type name_or_path num_labels problem_type
@@ -71,11 +72,7 @@ def obstacle(config: Any) -> str | None:
     read, defaults = READ[kind] | IRRELEVANT, _defaults(type(config))
     for name, value in vars(config).items():
         unset = value is None or value is False
-        if (
-            name.startswith("_")
-            or name in read
-            or (unset if name not in defaults else value == defaults[name])
-        ):
+        if name.startswith("_") or name in read or (unset if name not in defaults else value == defaults[name]):
             continue
         return f"{name}={value!r:.80}"
     for rope in rope_parameters(config):
@@ -158,9 +155,7 @@ def length_limit(config: Any) -> tuple[str, int] | None:
         if kind in LENGTH_DEPENDENT:
             own = rope.get("original_max_position_embeddings")
             return kind, int(
-                own
-                or getattr(config, "original_max_position_embeddings", None)
-                or config.max_position_embeddings
+                own or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
             )
     return None
 

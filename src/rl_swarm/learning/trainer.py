@@ -67,7 +67,8 @@ class Update:
         return self
 
     def add(self, later: "Update") -> None:
-        """Figures become means over the tokens of both. The mismatch stays the first's: after it the policy is another."""
+        """Figures become means over the tokens of both. The mismatch stays the first's: after it the policy is
+        another."""
         tokens = self.tokens + later.tokens
         if not self.tokens:
             self.mismatch = later.mismatch
@@ -127,9 +128,7 @@ class Trainer:
         """One step on the groups; the same step in smaller pieces when memory runs out."""
         return self._in_memory(self._update, groups)
 
-    def _in_memory(
-        self, work: Callable[[Sequence[TrainingGroup]], Result], groups: Sequence[TrainingGroup]
-    ) -> Result:
+    def _in_memory(self, work: Callable[[Sequence[TrainingGroup]], Result], groups: Sequence[TrainingGroup]) -> Result:
         """Do the work again, in smaller pieces, as long as memory runs out."""
         while True:
             try:
@@ -144,9 +143,7 @@ class Trainer:
         """Asks for less memory at the next try, or gives up."""
         self.release()
         release_memory()
-        alone = all(
-            sum(len(g.completions) for g in batch) == 1 for batch in micro_batches(groups, self.batch_tokens)
-        )
+        alone = all(sum(len(g.completions) for g in batch) == 1 for batch in micro_batches(groups, self.batch_tokens))
         if not alone:
             self.batch_tokens = min(self.batch_tokens, sum(g.size for g in groups)) // 2
             log.warning("out of memory: micro-batches now hold at most %d tokens", self.batch_tokens)
@@ -245,9 +242,7 @@ class Trainer:
         decoder = Decoder(self.model, frugal=self.frugal)
         add_gradients(decoder, batch, attend, positions_N, temperature, loss_of)
 
-    def _loss(
-        self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None
-    ) -> Tensor:
+    def _loss(self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None) -> Tensor:
         """The loss of some tokens, which are added to the figures."""
         loss_M, figures_FM = token_losses(batch, logprobs_M, entropy_M, reference_M, self.settings)
         self.figures += figures_FM.sum(1)

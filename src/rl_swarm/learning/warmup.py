@@ -57,9 +57,7 @@ def make_examples(
     return examples, sorted(asked - {example.question.task for example in examples})
 
 
-def train(
-    policy: Policy, examples: Sequence[WarmupExample], epochs: int, rate: float, seed: int
-) -> Iterator[float]:
+def train(policy: Policy, examples: Sequence[WarmupExample], epochs: int, rate: float, seed: int) -> Iterator[float]:
     """One step at a time; yields how improbable the right answers were before it, in nats a token.
 
     The step size rises at the start and falls to nothing at the end, so that the last steps settle.

@@ -72,9 +72,7 @@ class Stack:
 class Weights:
     """The copy. `refresh` brings it up to date when the trainer has changed the model."""
 
-    def __init__(
-        self, decoder: Decoder, dtype: torch.dtype, stack: Stack | None = None, number: int = 0
-    ) -> None:
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, stack: Stack | None = None, number: int = 0) -> None:
         self.decoder, self.dtype = decoder, dtype
         self._new = (stack or Stack(1)).slices(number)
         self._writes: list[Callable[[], object]] = []
@@ -154,9 +152,7 @@ class Weights:
         gate, up = inner.chunk(2, -1)
         return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def _heads(
-        self, qkv: Tensor, layer: LayerWeights, turn: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, ...]:
+    def _heads(self, qkv: Tensor, layer: LayerWeights, turn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """Queries, keys and values in float32, normalised and rotated."""
         decoder = self.decoder
         asking, width = decoder.heads + decoder.key_heads, decoder.head_size

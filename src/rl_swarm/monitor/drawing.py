@@ -83,11 +83,7 @@ class Drawing:
 
     def _name(self, told: Overview) -> Text:
         name = _line(plain(told.name or told.address), style="bold")
-        return (
-            name.append(f"  {plain(told.address)}", style="dim")
-            if told.name not in ("", told.address)
-            else name
-        )
+        return name.append(f"  {plain(told.address)}", style="dim") if told.name not in ("", told.address) else name
 
     def _progress(self, told: Overview, width: int) -> Table:
         done = told.rounds if told.phase == "finished" else told.round
@@ -113,9 +109,7 @@ class Drawing:
 
     def _facts(self, told: Overview, width: int) -> list[Text]:
         named = [plain(model, 40) for model in told.models[:MOST_MODELS]]
-        models = ", ".join(named) + (
-            f" and {len(told.models) - MOST_MODELS} more" if told.models[MOST_MODELS:] else ""
-        )
+        models = ", ".join(named) + (f" and {len(told.models) - MOST_MODELS} more" if told.models[MOST_MODELS:] else "")
         nodes = counted(told.nodes, "node")
         here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
         facts = [here, f"model {models}" if models else ""]

@@ -15,7 +15,8 @@ from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
 
 METRICS = (
-    "reward_local", "reward_training", "completion_length", "truncated_share", "no_signal_share", "entropy", "grad_norm",
+    "reward_local", "reward_training", "completion_length", "truncated_share", "no_signal_share", "entropy",
+    "grad_norm",
     "loss", "kl", "clip_share", "mismatch", "tokens_per_second", "trained_tokens", "peak_memory", "external_taken",
     "external_surprise",
 )  # fmt: skip

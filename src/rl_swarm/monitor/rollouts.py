@@ -1,6 +1,7 @@
 """Shows what the models of a swarm write: rollouts, newest first, a page at a time, with the answer key.
 
-A publication tells neither task nor answer key. Both follow from its place in the swarm, so they are made again here, as
+A publication tells neither task nor answer key. Both follow from its place in the swarm, so they are made again here,
+as
 every node does, in a scoring process that starts with the first page somebody reads.
 """
 
@@ -200,9 +201,7 @@ class Texts:
                 yield self._published((round, stage, peers[peer_id]))
 
         assert self._environment is not None
-        return Conversation(
-            manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers)
-        )
+        return Conversation(manifest, self._environment, round, fetch, lambda *why: None, members=sorted(peers))
 
     def close(self) -> None:
         if self._environment is not None:

@@ -281,9 +281,7 @@ class RunView:
             "round": state.round if state else 0,
             "stage": state.stage if state else 0,
             "rounds": manifest.rounds if manifest else None,
-            **(
-                {"reward_by_stage": self.rewards(manifest.stages)} if manifest and manifest.stages > 1 else {}
-            ),
+            **({"reward_by_stage": self.rewards(manifest.stages)} if manifest and manifest.stages > 1 else {}),
             "mean_held_out_start": self.mean_held_out("start"),
             "mean_held_out_now": self.mean_held_out("now"),
             "held_out_protocol": self.held_out_protocol(),

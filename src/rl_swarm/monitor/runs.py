@@ -20,7 +20,8 @@ MOST_LOOKED_AT = 10_000  # folders in which a run is looked for
 
 class Runs:
     def __init__(self, here: Follower | None, root: Path | None = None, experiment: str = "") -> None:
-        """`here` is the one that is watched, `root` the folder; by default that of `here`, where it is on this machine."""
+        """`here` is the one that is watched, `root` the folder; by default that of `here`, where it is on this
+        machine."""
         if here is not None and not here.view.address.is_url:
             root = here.view.root.absolute().parent
         self.here, self.root = here, root

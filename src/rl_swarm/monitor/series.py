@@ -104,5 +104,6 @@ def _every(step: int, values: Sequence[Number]) -> Sequence[Number]:
 
 
 def _added(rows: Sequence[Sequence[Number]]) -> list[Number]:
-    """The sums of the columns. Rows may end early. Of a thousand curves this is most of the work, hence by built-ins."""
+    """The sums of the columns. Rows may end early. Of a thousand curves this is most of the work, hence by
+    built-ins."""
     return list(map(sum, zip_longest(*rows, fillvalue=0)))

@@ -154,9 +154,7 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             settings=track.settings or _settings(follower),
             hardware=track.hardware,
             metrics=sorted(track.curves.sums),
-            figures={
-                name: value for name, told in view.figures.items() if (value := number(told)) is not None
-            },
+            figures={name: value for name, told in view.figures.items() if (value := number(told)) is not None},
         )
 
 
@@ -194,9 +192,7 @@ def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 
     )
 
 
-def events(
-    follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100
-) -> EventPage:
+def events(follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100) -> EventPage:
     """What happened, newest first."""
     with follower.lock:
         view = find(follower, node) if node else None

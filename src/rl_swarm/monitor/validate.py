@@ -94,9 +94,7 @@ def validate(
         return verdict, None
     check_size(run, verdict, rounds, nodes)
     if run.state.phase != "finished":
-        verdict.errors.append(
-            f"the run is not finished: it is at round {run.state.round} of {run.manifest.rounds}"
-        )
+        verdict.errors.append(f"the run is not finished: it is at round {run.state.round} of {run.manifest.rounds}")
     check_history(run, verdict, run.state.round + (run.state.phase == "finished"))
     reports = _check_reports(run, verdict)
     _check_gaps(run, verdict)
@@ -118,9 +116,7 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
         verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
         return None
     if unreadable:
-        verdict.notes.append(
-            f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)"
-        )
+        verdict.notes.append(f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)")
     return ValidatedRun(address, manifest, state, history)
 
 
@@ -249,8 +245,7 @@ def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
     view = NodeView(node)
     view.refresh(LocalFiles(run.address.here))
     starts = sum(
-        event.event in ("joined", "resumed")
-        for event in _lines(run, node, "training_events.jsonl", LoggedEvent)
+        event.event in ("joined", "resumed") for event in _lines(run, node, "training_events.jsonl", LoggedEvent)
     )
     for name in LOGS:
         if lines := view.unreadable_in(name):
@@ -356,9 +351,7 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
             claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
             scored = zip(group.rewards, group.completions, strict=True)
             if [r + for_ending(environment, group.question, c) for r, c in scored] != claimed:
-                verdict.errors.append(
-                    f"{path}: question {rollout.number} claims other rewards than its answers earn"
-                )
+                verdict.errors.append(f"{path}: question {rollout.number} claims other rewards than its answers earn")
             verdict.count("rescored answer", len(claimed))
 
 
@@ -374,9 +367,7 @@ def _transcripts(run: ValidatedRun, environment: Environment, published: list[Pu
 
         if number not in made:
             members = sorted(run.state.members)
-            made[number] = Conversation(
-                run.manifest, environment, number, fetch, lambda *why: None, members=members
-            )
+            made[number] = Conversation(run.manifest, environment, number, fetch, lambda *why: None, members=members)
         return made[number]
 
     return transcript

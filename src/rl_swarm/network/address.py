@@ -44,7 +44,8 @@ def known_addresses(text: str) -> list[str]:
         if not is_peer_address(address):
             raise UserError(
                 f"{ascii(address)[1:-1][:200] or text} is no address of a peer. One looks like "
-                "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print theirs."
+                "/ip4/203.0.113.7/tcp/31000/p2p/12D3KooW…: `rl-swarm bootnode` and `rl-swarm up --network p2p` print "
+                "theirs."
             )
     return addresses
 
@@ -86,9 +87,7 @@ def locate(where: Path | str) -> Address:
         here = Path("runs") / f"p2p-{digest(url.encode())[:8]}"
         return Address(url, "p2p", LocalFiles(here), here, is_url=True)
     if kind in NOT_YET:
-        raise UserError(
-            f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store."
-        )
+        raise UserError(f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store.")
     if kind in READ_ONLY:
         raise UserError(
             f"{where}: nodes cannot write to a {kind}:// address. Use a path, s3://bucket/name, gs://bucket/name or "
@@ -108,7 +107,8 @@ def locate(where: Path | str) -> Address:
         or "::" in url
     ):
         raise UserError(
-            f"{where}: a swarm needs a bucket or server, and a folder in it with a name of letters, digits, '.', '_' and "
+            f"{where}: a swarm needs a bucket or server, and a folder in it with a name of letters, digits, '.', '_' "
+            "and "
             f"'-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
         )
     from rl_swarm.network.remote import RemoteFiles

@@ -72,7 +72,8 @@ def report_path(round: int, stage: int, node: str) -> str:
 
 
 def documents(files: Files, folder: str) -> Iterator[str]:
-    """The nodes that have a document in a folder. Other names (temporary files, copies made by a sync) are no business of ours."""
+    """The nodes that have a document in a folder. Other names (temporary files, copies made by a sync) are no business
+    of ours."""
     for name in files.names(folder):
         node, dot, ending = name.rpartition(".")
         if dot and ending == "json" and SAFE_NAME.fullmatch(node):
@@ -179,7 +180,8 @@ def change_roll(
 def await_manifest(
     files: Files, stop: threading.Event, poll: float, patience: float = MANIFEST_SECONDS
 ) -> Manifest | None:
-    """The manifest, once the coordinator has written it; None when told to stop. Waits as long as there is none, but not
+    """The manifest, once the coordinator has written it; None when told to stop. Waits as long as there is none, but
+    not
     for ever for one that does not become whole."""
     broken = said = math.inf  # since when it is there and not whole, and when that was last told
     for tries in itertools.count():
@@ -196,7 +198,8 @@ def await_manifest(
             problem = f"waiting for manifest.json, which cannot be used yet ({error})"
             if now - broken >= patience:
                 raise NetworkError(
-                    f"{files.root}/{MANIFEST} has not become whole in {patience:.0f} s ({error}). If the drive still syncs "
+                    f"{files.root}/{MANIFEST} has not become whole in {patience:.0f} s ({error}). If the drive still "
+                    "syncs "
                     "it, try again later; if not, its owner has to found the swarm in another folder."
                 ) from error
         except Rejected as error:
@@ -234,7 +237,8 @@ class FolderExchange:
         self._tries: dict[tuple[int, int, str], tuple[int, float, float]] = {}
 
     def publish(self, publication: Publication) -> None:
-        """Writes the rollouts. Of a node that was restarted and plays a round again, those that others may have count."""
+        """Writes the rollouts. Of a node that was restarted and plays a round again, those that others may have
+        count."""
         where = (publication.round, publication.stage)
         if not self._published and self._has_published(where):
             log.info("round %d was published before this node was restarted", publication.round)
@@ -248,15 +252,14 @@ class FolderExchange:
         """Whether there are rollouts of ours, written before this process began."""
         try:
             limit = self.manifest.limits.file_bytes
-            found = self._checked(
-                self.files.read(rollouts_path(*where, self.node), limit), (*where, self.node)
-            )
+            found = self._checked(self.files.read(rollouts_path(*where, self.node), limit), (*where, self.node))
         except (OSError, Rejected):
             return False
         return found.peer_id == self.identity.peer_id
 
     def _sealed(self, publication: Publication) -> bytes:
-        """The publication with as many questions as fit into a document. The last ones go: nobody takes it with gaps."""
+        """The publication with as many questions as fit into a document. The last ones go: nobody takes it with
+        gaps."""
         limit = self.manifest.limits.file_bytes
         numbers = sorted(publication.rollouts, key=int)
 
@@ -386,7 +389,8 @@ class FolderCoordinator:
                 shown = admission.ticket(token, self.manifest, me)
             except Rejected as error:
                 raise AdmissionError(
-                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, {self.manifest.peer_id}; if "
+                    f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, "
+                    f"{self.manifest.peer_id}; if "
                     "somebody else invited you, this is not the manifest of their swarm."
                 ) from error
         self._read_roll()
@@ -397,9 +401,7 @@ class FolderCoordinator:
         return shown
 
     def not_admitted(self, why: Why) -> AdmissionError:
-        return AdmissionError(
-            admission.sentence(why, self.manifest, self.identity.peer_id, str(self.files.root))
-        )
+        return AdmissionError(admission.sentence(why, self.manifest, self.identity.peer_id, str(self.files.root)))
 
     def refusal(self, peer_id: str) -> Why | None:
         """Why what a peer publishes is not used."""
@@ -488,11 +490,7 @@ class FolderCoordinator:
 
     def _nothing_new_for(self, after: tuple[int, int]) -> float:
         """Seconds in which there is nothing to see: with rounds on an interval, until it has passed."""
-        if (
-            self.manifest.round_end != "interval"
-            or self._last.phase != "running"
-            or is_past(self._last, after)
-        ):
+        if self.manifest.round_end != "interval" or self._last.phase != "running" or is_past(self._last, after):
             return 0.0
         expected = self._since + self.manifest.round_interval + next(pauses(self.poll))
         return max(0.0, expected - time.monotonic())

@@ -15,9 +15,7 @@ KEPT_ROUNDS = 100  # of rollouts: as far back as `max_age` lets anybody ask
 class LocalSwarm:
     """What the members share. Rounds move on whenever somebody speaks or looks."""
 
-    def __init__(
-        self, manifest: Manifest, min_peers: int = 1, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, manifest: Manifest, min_peers: int = 1, clock: Callable[[], float] = time.time) -> None:
         self.manifest, self.rules, self.clock = manifest, Rules.of(manifest, min_peers), clock
         self.state = State(swarm=manifest.swarm())
         self.published: dict[tuple[int, int, str], Publication] = {}
@@ -32,9 +30,7 @@ class LocalSwarm:
 
 
 class LocalExchange:
-    def __init__(
-        self, swarm: LocalSwarm, stop: threading.Event, max_peers: int = 10, poll: float = 0.05
-    ) -> None:
+    def __init__(self, swarm: LocalSwarm, stop: threading.Event, max_peers: int = 10, poll: float = 0.05) -> None:
         self.swarm, self.stop, self.max_peers, self.poll = swarm, stop, max_peers, poll
 
     def publish(self, publication: Publication) -> None:

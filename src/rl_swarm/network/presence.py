@@ -38,7 +38,8 @@ class TwinError(UserError):
 
 def twin_error(identity: Identity, who: str) -> TwinError:
     return TwinError(
-        f"The identity {identity.peer_id} ({identity.name}) is already at work in this swarm: {who}. Stop that node, or "
+        f"The identity {identity.peer_id} ({identity.name}) is already at work in this swarm: {who}. Stop that node, "
+        "or "
         "give this one an identity of its own: IDENTITY_PATH=another-file.pem (made when it is not there)."
     )
 

@@ -33,7 +33,8 @@ SAME = {"gcs": "gs", "webdavs": "webdav", "dav": "webdav", "davs": "webdav"}
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "webdav": "'webdav4[fsspec]'", "memory": "fsspec"}
 
 NOWHERE = {"NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "IllegalLocationConstraintException"}
-NOT_ALLOWED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "401", "403"}  # fmt: skip
+NOT_ALLOWED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "401",
+"403"}  # fmt: skip
 WRONGLY_SET = re.compile("Credential|Profile|Config|NoRegion|ParamValidation")  # in the names of errors
 EMPTY = {"InvalidRange", "416"}  # the first bytes of nothing
 
@@ -124,7 +125,8 @@ class RemoteFiles:
                 bucket = urlsplit(self.root).netloc
                 raise Refused(
                     errno.ENXIO,
-                    f"the store has no bucket {bucket!r} that could be used ({_said(error)}). Make it first, or correct "
+                    f"the store has no bucket {bucket!r} that could be used ({_said(error)}). Make it first, or "
+                    "correct "
                     f"the address; {CREDENTIALS.get(self.store, '')}",
                     url,
                 ) from error
@@ -157,7 +159,8 @@ def _open(url: str, store: str) -> tuple[Any, str]:
         made = fsspec.filesystem(store, use_listings_cache=False, **_options(store))
     except ImportError as error:
         raise UserError(
-            f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_said(error)}). Install it: "
+            f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_said(error)}). Install "
+            "it: "
             f".venv/bin/pip install {PACKAGES[store]}"
         ) from error
     return made, made._strip_protocol(re.sub(r"^[^:]+", store, url)).rstrip("/")
@@ -170,9 +173,7 @@ def _open_webdav(url: str) -> tuple[Any, str]:
     web = "https" if parts.scheme.endswith("s") else "http"
     user, password = os.environ.get("WEBDAV_USERNAME"), os.environ.get("WEBDAV_PASSWORD")
     auth = (user, password) if user and password else None
-    made = WebdavFileSystem(
-        f"{web}://{parts.netloc}", auth=auth, timeout=READ_SECONDS, skip_instance_cache=True
-    )
+    made = WebdavFileSystem(f"{web}://{parts.netloc}", auth=auth, timeout=READ_SECONDS, skip_instance_cache=True)
     return made, parts.path.strip("/")
 
 

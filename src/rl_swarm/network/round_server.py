@@ -144,9 +144,7 @@ class RoundServer:
             self._pauses = pauses(self.settings.poll_interval)
         if why is not None:
             self._write_history(state, why, now)
-            log.info(
-                "round %d stage %d ended (%s), %d reports", state.round, state.stage, why, len(state.reports)
-            )
+            log.info("round %d stage %d ended (%s), %d reports", state.round, state.stage, why, len(state.reports))
         if why is not None or after.phase != self.state.phase:
             self._write_state(after)
             self._forget_stage()
@@ -212,9 +210,7 @@ class RoundServer:
             self._refuse(ROLL, str(error))
             return
         if roll.number < max(state.roll, self.roll.number):
-            self._refuse(
-                ROLL, f"number {roll.number}, but there has been a newer one; `rl-swarm members` shows it"
-            )
+            self._refuse(ROLL, f"number {roll.number}, but there has been a newer one; `rl-swarm members` shows it")
         if roll.number > self.roll.number:
             self.roll = roll
 
@@ -369,7 +365,8 @@ class RoundServer:
         self.files.write(STATE, data)
 
     def _is_touched(self, path: str) -> bool:
-        """Tells whether somebody has changed a document since the last look. Looking costs little, so nobody waits long."""
+        """Tells whether somebody has changed a document since the last look. Looking costs little, so nobody waits
+        long."""
         before, self._written[path] = self._written.get(path), self._stamp(path)
         return before != self._written[path]
 
@@ -430,7 +427,8 @@ class RoundServer:
         self.state = state if place(state) >= place(known) else replace(known, reports={})
 
     def _history(self) -> Iterator[Ended]:
-        """What this swarm's owner wrote into the history. On a machine that has none, the one in the folder is taken."""
+        """What this swarm's owner wrote into the history. On a machine that has none, the one in the folder is
+        taken."""
         if not self.history.size:
             try:
                 data = patiently(lambda: self.files.read(HISTORY, HISTORY_BYTES), self.stop)
@@ -458,9 +456,7 @@ class RoundServer:
             else {}
         )
         for ended in history:
-            state = replace(
-                state, phase="running", round=ended.round, stage=ended.stage, started=ended.started
-            )
+            state = replace(state, phase="running", round=ended.round, stage=ended.stage, started=ended.started)
             for peer_id in ended.members:
                 if peer_id in peers and peer_id not in state.members:
                     node, invitation, sign = peers[peer_id]
@@ -490,9 +486,7 @@ class RoundServer:
         """The reports that a stage in the history ended with, as they lie in the folder."""
         while True:
             nodes = [state.members[peer_id].node for peer_id in ended.reports if peer_id in state.members]
-            reads = [
-                self._read(report_path(ended.round, ended.stage, node), Report, node, state) for node in nodes
-            ]
+            reads = [self._read(report_path(ended.round, ended.stage, node), Report, node, state) for node in nodes]
             reports = [read[0] for read in reads if read and ended.reports.get(read[0].peer_id) == read[1]]
             if len(reports) == len(ended.reports):
                 return reports

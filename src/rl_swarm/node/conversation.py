@@ -35,7 +35,8 @@ class Conversation:
     _heard: dict[tuple[str, int], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
     def saw(self, publication: Publication) -> None:
-        """Notes that this node had a publication while its stage was played: so those who play the next could have it."""
+        """Notes that this node had a publication while its stage was played: so those who play the next could have
+        it."""
         self._in_time.add((publication.stage, publication.peer_id))
 
     def questions(self, peer_id: str, role: str, stage: int, seeds: Sequence[int]) -> list[Question]:
@@ -56,15 +57,12 @@ class Conversation:
         self._check_heard(first.peer_id, first.stage, first.heard)
         heard = self.statements(first.heard)
         cues = [
-            FollowUp(r.peer_id, r.role, r.stage, r.number, self._seed(r), heard, claimed=r.prompt)
-            for r in rollouts
+            FollowUp(r.peer_id, r.role, r.stage, r.number, self._seed(r), heard, claimed=r.prompt) for r in rollouts
         ]
         questions = self._follow_up(cues, PEER_SECONDS)
         for rollout, question in zip(rollouts, questions, strict=False):
             if tuple(parent.digest for parent in question.parents) != rollout.parents:
-                raise Rejected(
-                    "parents", f"question {rollout.number} does not answer to what this peer was to hear"
-                )
+                raise Rejected("parents", f"question {rollout.number} does not answer to what this peer was to hear")
         return questions
 
     def heard(self, peer_id: str, stage: int) -> tuple[tuple[str, ...], ...]:
@@ -147,10 +145,7 @@ class Conversation:
             if cue.role and cue.role not in list(self.environment.roles)[1:]:
                 raise Rejected("role", f"there is no role {quoted(cue.role)} in {self.manifest.environment}")
         made = self.environment.follow_up(cues, seconds)
-        return [
-            replace(question, stage=cue.stage, role=cue.role)
-            for cue, question in zip(cues, made, strict=False)
-        ]
+        return [replace(question, stage=cue.stage, role=cue.role) for cue, question in zip(cues, made, strict=False)]
 
     def _check_heard(self, peer_id: str, stage: int, heard: Sequence[Sequence[str]]) -> None:
         """Whether a peer may have heard those whom it names, and no others."""
@@ -161,9 +156,7 @@ class Conversation:
             if earlier >= stage or len(peers) > self.environment.hears:
                 raise Rejected("parents", f"it names {len(peers)} peers that it heard in stage {earlier}")
             if list(peers) != [other for other in order if other in peers]:
-                raise Rejected(
-                    "parents", "it has heard peers that this node does not know, or in another order"
-                )
+                raise Rejected("parents", "it has heard peers that this node does not know, or in another order")
             if set(peers) != set(self._speakers(earlier, peers, len(peers))):
                 raise Rejected("parents", "it has heard what this node cannot fetch")
             all_heard = bool(peers) and len(peers) == self.environment.hears

@@ -68,15 +68,11 @@ def means(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return {name: mean(found[name]) for name in sorted(found)}
 
 
-def _one_per_task(
-    answered: Sequence[tuple[Question, str]], rewards: Sequence[float]
-) -> list[AnsweredQuestion]:
+def _one_per_task(answered: Sequence[tuple[Question, str]], rewards: Sequence[float]) -> list[AnsweredQuestion]:
     found: dict[str, AnsweredQuestion] = {}
     for (question, text), reward in zip(answered, rewards, strict=True):
         if question.task not in found:
-            found[question.task] = AnsweredQuestion(
-                question.task, question.prompt, question.answer, text, reward
-            )
+            found[question.task] = AnsweredQuestion(question.task, question.prompt, question.answer, text, reward)
     return list(found.values())
 
 

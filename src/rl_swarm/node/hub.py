@@ -54,9 +54,7 @@ class Push:
         self._tidy()  # after a process that was killed
 
     @classmethod
-    def wanted(
-        cls, settings: Settings, aside: Path, journal: Journal, stop: threading.Event
-    ) -> "Push | None":
+    def wanted(cls, settings: Settings, aside: Path, journal: Journal, stop: threading.Event) -> "Push | None":
         """A push if the settings ask for one; `aside` is where it keeps what it has not uploaded yet."""
         if settings.hub_repo and settings.hf_token:
             return cls(settings, aside, journal, stop)
@@ -143,9 +141,7 @@ class Push:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        api = HfApi(
-            self.endpoint, token=self.settings.hf_token, library_name="rl-swarm", library_version=__version__
-        )
+        api = HfApi(self.endpoint, token=self.settings.hf_token, library_name="rl-swarm", library_version=__version__)
         text = card(trained, license_of(trained.base, trained.base_is, api))
         (staged / "README.md").write_text(text, encoding="utf-8")
         url = api.create_repo(self.repo, exist_ok=True)
@@ -163,9 +159,7 @@ class Push:
         self.failures += 1
         next_step = "it is given up" if again is None else f"next attempt in {again:g} s"
         log.warning("the push to %s failed (%d so far): %s; %s", self.repo, self.failures, reason, next_step)
-        self.journal.event(
-            "push_failed", repo=self.repo, reason=reason, attempt=attempt, again=again is not None
-        )
+        self.journal.event("push_failed", repo=self.repo, reason=reason, attempt=attempt, again=again is not None)
 
     def _tidy(self) -> None:
         for folder in self.folders:
@@ -225,11 +219,7 @@ def license_of(base: str, base_is: str, api: "HfApi") -> dict[str, str]:
     except Exception as error:  # noqa: BLE001 a card without a licence is a card all the same
         log.debug("the licence of %s is not known: %s", base, error)
         return {}
-    return {
-        key: found[key]
-        for key in ("license", "license_name", "license_link")
-        if isinstance(found.get(key), str)
-    }
+    return {key: found[key] for key in ("license", "license_name", "license_link") if isinstance(found.get(key), str)}
 
 
 def _where(model: str) -> Literal["bundled", "local", "hub"]:

@@ -117,7 +117,8 @@ def _scores(held_out: Sequence[dict[str, Any]]) -> list[str]:
     columns = [line[kind] for kind in ("by_task", "greedy_by_task") for line in (start, last)]
     rows += [(code(task, in_table=True), *(column.get(task) for column in columns)) for task in tasks]
     return [
-        f"Mean reward on {counted(last['questions'], 'question')} that training never saw, before it and {when}, as this node "
+        f"Mean reward on {counted(last['questions'], 'question')} that training never saw, before it and {when}, as "
+        "this node "
         f"measured it: sampled{times} at temperature 1, and the likeliest answer (greedy).",
         "",
         "| task | sampled before | sampled after | greedy before | greedy after |",

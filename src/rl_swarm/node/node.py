@@ -154,9 +154,7 @@ class Node:
         yield Published()
         with watch("collect"):
             external = self.collect(state, local)
-        self.used = {key for key in self.used if key[1] >= state.round - settings.max_age} | set(
-            external.keys
-        )
+        self.used = {key for key in self.used if key[1] >= state.round - settings.max_age} | set(external.keys)
 
         training = [*local, *external.chosen]
         update = Update()
@@ -236,9 +234,7 @@ class Node:
         with self.watch("score"):
             return self.scored(questions, answering.completions)
 
-    def scored(
-        self, questions: Sequence[Question], completions: Sequence[Sequence[Completion]]
-    ) -> list[Group]:
+    def scored(self, questions: Sequence[Question], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         """Completions of this node, whoever wrote them, as groups."""
         peer = self.identity.peer_id
         answered = [(peer, q, c) for q, c in zip(questions, completions, strict=True)]
@@ -259,9 +255,7 @@ class Node:
                 timestamp=self.clock(),
                 model=self.policy.name,
                 policy_version=self.policy.version,
-                sampling=Sampling(
-                    settings.temperature, settings.top_p, settings.top_k, settings.completion_tokens()
-                ),
+                sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.completion_tokens()),
                 tokenizer=self.policy.tokenizer_hash if settings.share_logprobs else "",
                 rollouts={str(k): answers(group, settings.share_logprobs) for k, group in enumerate(groups)},
                 heard=list(map(list, heard)),
@@ -273,9 +267,7 @@ class Node:
     def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         """Rollouts of others, checked and scored here."""
         self.check_stop()
-        rng = random.Random(
-            derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage)
-        )
+        rng = random.Random(derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
         settings, sources = self.settings, self.sources(state)
         found = selection.select(
             self.publications(state, rng, sources),
@@ -299,14 +291,10 @@ class Node:
             if self.standing.note(peer_id, failed, state.round):
                 self.journal.event("not_asked", peer=peer_id, rounds=settings.ban_rounds)
                 log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.ban_rounds)
-        self.refused = {
-            key for key in self.refused | found.refused if key[1] >= state.round - settings.max_age
-        }
+        self.refused = {key for key in self.refused | found.refused if key[1] >= state.round - settings.max_age}
         return found
 
-    def publications(
-        self, state: State, rng: random.Random, sources: Mapping[str, str]
-    ) -> Iterator[Publication]:
+    def publications(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
         """What the other members published: this round first, then, out of lock-step, the rounds before."""
         members = {
             peer_id: member.node
@@ -337,9 +325,7 @@ class Node:
                 if members.get(publication.peer_id) == publication.node:
                     yield publication
                 else:
-                    self.reject(
-                        publication.node, "peer", f"{publication.peer_id} is not the member of that name"
-                    )
+                    self.reject(publication.node, "peer", f"{publication.peer_id} is not the member of that name")
 
     def sources(self, state: State) -> dict[str, str]:
         """Whom a member's rollouts are counted with: all of its invitation, else of its part of the internet."""
@@ -444,9 +430,7 @@ class Node:
         """The held-out score; greedy answers too at the start and the end."""
         if not self.held_out:
             return
-        result = evaluate(
-            self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now"
-        )
+        result = evaluate(self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now")
         record = HeldOutRecord(when=when, round=self.done[0], **msgspec.structs.asdict(result))
         self.journal.metrics(record)
         log.info("held-out score %.3f (%s)", result.sampled, when)

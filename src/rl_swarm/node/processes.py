@@ -98,9 +98,7 @@ def _start(
         except (EOFError, OSError) as error:
             ours.close()  # ends the child if there is one nevertheless
             if tries == TRIES:
-                raise UserError(
-                    f"No process can be started for {name}: {error or 'its server died'}."
-                ) from error
+                raise UserError(f"No process can be started for {name}: {error or 'its server died'}.") from error
             time.sleep(PAUSE)
         else:
             return process, ours

@@ -1,6 +1,7 @@
 """Describes what a node needs done with its model: sample, or train.
 
-A node alone does it at once. A process that plays several nodes gathers the requests of all, and can serve them together."""
+A node alone does it at once. A process that plays several nodes gathers the requests of all, and can serve them
+together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -49,7 +49,8 @@ def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) ->
 
 
 def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None:
-    """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other swarm."""
+    """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other
+    swarm."""
     swarm = started_swarm(settings, root)
     if not swarm:
         return None
@@ -71,12 +72,11 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
     try:
         manifest = read_manifest(files)
     except (OSError, Rejected) as error:
-        raise UserError(
-            f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours."
-        ) from error
+        raise UserError(f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours.") from error
     if started_swarm(user, run) not in ("", manifest.swarm()):
         raise UserError(
-            f"--resume {run}: its manifest.json is not the one of the run that you started there. Somebody has exchanged "
+            f"--resume {run}: its manifest.json is not the one of the run that you started there. Somebody has "
+            "exchanged "
             "it, or another run was copied over it."
         )
     private = LocalFiles(swarm_folder(user, run, manifest.swarm()))

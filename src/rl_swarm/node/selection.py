@@ -103,9 +103,7 @@ def select(
                 reject(publication, error.reason, str(error))
                 continue
             if late := len(rollouts) - len(groups):
-                why = (
-                    f"{late} of its {len(rollouts)} rollouts are left out: the others took {PEER_SECONDS:g} s"
-                )
+                why = f"{late} of its {len(rollouts)} rollouts are left out: the others took {PEER_SECONDS:g} s"
                 reject(publication, "slow", why)
             selection.scored += groups
             scored = zip(rollouts, groups, strict=False)
@@ -203,9 +201,7 @@ def score(
     answered: Sequence[tuple[str, Question, Sequence[Completion]]], environment: Environment, external: bool
 ) -> list[Group]:
     """Groups with rewards, all scored in one go; of a peer those that could be scored in full in its time."""
-    flat = [
-        (question, completion.text) for _, question, completions in answered for completion in completions
-    ]
+    flat = [(question, completion.text) for _, question, completions in answered for completion in completions]
     rewards = environment.score(flat, PEER_SECONDS if external else None)
     if not external:
         asked = ((question, c) for _, question, completions in answered for c in completions)
@@ -222,7 +218,8 @@ def score(
 
 
 def for_ending(environment: Environment, question: Question, completion: Completion) -> float:
-    """What an own answer earns for having ended by itself, or loses where it was cut. Of a peer's only the peer knows."""
+    """What an own answer earns for having ended by itself, or loses where it was cut. Of a peer's only the peer
+    knows."""
     if question.role:
         return 0.0
     return environment.ending if completion.ended else -environment.ending

@@ -137,7 +137,8 @@ def named(name: str) -> Strategy:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise StrategyError(
-            f"strategy={name}: there is none of that name. Use {', '.join(STRATEGIES)}, or a class of yours as module:Class."
+            f"strategy={name}: there is none of that name. Use {', '.join(STRATEGIES)}, or a class of yours as "
+            "module:Class."
         )
     if "" not in sys.path:
         sys.path.insert(0, "")  # a file beside which the command is run
@@ -149,7 +150,5 @@ def named(name: str) -> Strategy:
             "installed."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise StrategyError(
-            f"strategy={name}: {attribute} is no class made from rl_swarm.node.strategies.Strategy."
-        )
+        raise StrategyError(f"strategy={name}: {attribute} is no class made from rl_swarm.node.strategies.Strategy.")
     return found()

@@ -79,9 +79,7 @@ class SwarmProcesses:
             sharing = settings.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
             settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
             child = NodeProcess(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
-            others = [
-                c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1
-            ]
+            others = [c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1]
             if others:
                 others[0].members[name] = settings
                 others[0].environ.update({k: v for k, v in SHARED.items() if k not in os.environ})
@@ -106,9 +104,7 @@ class SwarmProcesses:
                 child.done = True
             elif code == FATAL:
                 assert child.process is not None
-                raise SwarmError(
-                    child.process.message() or f"{child.name} cannot work; logs/swarm.log says why."
-                )
+                raise SwarmError(child.process.message() or f"{child.name} cannot work; logs/swarm.log says why.")
             elif code is not None:
                 self._restart(child, code)
         return not all(child.done for child in self.children)
@@ -163,9 +159,7 @@ def uses_gpu(settings: Settings) -> bool:
     """Whether nodes may use a GPU, found out without importing torch."""
     if settings.cpu_only or settings.device == "cpu":
         return False
-    return (
-        sys.platform == "darwin" or shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
-    )
+    return sys.platform == "darwin" or shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:

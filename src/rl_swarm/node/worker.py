@@ -49,9 +49,7 @@ SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has fa
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
 
-def join(
-    address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None
-) -> None:
+def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None) -> None:
     """Joins the swarm at the address and trains until it has finished or `stop` is set."""
     with explained(address):
         _join(locate(address), settings, stop, sharing)
@@ -75,8 +73,7 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
 
     sys.setswitchinterval(SWITCH_SECONDS)
     threads = [
-        threading.Thread(target=run, args=(settings,), name=name, daemon=True)
-        for name, settings in workers.items()
+        threading.Thread(target=run, args=(settings,), name=name, daemon=True) for name, settings in workers.items()
     ]
     for thread in threads:
         thread.start()
@@ -151,9 +148,7 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
         files.write(MANIFEST, seal(manifest, identity))
         return manifest
     except (Incomplete, Rejected) as error:
-        raise NetworkError(
-            f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder."
-        ) from error
+        raise NetworkError(f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder.") from error
 
 
 def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
@@ -167,20 +162,18 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
         settings = with_role(settings, manifest)
         if settings.publish == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
-                "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each other's "
+                "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each "
+                "other's "
                 "rollouts before they learn. Use `stage` or `generation`."
             )
         if settings.publish == "generation" and environments.of_swarm(manifest).hears:
             raise ConfigError(
-                "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published in "
+                "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
+                "in "
                 "earlier ones: everybody must see the same. Use `stage`."
             )
-        private = (
-            swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
-        )
-        source = sinks.Source(
-            manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings)
-        )
+        private = swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
+        source = sinks.Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
         with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
@@ -202,11 +195,7 @@ def opened(
         return
     from rl_swarm.network.p2p import joining
 
-    known = (
-        known_addresses(address.text)
-        if address.text.startswith("p2p://")
-        else joining.told(address.here, stop)
-    )
+    known = known_addresses(address.text) if address.text.startswith("p2p://") else joining.told(address.here, stop)
     with joining.engine_of(identity, known, settings, address.here) as engine:
         found = joining.await_manifest(engine, settings, stop)
         if found is None:
@@ -245,18 +234,14 @@ def _take_part(
 
     threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
     use_threads(threads, pick_device(settings))
-    checkpoints = Checkpoints(
-        private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints
-    )
+    checkpoints = Checkpoints(private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints)
     kind = environments.of_swarm(manifest)
     role_kind, role_name = role_of(settings, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
     known = coordinator.current().members.get(identity.peer_id)
     if place is None and known is not None and known.participation:
-        log.warning(
-            "no checkpoint of this node can be used: it starts again from the base model, %s", policy.name
-        )
+        log.warning("no checkpoint of this node can be used: it starts again from the base model, %s", policy.name)
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
     environment.settle(settings, other_models(settings))
@@ -351,7 +336,8 @@ def with_role(settings: Settings, manifest: Manifest) -> Settings:
     kind = environments.of_swarm(manifest)
     if settings.role not in (*ROLES, *kind.roles):
         raise ConfigError(
-            f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be used: "
+            f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be "
+            "used: "
             f"worker, {', '.join(kind.roles)}."
         )
     role, defaults = role_of(settings, kind)[0], Settings()
@@ -370,7 +356,8 @@ def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role],
 def coordinator_of(
     files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
 ) -> FolderCoordinator:
-    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their ids."""
+    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their
+    ids."""
     if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
         from rl_swarm.network.p2p.documents import PeerFiles

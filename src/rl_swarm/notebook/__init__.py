@@ -2,7 +2,8 @@
 
     from rl_swarm import notebook
 
-    notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local=4, external=4)   # a node, live below the cell
+    notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local=4, external=4)   # a node, live below the
+    cell
     notebook.look("/content/drive/MyDrive/rl-swarm/experiments/first").plot()                 # the swarm's curves
     notebook.experiment("/content/drive/MyDrive/rl-swarm/sapo", configs="paper")              # the SAPO experiment
     notebook.results("/content/drive/MyDrive/rl-swarm/sapo").plot()                           # and what came of it
@@ -17,5 +18,6 @@ from rl_swarm.notebook.experiments import Results, experiment, results
 from rl_swarm.notebook.swarm_view import Swarm, look, mount_drive
 
 __all__ = [
-    "Results", "Swarm", "UserError", "coordinate", "experiment", "join", "look", "mount_drive", "results", "up", "watch",
+    "Results", "Swarm", "UserError", "coordinate", "experiment", "join", "look", "mount_drive", "results", "up",
+    "watch",
 ]  # fmt: skip

@@ -79,9 +79,7 @@ def _run(arguments: list[str], address: str | Path, settings: Mapping[str, objec
         shown([*arguments, *set_flags(settings)], picture)
 
 
-def shown(
-    arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MOST_LINES
-) -> None:
+def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MOST_LINES) -> None:
     """Runs a command below the cell, with a picture of what it does and its last lines, until it ends or the cell is
     interrupted. `picture` is told when it is the last."""
     cell, interrupted = Cell(), False

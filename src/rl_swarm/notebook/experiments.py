@@ -17,7 +17,8 @@ from rl_swarm.notebook.plots import Plot, needs_matplotlib
 
 # Options of `rl-swarm experiment sapo`; everything else is a setting.
 OPTIONS = (
-    "configs", "strategies", "nodes", "rounds", "seeds", "model", "tasks", "rates", "tune_seeds", "tune_rounds", "device",
+    "configs", "strategies", "nodes", "rounds", "seeds", "model", "tasks", "rates", "tune_seeds", "tune_rounds",
+    "device",
     "at_once",
 )  # fmt: skip
 # Does all of it work here? On two slow cores it takes about three minutes with four arms.
@@ -25,7 +26,8 @@ TEST = {"model": "tiny", "nodes": 4, "rounds": 20, "seeds": "1", "rates": "", "h
 
 
 def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
-    """Runs the SAPO experiment, or goes on with it; the folder of its results. Options are those of `rl-swarm experiment
+    """Runs the SAPO experiment, or goes on with it; the folder of its results. Options are those of `rl-swarm
+    experiment
     sapo` (`configs="paper"`) and settings of docs/settings.md. A `test` is a small one, in a folder of its own."""
     folder = Path(f"{out}-test" if test else out)
     standing = ExperimentProgress(folder)
@@ -35,9 +37,7 @@ def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
         told = standing.told()
         return drawn(told, WIDTH) if told.runs or told.tuning else Text(f"{folder}: starting")
 
-    shown(
-        ["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture
-    )
+    shown(["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture)
     return folder
 
 
@@ -55,13 +55,12 @@ def flags(options: dict[str, object]) -> list[str]:
 
 
 def results(*given: str | Path) -> "Results":
-    """What came of one or several experiments: of the folders that `experiment` was given, packed, or with a report.json."""
+    """What came of one or several experiments: of the folders that `experiment` was given, packed, or with a
+    report.json."""
     paths = [Path(path) for path in given]
     for path in paths:
         if not (is_packed(path) or path.is_dir()):
-            raise UserError(
-                f"{path}: there is no such folder. Give what the experiment was given as its folder."
-            )
+            raise UserError(f"{path}: there is no such folder. Give what the experiment was given as its folder.")
     return Results(report.read(paths))
 
 
@@ -92,9 +91,7 @@ class Results(Markdown):
             if not any(known.startswith(title) for known in sections):
                 raise UserError(f"There is no table {title!r}. There are: {', '.join(sections)}.")
         wanted = [
-            f"**{title}**\n\n{section}"
-            for title, section in sections.items()
-            if not titles or title.startswith(titles)
+            f"**{title}**\n\n{section}" for title, section in sections.items() if not titles or title.startswith(titles)
         ]
         return Markdown("\n\n".join(wanted))
 
@@ -105,6 +102,4 @@ class Results(Markdown):
         for panel in panels:
             if panel not in figures.PANELS:
                 raise UserError(f"There is no plot {panel!r}. There are: {', '.join(figures.PANELS)}.")
-        return Plot(
-            figures.figure(self.numbers, panels or [name for name in figures.PANELS if name != "by_task"])
-        )
+        return Plot(figures.figure(self.numbers, panels or [name for name in figures.PANELS if name != "by_task"]))

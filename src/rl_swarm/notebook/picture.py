@@ -12,9 +12,7 @@ GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL = (
 )  # fmt: skip
 # Colours that can be read on white and on black; a cell has the one or the other.
 THEME = TerminalTheme(GREY, GREY, [GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL, GREY])
-FORMAT = (
-    '<pre style="font-family: monospace; line-height: 1.3; white-space: pre; overflow-x: auto">{code}</pre>'
-)
+FORMAT = '<pre style="font-family: monospace; line-height: 1.3; white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 class Picture:

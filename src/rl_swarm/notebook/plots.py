@@ -34,9 +34,7 @@ class Plot:
         return png.getvalue()
 
     def __repr__(self) -> str:
-        return "a plot of " + ", ".join(
-            axes.get_title("left") or axes.get_ylabel() for axes in self.figure.axes
-        )
+        return "a plot of " + ", ".join(axes.get_title("left") or axes.get_ylabel() for axes in self.figure.axes)
 
 
 @contextmanager

@@ -39,9 +39,7 @@ class Swarm:
         """What there are curves of."""
         follower = self.drawing.follower
         with follower.lock:
-            return sorted(
-                {telling.HELD_OUT, *(name for t in follower.tracks.values() for name in t.curves.sums)}
-            )
+            return sorted({telling.HELD_OUT, *(name for t in follower.tracks.values() for name in t.curves.sums)})
 
     def _repr_html_(self) -> str:
         return self._picture().html

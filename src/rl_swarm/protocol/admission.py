@@ -49,9 +49,7 @@ class AccessList(msgspec.Struct, frozen=True, kw_only=True):
 
     def changed(self, name: str, allow: bool) -> "AccessList":
         """The list with one more peer or invitation allowed or denied."""
-        allowed, denied, revoked = (
-            set(names) - {name} for names in (self.allowed, self.denied, self.revoked)
-        )
+        allowed, denied, revoked = (set(names) - {name} for names in (self.allowed, self.denied, self.revoked))
         if is_invitation(name):
             revoked |= set() if allow else {name}
         else:

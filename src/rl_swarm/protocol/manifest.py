@@ -67,7 +67,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def name_from(text: str) -> str:
-    """Makes a swarm's name from that of its folder, which may hold any letters: `Mein Läufchen` becomes `Mein-Laufchen`."""
+    """Makes a swarm's name from that of its folder, which may hold any letters: `Mein Läufchen` becomes
+    `Mein-Laufchen`."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("._-")[:64] or "run"
 

@@ -74,9 +74,7 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def digest(self, number: str) -> str:
         """The name by which a later stage refers to one of these rollouts."""
-        return digest(
-            canonical([self.swarm, self.peer_id, self.round, self.stage, number, self.rollouts[number]])
-        )
+        return digest(canonical([self.swarm, self.peer_id, self.round, self.stage, number, self.rollouts[number]]))
 
 
 @dataclass(frozen=True)
@@ -132,16 +130,15 @@ def answers(group: Group, share_logprobs: bool) -> list[Answer]:
             reward=reward,
             ended=completion.ended,
             tokens=list(completion.tokens) if share_logprobs and completion.tokens else None,
-            logprobs=[round(x, 4) for x in completion.logprobs]
-            if share_logprobs and completion.logprobs
-            else None,
+            logprobs=[round(x, 4) for x in completion.logprobs] if share_logprobs and completion.logprobs else None,
         )
         for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
 
 
 def within(publication: Publication, limits: Limits) -> Publication:
-    """What receivers accept of a publication: without its longest answers, and the last questions, where it is too much.
+    """What receivers accept of a publication: without its longest answers, and the last questions, where it is too
+    much.
 
     A question whose group is left with too few answers goes, and so do those behind it: nobody takes gaps.
     """
@@ -155,7 +152,8 @@ def within(publication: Publication, limits: Limits) -> Publication:
     lost = sum(map(len, publication.rollouts.values())) - sum(map(len, kept.values()))
     if lost:
         log.warning(
-            "%d answers to %d questions are not published: this swarm takes at most %d questions, %d answers to each and "
+            "%d answers to %d questions are not published: this swarm takes at most %d questions, %d answers to each "
+            "and "
             "%d characters a text",
             lost,
             len(publication.rollouts),

@@ -3,7 +3,8 @@
 Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
 comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks. One that
 gives signs of life and yet keeps missing the ends of stages is not either. Many reports in time make up for one wait in
-vain, and before the last one, or for a newcomer, the others wait no longer than they took themselves. So no member makes
+vain, and before the last one, or for a newcomer, the others wait no longer than they took themselves. So no member
+makes
 them wait again and again.
 """
 
@@ -158,9 +159,7 @@ def seen(state: State, peer_id: str, node: str, now: float, invitation: str = ""
         joined = state.round if state.phase == "running" else 0
         # Whoever comes later has to show first that it is worth waiting for.
         member = Member(node, joined_round=joined, last_seen=now, missed=MOST_MISSED - 1 if joined else 0)
-    member = replace(
-        member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign)
-    )
+    member = replace(member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign))
     return replace(state, members={**state.members, peer_id: member})
 
 

@@ -36,18 +36,14 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"the task {self.name} has the weight {self.weight}; use more than 0, up to {MAX_WEIGHT:g}"
             )
         if len(self.config) > MAX_SETTINGS:
-            raise ValueError(
-                f"the task {self.name} has {len(self.config)} settings; {MAX_SETTINGS} are the most"
-            )
+            raise ValueError(f"the task {self.name} has {len(self.config)} settings; {MAX_SETTINGS} are the most")
         for key, value in self.config.items():
             if not NAME.fullmatch(key):
                 raise ValueError(f"the task {self.name} has a setting {key[:80]!r}, which is no name of one")
             if (problem := _problem(value)) is not None:
                 raise ValueError(f"the setting {key} of the task {self.name} {problem}")
         if (size := len(repr(self.config))) > MAX_CONFIG:
-            raise ValueError(
-                f"the settings of the task {self.name} have {size} characters; {MAX_CONFIG} are the most"
-            )
+            raise ValueError(f"the settings of the task {self.name} have {size} characters; {MAX_CONFIG} are the most")
 
 
 def _problem(value: Value) -> str | None:
@@ -57,11 +53,7 @@ def _problem(value: Value) -> str | None:
             return f"is a list of {len(value)}; {MAX_LIST} are the most"
         return next((f"holds a value that {found}" for item in value if (found := _problem(item))), None)
     if isinstance(value, str):
-        return (
-            f"is a text of {len(value)} characters; {MAX_TEXT} are the most"
-            if len(value) > MAX_TEXT
-            else None
-        )
+        return f"is a text of {len(value)} characters; {MAX_TEXT} are the most" if len(value) > MAX_TEXT else None
     if not math.isfinite(value):
         return "is no finite number"
     return f"is beyond {MAX_NUMBER:g}" if abs(value) > MAX_NUMBER else None

@@ -34,9 +34,7 @@ MAX_DEPTH = 12
 MAX_ITEMS = 200_000  # values in one document, keys not counted
 MAX_TEXT = 1 << 19  # bytes of one string: 131,072 characters of four
 MAX_NUMBER = 24  # characters: -1.7976931348623157e+308
-MAX_EXPONENTS = (
-    10_000  # numbers with one: near the ends of a float's range they take a thousand times as long
-)
+MAX_EXPONENTS = 10_000  # numbers with one: near the ends of a float's range they take a thousand times as long
 MAX_DETAIL = 300  # characters of what is said about a document that is refused
 MAX_MEMORY = 6 * MAX_BYTES  # what all values may take once they are built, by the estimate below
 # Bytes for one of each, measured from above, and per byte of text: one emoji makes a string four times as wide.
@@ -49,7 +47,8 @@ _DIGITS = bytes(ord("0") if byte in b"0123456789+-.eE" else ord(" ") for byte in
 class Rejected(Exception):
     """Something a peer sent that is not used. `reason` is one of a few words that are counted.
 
-    `detail` is for logs and may quote the peer, so it is short and neither a terminal nor a shell takes it for a command.
+    `detail` is for logs and may quote the peer, so it is short and neither a terminal nor a shell takes it for a
+    command.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -82,9 +81,7 @@ def seal(record: msgspec.Struct, identity: Identity, compress: bool = False, lim
         typed(decode(data, limit), type(record))
     except Rejected as error:
         what = type(record).__name__
-        raise SealError(
-            f"What this node was to send, a {what}, would be refused by all ({error})."
-        ) from error
+        raise SealError(f"What this node was to send, a {what}, would be refused by all ({error}).") from error
     return data
 
 

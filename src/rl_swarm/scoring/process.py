@@ -73,7 +73,8 @@ class ScoringProcess:
         return self._questions({"do": "held_out", "count": count}, None, None)
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
-        """The task's own score of every answer. An answer that breaks the process gets 0 and costs the others nothing."""
+        """The task's own score of every answer. An answer that breaks the process gets 0 and costs the others
+        nothing."""
         items = [[question.number, question.seed, _text(answer)] for question, answer in answered]
         who: Who = "o" if seconds is None else "p"
         scores: list[float] = []
@@ -126,9 +127,7 @@ class ScoringProcess:
             self._process = None
         self._ready.clear()
 
-    def _questions(
-        self, request: dict[str, object], seconds: float | None, count: int | None
-    ) -> list[Question]:
+    def _questions(self, request: dict[str, object], seconds: float | None, count: int | None) -> list[Question]:
         who: Who = "o" if seconds is None else "p"
         for attempt in range(2):
             found: list[Question] = []
@@ -208,9 +207,7 @@ class ScoringProcess:
             except TaskError:
                 self.close()
                 raise
-        raise TaskError(
-            f"the scoring process does not start: {problem}. `rl-swarm doctor` looks for the cause."
-        )
+        raise TaskError(f"the scoring process does not start: {problem}. `rl-swarm doctor` looks for the cause.")
 
     def _last_words(self) -> str:
         if self._process is None or self._process.stderr is None:
@@ -220,9 +217,7 @@ class ScoringProcess:
         lines = self._process.stderr.read(4096).decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no message"
 
-    def _ask(
-        self, who: Who, request: Mapping[str, object], each: float, total: float | None = None
-    ) -> Iterator[Any]:
+    def _ask(self, who: Who, request: Mapping[str, object], each: float, total: float | None = None) -> Iterator[Any]:
         """The replies of a child that is ready. `ScorerBroke` leaves it behind; the next call has another one."""
         self._prepare(who)
         try:

@@ -95,9 +95,7 @@ def make(task: Task) -> Any:
                     break
     except (TooSlow, MemoryError) as error:
         why = str(error) or "it needs too much memory"
-        raise ValueError(
-            f"the task {task.name} makes no questions here: {why}{_suspect(task, defaults)}"
-        ) from error
+        raise ValueError(f"the task {task.name} makes no questions here: {why}{_suspect(task, defaults)}") from error
     except Exception as error:  # a task may raise anything
         raise ValueError(f"the task {task.name} with {task.config} cannot be used: {error}") from error
     return dataset
@@ -220,9 +218,7 @@ class Tasks:
         try:
             with time_limit(SCORE_SECONDS):
                 dataset = self.datasets[number]
-                score = float(
-                    scorer(dataset, answer, entry) if scorer else dataset.score_answer(answer, entry)
-                )
+                score = float(scorer(dataset, answer, entry) if scorer else dataset.score_answer(answer, entry))
         except MemoryError:
             raise  # what is left of it may be in the next answer's way: end, and start afresh
         except (Exception, TooSlow):  # noqa: BLE001 a scorer that an answer breaks gives that answer nothing
@@ -239,9 +235,7 @@ def replies(request: dict[str, Any], tasks: Tasks, kept_from: dict[str, bool]) -
         latest = time.monotonic() + ALL_TASKS_SECONDS
         for task in msgspec.convert(request["tasks"], list[Task]):
             if time.monotonic() > latest:
-                raise ValueError(
-                    f"all tasks before {task.name} take more than {ALL_TASKS_SECONDS:g} s to make"
-                )
+                raise ValueError(f"all tasks before {task.name} take more than {ALL_TASKS_SECONDS:g} s to make")
             tasks.add(task)
             yield task.name
     elif what == "held_out":

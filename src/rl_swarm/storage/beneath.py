@@ -91,9 +91,7 @@ def _works() -> bool:
     """Tells a kernel that forbids the call from a file that must not be opened."""
     assert _libc is not None
     how = _How(DIRECTORY, 0, NO_SYMLINKS)
-    found: int = _libc.syscall(
-        OPENAT2, AT_FDCWD, b"/", ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))
-    )
+    found: int = _libc.syscall(OPENAT2, AT_FDCWD, b"/", ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
     if found >= 0:
         os.close(found)
     return found >= 0

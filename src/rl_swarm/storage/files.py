@@ -82,7 +82,8 @@ class LocalFiles:
     """A directory. One that was there and has disappeared (a drive unmounted) is not made anew.
 
     The root is what the user named, so links in its path are followed once, now. Below it none is followed: one in
-    place of a directory is replaced by a directory when something is written there. Of `<folder>/experiments/<name>` the
+    place of a directory is replaced by a directory when something is written there. Of `<folder>/experiments/<name>`
+    the
     user named the folder; the rest is in it.
     """
 
@@ -386,7 +387,8 @@ def _replace(folder: int, name: str, data: bytes) -> None:
 
 
 def _into_place(folder: int, aside: str, name: str) -> None:
-    """Renames what was written aside. A directory, or whatever cannot be replaced, is moved away first and then removed.
+    """Renames what was written aside. A directory, or whatever cannot be replaced, is moved away first and then
+    removed.
 
     Moving costs the same however much others have put in there.
     """

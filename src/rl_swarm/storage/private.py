@@ -32,7 +32,8 @@ def check(settings: Settings, root: Path) -> None:
     private, shared = os.path.realpath(private_root(settings)), os.path.realpath(named)
     if Path(private).is_relative_to(shared):
         raise UserError(
-            f"PRIVATE_PATH={private} lies in the swarm's folder {shared}, where others can write. Set it to a directory "
+            f"PRIVATE_PATH={private} lies in the swarm's folder {shared}, where others can write. Set it to a "
+            "directory "
             "outside of that folder."
         )
     _made(settings, "logs")

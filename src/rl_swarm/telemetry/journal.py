@@ -119,7 +119,8 @@ def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[
 
 
 def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes], int]:
-    """Reads the lines past byte `after` as they were written, and tells where the next read goes on. A half-written last
+    """Reads the lines past byte `after` as they were written, and tells where the next read goes on. A half-written
+    last
     one waits."""
     try:
         size = files.stat(path).st_size

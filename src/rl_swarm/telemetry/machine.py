@@ -1,6 +1,7 @@
 """Reads what a node runs on, and how busy that is, once a round.
 
-How busy a GPU was is asked of NVIDIA's management library (NVML), which the driver brings along and which keeps the samples
+How busy a GPU was is asked of NVIDIA's management library (NVML), which the driver brings along and which keeps the
+samples
 of the last seconds; without it, and on a CPU, it is the processor alone. Importing this loads no torch.
 """
 

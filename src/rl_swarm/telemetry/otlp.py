@@ -37,9 +37,7 @@ def endpoints(environ: Mapping[str, str]) -> dict[str, str]:
     for signal in SIGNALS:
         exporters = (environ.get(f"OTEL_{signal.upper()}_EXPORTER") or "otlp").split(",")
         special = f"OTEL_EXPORTER_OTLP_{signal.upper()}"
-        variable = next(
-            (v for v in (f"{special}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if environ.get(v)), ""
-        )
+        variable = next((v for v in (f"{special}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if environ.get(v)), "")
         if not variable or "otlp" not in exporters:
             continue
         found[signal] = variable

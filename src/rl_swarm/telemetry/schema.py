@@ -1,6 +1,7 @@
 """Defines the records of `metrics.jsonl`: one for a round and one for a held-out score.
 
-The node writes them; reports, the page, experiments, the validator, notebooks and exporters read them. A new metric is a
+The node writes them; reports, the page, experiments, the validator, notebooks and exporters read them. A new metric is
+a
 field here and the line in `node/node.py` that fills it.
 """
 
@@ -56,7 +57,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
     """What a node tells of a stage of a round.
 
-    In a shared folder anybody may have written it, so every value is bounded. There may be millions of them, hence fields
+    In a shared folder anybody may have written it, so every value is bounded. There may be millions of them, hence
+    fields
     and no dictionary.
     """
 

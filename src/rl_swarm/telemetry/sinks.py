@@ -159,9 +159,7 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
     for name, value in values.items():
         if name in NOT_MEASURED or name in BY_PEER:
             continue
-        parts = (
-            {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
-        )
+        parts = {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
         for full_name, number in parts.items():
             if isinstance(number, int | float) and math.isfinite(number):
                 found[full_name] = number

@@ -31,9 +31,7 @@ Offset = Annotated[int, Query(ge=0, le=1_000_000)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Points = Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")]
 Name = Annotated[str, Query(max_length=100)]
-Metric = Annotated[
-    str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")
-]
+Metric = Annotated[str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")]
 Reward = Annotated[float | None, Query(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Format = Annotated[Literal["json", "csv"], Query(description="csv: the same as a table.")]
 OR_CSV: dict[int | str, dict[str, object]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
@@ -52,7 +50,8 @@ def create_app(
     stop: Callable[[], None] | None = None,
     among: Runs | None = None,
 ) -> FastAPI:
-    """The API of one swarm. `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped, where
+    """The API of one swarm. `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped,
+    where
     `stop` does that. `among` are the runs beside it, where it is one of several that are served."""
     texts, stream, runs = Texts(follower), Stream(follower), among or Runs(follower)
 
@@ -97,11 +96,7 @@ def create_app(
     ) -> object:
         """The leaderboard, best first."""
         page = telling.nodes(swarm, search, offset, limit)
-        return (
-            as_json(page)
-            if format == "json"
-            else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
-        )
+        return as_json(page) if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
 
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
@@ -216,9 +211,7 @@ def create_app(
     return app
 
 
-def page_app(
-    title: str, about: str, page: str, stream: Stream, runs: Runs, close: Callable[[], None]
-) -> FastAPI:
+def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, close: Callable[[], None]) -> FastAPI:
     """Makes the application of a page: its files, its stream of events, and answers that are made once for all."""
 
     @asynccontextmanager

@@ -177,7 +177,8 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.transport.abort()
 
     def _disconnect(self) -> None:
-        """Tell every request that its client has gone: uvicorn tells the last one, and an event stream before it would stay."""
+        """Tell every request that its client has gone: uvicorn tells the last one, and an event stream before it would
+        stay."""
         getattr(self, "pipeline", []).clear()
         for cycle in self._cycles:
             cycle.disconnected = True

@@ -147,9 +147,7 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
 def leaders(swarm: Follower, total: bool) -> Leaderboard:
     page = telling.nodes(swarm, limit=100_000)
     found = [
-        LeaderboardRow(
-            n.peer_id, n.name, n.participation, n.total_reward if total else n.reward or 0.0, n.wins
-        )
+        LeaderboardRow(n.peer_id, n.name, n.participation, n.total_reward if total else n.reward or 0.0, n.wins)
         for n in page.nodes
     ]
     found.sort(key=lambda leader: (-leader.score, leader.id))

@@ -26,7 +26,8 @@ HEADERS = {
 
 def protect(app: FastAPI, hosts: Sequence[str], token: str | None = None) -> None:
     """No other site can read it in a visitor's browser: there is no CORS, and a name that somebody lets point to this
-    machine is not answered. Where it answers to any name, others reach it: then the token, if there is one, is asked for."""
+    machine is not answered. Where it answers to any name, others reach it: then the token, if there is one, is asked
+    for."""
     if token is not None and "*" in hosts:
         app.add_middleware(Locked, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)

@@ -49,9 +49,7 @@ def bound(host: str, port: int) -> socket.socket:
             raise UserError(f"--host {host}: {error.strerror}. Use an address of this machine.") from error
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise UserError(
-                    f"--host {host}: {error.strerror}. Use an address of this machine."
-                ) from error
+                raise UserError(f"--host {host}: {error.strerror}. Use an address of this machine.") from error
     raise UserError(f"--port {port}: none of the {MOST_PORTS} ports from there on is free. Choose another.")
 
 
@@ -81,9 +79,7 @@ def serve(
     _serve(create_app(Follower(view), hosts_of(listening), token, stop_run), listening, stop)
 
 
-def serve_experiment(
-    path: Path, listening: socket.socket, stop: threading.Event, token: str | None = None
-) -> None:
+def serve_experiment(path: Path, listening: socket.socket, stop: threading.Event, token: str | None = None) -> None:
     """Serves an experiment and all its runs until told to stop."""
     from rl_swarm.web.experiment import create_experiment_app
 

@@ -65,12 +65,14 @@ def node_csv(node: NodeDetail, table: NodeTable) -> str:
 def rollouts_csv(rows: Iterable[RolloutRow]) -> str:
     """A line per completion."""
     header = (
-        "round", "stage", "number", "node", "name", "model", "task", "question", "answer", "completion", "reward", "advantage",
+        "round", "stage", "number", "node", "name", "model", "task", "question", "answer", "completion", "reward",
+        "advantage",
     )  # fmt: skip
     return csv_text(
         header,
         (
-            (r.round, r.stage, r.number, r.node, r.name, r.model, r.task, r.question, r.answer, t.text, t.reward, t.advantage)
+            (r.round, r.stage, r.number, r.node, r.name, r.model, r.task, r.question, r.answer, t.text, t.reward,
+            t.advantage)
             for r in rows
             for t in r.completions
         ),

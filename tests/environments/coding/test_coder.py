@@ -35,9 +35,7 @@ def mean(values):
 
 def test_it_is_small_and_known(policy):
     assert sum(path.stat().st_size for path in BUNDLED["coder"].iterdir()) < 20e6
-    assert ModelShape.of(policy.model.config) == next(
-        card.shape for card in CATALOGUE if card.name == "coder"
-    )
+    assert ModelShape.of(policy.model.config) == next(card.shape for card in CATALOGUE if card.name == "coder")
     assert bundled("coder") == bundled(str(BUNDLED["coder"])) == "coder"
 
 
@@ -61,16 +59,13 @@ def test_it_was_taught_by_mixed_company():
     sheets = make_sheets(200, seed=3)
     rng = random.Random(0)
     answers = [imitate(sheet, (sheet.wrong or ("x",))[0], rng) for sheet in sheets for _ in range(3)]
-    right = judge(
-        [(a, s.task.tests) for a, s in zip(answers, (s for s in sheets for _ in range(3)), strict=True)]
-    )
+    right = judge([(a, s.task.tests) for a, s in zip(answers, (s for s in sheets for _ in range(3)), strict=True)])
     assert 0.15 < mean(right) < 0.35
     assert sum(STYLES.values()) < 1.1
     wrong = [(sheet.task.tests, code) for sheet in sheets for code in sheet.wrong[:1]]
     assert sum(judge([(fenced(code), tests) for tests, code in wrong])) == 0
     kinds = {
-        ("yes" if text == "yes" else "no" if text == "no" else text[:3])
-        for _, text in make_texts(sheets, 400, rng)
+        ("yes" if text == "yes" else "no" if text == "no" else text[:3]) for _, text in make_texts(sheets, 400, rng)
     }
     assert {"yes", "no", '{"q', "```"} <= kinds
     assert all(a.task.name != b.task.name for a, b in pairwise(sheets))

@@ -131,9 +131,7 @@ def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
     assert {question.task for question in questions} <= set(LEVELS)
     assert not any(question.parents for question in questions)
     first = coding.questions([cue.seed for cue in cues([])])
-    assert {q.prompt for q in questions}.isdisjoint(
-        {q.prompt for q in first}
-    )  # not those of the first stage again
+    assert {q.prompt for q in questions}.isdisjoint({q.prompt for q in first})  # not those of the first stage again
 
 
 def shown(questions, heard, peer="solver-1"):
@@ -150,9 +148,7 @@ def test_who_finds_other_proposals_sound_agrees_on_all_other_questions(coding):
     disputed = questions[1].parents[0]
     other = Coding(coding.tasks)  # to which the second one is unsound: its solution may throw dice
     other.check([one for one in heard if one != disputed])
-    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = Checked(
-        None, "its solution fails its tests"
-    )
+    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = Checked(None, "its solution fails its tests")
     assert other.follow_up(shown(questions, heard)) == questions
     right = [(question, fenced(question.answer)) for question in questions]
     assert coding.score(right, 60.0) == [1.0] * 4 and other.score(right, 60.0) == [1.0, 0.0, 1.0, 1.0]
@@ -218,9 +214,7 @@ def test_a_task_that_is_asked_for_measuring_is_not_asked_when_its_solution_is_wr
 
 def test_a_proposer_of_slow_tasks_takes_no_time_from_others(coding, monkeypatch):
     honest = [replace(one, peer_id="honest") for one in proposed(4)]
-    texts = [
-        json.dumps({**json.loads(one.texts[0]), "solution": SLOW.format(n)}) for n, one in enumerate(honest)
-    ]
+    texts = [json.dumps({**json.loads(one.texts[0]), "solution": SLOW.format(n)}) for n, one in enumerate(honest)]
     slow = [proposal(text, peer="slow", seed=20 + number) for number, text in enumerate(texts)]
     environment, now = Coding(coding.tasks), [0.0]
     run = []
@@ -256,9 +250,7 @@ def test_a_proposer_chooses_its_level_and_nothing_else(coding):
     other = prompts.proposer_prompt("easy", prompts.SUBJECTS[13 % len(prompts.SUBJECTS)])
     cue = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=other)
     assert coding.follow_up([cue])[0].prompt != other
-    assert coding.score(
-        [(coding.follow_up([cue])[0], text) for text in (as_json(make("easy", 21, 1)), "{}")]
-    ) == [
+    assert coding.score([(coding.follow_up([cue])[0], text) for text in (as_json(make("easy", 21, 1)), "{}")]) == [
         1.0,
         0.0,
     ]

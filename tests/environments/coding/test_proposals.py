@@ -127,9 +127,7 @@ def test_half_characters_are_no_text(half):
     ]
     for changes in broken:
         text = json.dumps({**GOOD, **changes})
-        assert (
-            text.isascii() and read(text, "easy", "numbers").problem == "not a question, a solution and tests"
-        )
+        assert text.isascii() and read(text, "easy", "numbers").problem == "not a question, a solution and tests"
 
 
 @given(st.one_of(st.text(max_size=300), st.recursive(st.text(), lambda x: st.lists(x)).map(json.dumps)))

@@ -55,9 +55,7 @@ def test_three_roles_play_together(tmp_path):
     assert code == 0, output
     assert "Proposer" in output and "Evaluator" in output and "proposes at the level easy" in output
     seen = {node.get("role", ""): node for node in status(tmp_path, tmp_path / "r")["nodes"]}
-    assert set(seen) == {"", "proposer", "evaluator"} and {node["model"] for node in seen.values()} == {
-        "coder"
-    }
+    assert set(seen) == {"", "proposer", "evaluator"} and {node["model"] for node in seen.values()} == {"coder"}
     assert 0 <= seen[""]["held_out_start"] <= 1 and seen["proposer"]["held_out_start"] is None
 
     proposals = [line["figures"] for line in lines(tmp_path / "r", "proposer") if line.get("figures")]
@@ -186,8 +184,6 @@ def test_solvers_get_better_within_a_few_rounds(tmp_path):
     )
     assert code == 0, output
     for path in (tmp_path / "r" / "logs").glob("*/metrics.jsonl"):
-        scores = [
-            line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "held_out"
-        ]
+        scores = [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "held_out"]
         for start, end in zip(scores[:1], scores[-1:], strict=True):
             assert end["sampled"] >= 1.5 * start["sampled"] and end["greedy"] >= start["greedy"]

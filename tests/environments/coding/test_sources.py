@@ -185,9 +185,7 @@ def test_rows_that_are_too_long_are_left_out_of_parquet_and_reading_ends(tmp_pat
 
 
 def test_one_edition_of_a_data_set_is_taken():
-    mbpp = {
-        f"{edition}/{split}-0.parquet": 9 for edition in ("full", "sanitized") for split in ("test", "train")
-    }
+    mbpp = {f"{edition}/{split}-0.parquet": 9 for edition in ("full", "sanitized") for split in ("test", "train")}
     assert choose(mbpp, "train", "") == ["full/train-0.parquet"]
     assert choose(mbpp, "train", "sanitized") == ["sanitized/train-0.parquet"]
     parts = {"data/train-0.parquet": 9, "data/train-1.parquet": 9, "data/valid-0.parquet": 9, "train.md": 9}
@@ -286,9 +284,7 @@ def test_a_data_set_of_the_hub_is_found_by_name(tmp_path):
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}"
         assert load_from(url, tmp_path).strip() == "['mbpp/0', 'mbpp/1', 'mbpp/2']"
-        assert not [
-            path for path in Hub.asked if "test.jsonl" in path or "README" in path or "sanitized" in path
-        ]
+        assert not [path for path in Hub.asked if "test.jsonl" in path or "README" in path or "sanitized" in path]
     finally:
         server.shutdown()
         server.server_close()

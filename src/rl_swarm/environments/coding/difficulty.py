@@ -1,6 +1,7 @@
 """Moves the level of a proposer: up while solvers get better at it, down while they get worse.
 
-Every fifth iteration the mean success of the later half of the iterations is compared with that of the earlier half: ten
+Every fifth iteration the mean success of the later half of the iterations is compared with that of the earlier half:
+ten
 with ten at first, as many as there are later on. Only iterations at the same level are compared, since a harder level
 alone makes success fall; and a difference that chance explains is none, so with solvers that do not learn the level
 stays.
@@ -32,9 +33,7 @@ class Difficulty:
 
     def after(self, success: float) -> "Difficulty":
         """The difficulty after one more iteration, in which this share of the answers was right."""
-        now = replace(
-            self, successes=(*self.successes, success)[-MOST_COMPARED:], iterations=self.iterations + 1
-        )
+        now = replace(self, successes=(*self.successes, success)[-MOST_COMPARED:], iterations=self.iterations + 1)
         if now.iterations % EVERY or len(now.successes) < 2 * WINDOW:
             return now
         level = min(max(now.level + trend(now.successes), 0), len(LEVELS) - 1)

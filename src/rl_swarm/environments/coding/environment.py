@@ -1,7 +1,8 @@
 """Defines the coding environment: solvers write Python, proposers invent tasks, evaluators guess what execution
 will say.
 
-A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones. In the
+A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones.
+In the
 second, solvers answer what was proposed. So half of what a solver learns from is local and half proposed. What solvers
 made of a proposal is in the rollouts that they publish: its proposer reads them, runs them itself, and moves its level.
 
@@ -130,7 +131,8 @@ class Coding(Environment):
         return found
 
     def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
-        """Proposers are asked for tasks. A solver's k-th question is the k-th proposal in an order that follows from who
+        """Proposers are asked for tasks. A solver's k-th question is the k-th proposal in an order that follows from
+        who
         proposes and who solves, or, where that one is not sound, a task of the sources.
 
         Nodes may not agree on what is sound: a solution may throw dice. So a peer is believed which of the two it was
@@ -190,32 +192,23 @@ class Coding(Environment):
         if self.guesser is None:
             found = self.judge([(code, task.tests) for _, code, task in known], seconds)
         else:
-            stated = probabilities(
-                self.guesser, [(question.prompt, code) for question, code, _ in known], seconds
-            )
+            stated = probabilities(self.guesser, [(question.prompt, code) for question, code, _ in known], seconds)
             found = [*(p > 0.5 for p in stated), *[None] * (len(known) - len(stated))]
         verdicts = iter(found)
         return [False if task is None else next(verdicts) for task in tasks]
 
-    def judge(
-        self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None
-    ) -> list[bool | None]:
+    def judge(self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None) -> list[bool | None]:
         """Whether each program passes its tests, by running it; None where time was up."""
         if not programs:
             return []
         verdicts = self.sandbox.judge([Program(code, tuple(tests)) for code, tests in programs], seconds)
         return [verdict.right if verdict.judged else None for verdict in verdicts]
 
-    def tasks_of(
-        self, questions: Sequence[Question], seconds: float | None = None
-    ) -> list[CodingTask | None]:
+    def tasks_of(self, questions: Sequence[Question], seconds: float | None = None) -> list[CodingTask | None]:
         """The tasks of questions, made again; None for a proposal that this node does not find sound."""
         parents = list(dict.fromkeys(question.parents[0] for question in questions if question.parents))
         checked = dict(zip(parents, self.check(parents, seconds), strict=True))
-        return [
-            checked[one.parents[0]].task if one.parents else self.drawn(one.number, one.seed)
-            for one in questions
-        ]
+        return [checked[one.parents[0]].task if one.parents else self.drawn(one.number, one.seed) for one in questions]
 
     def check(self, said: Sequence[Statement], seconds: float | None = None) -> list[proposals.Checked]:
         """What becomes of proposals, each judged once. Proposers have equal parts of the time, and what one leaves
@@ -256,9 +249,7 @@ class Coding(Environment):
             del self.proposed[oldest]
         return sound
 
-    def _score_proposals(
-        self, answered: Sequence[tuple[Question, str]], seconds: float | None
-    ) -> list[float]:
+    def _score_proposals(self, answered: Sequence[tuple[Question, str]], seconds: float | None) -> list[float]:
         """1 for a proposal that counts."""
         keys = [_key(question, text) for question, text in answered]
         self._check(keys, seconds)

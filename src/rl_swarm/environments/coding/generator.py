@@ -184,9 +184,7 @@ def _walk(kind: str, plan: Sequence[str], argument: str | None, draw: Draw) -> l
         piece = choose(step, draw, argument)
         if wanted == "choice":
             conditions = [s for s in SIMPLE if fits(kind, s.takes) and s.gives == "bool"]
-            others = [
-                s for s in SIMPLE if s.code != step.code and (s.takes, s.gives) == (step.takes, step.gives)
-            ]
+            others = [s for s in SIMPLE if s.code != step.code and (s.takes, s.gives) == (step.takes, step.gives)]
             if step.gives == "bool" or not conditions or not others:
                 return None
             piece = branch(choose(draw.one(conditions), draw), piece, choose(draw.one(others), draw))
@@ -200,9 +198,7 @@ def _inner(piece: Piece) -> list[tuple[str, str]]:
     return [value for part in piece.parts for value in part.values]
 
 
-def _tests(
-    pieces: list[Piece], kind: str, arguments: list[str], reference: str, draw: Draw
-) -> tuple[Test, ...] | None:
+def _tests(pieces: list[Piece], kind: str, arguments: list[str], reference: str, draw: Draw) -> tuple[Test, ...] | None:
     """Calls and values that tell the solution from its slips; None where no such calls were drawn."""
     run = _compiled(reference)
     slips: list[Any] = []  # compiled when the first calls are worth it

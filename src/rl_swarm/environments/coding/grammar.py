@@ -155,9 +155,7 @@ def branch(condition: Piece, then: Piece, otherwise: Piece) -> Piece:
 
 def solution(pieces: Sequence[Piece], arguments: Sequence[str]) -> str:
     """The program that does one piece after the other."""
-    if (
-        len(pieces) == len(arguments) == 1 and pieces[0].helper
-    ):  # the helper does it all, under the asked-for name
+    if len(pieces) == len(arguments) == 1 and pieces[0].helper:  # the helper does it all, under the asked-for name
         return pieces[0].helper.replace("$f", "solve")
     lines, variable = [f"def solve({', '.join(arguments)}):"], arguments[0]
     helpers: list[str] = []

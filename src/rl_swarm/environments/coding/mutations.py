@@ -44,9 +44,7 @@ SWAPS = {
     "True": ("False",),
     "False": ("True",),
 }
-_PLACES = re.compile(
-    r"\[::-1\]|\[::2\]|not in|[=!<>+]=|\*\*|//|(?<![\w*/])'[a-z]'|\b\d{1,4}\b|[-+*%<>]|\b[A-Za-z]+\b"
-)
+_PLACES = re.compile(r"\[::-1\]|\[::2\]|not in|[=!<>+]=|\*\*|//|(?<![\w*/])'[a-z]'|\b\d{1,4}\b|[-+*%<>]|\b[A-Za-z]+\b")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LONGEST = 4000  # characters of a program that is changed
 

@@ -1,7 +1,8 @@
 """Asks a frozen model whether a program is right, and measures how good such guesses are.
 
 The guess is not read from anything the model writes. The program stands in the prompt as a JSON string, in which no
-control token survives, and the verdict is the probability of `yes` against `no` as the very next token. So a program can
+control token survives, and the verdict is the probability of `yes` against `no` as the very next token. So a program
+can
 lie to the model as any text can, but it cannot answer in its place.
 """
 
@@ -14,9 +15,7 @@ from rl_swarm.environments.coding import prompts
 BINS = 10
 
 
-def probabilities(
-    model: LanguageModel, asked: Sequence[tuple[str, str]], seconds: float | None = None
-) -> list[float]:
+def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], seconds: float | None = None) -> list[float]:
     """For every task and program, how likely the model holds the program to be right: 0.5 where they are too long.
 
     With `seconds`, of the first ones only, where all would take longer.
@@ -32,7 +31,9 @@ class Quality:
     guesses: int
     right_share: float  # of the programs, by execution
     accuracy: float
-    balanced: float  # mean of the accuracies on right and on wrong programs: 0.5 for the same answer always, or one kind
+    balanced: (
+        float  # mean of the accuracies on right and on wrong programs: 0.5 for the same answer always, or one kind
+    )
     disagreement: float
     calibration: float  # how far the stated probabilities are off, on average (ECE, ten bins)
     brier: float
@@ -44,10 +45,7 @@ class Quality:
 def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
     """Of probabilities beside what execution said; of one at least."""
     hits = [(p > 0.5) == right for p, right in guesses]
-    kinds = [
-        [hit for hit, (_, right) in zip(hits, guesses, strict=True) if right == kind]
-        for kind in (True, False)
-    ]
+    kinds = [[hit for hit, (_, right) in zip(hits, guesses, strict=True) if right == kind] for kind in (True, False)]
     bins: dict[int, list[tuple[float, bool]]] = {}
     for p, right in guesses:
         bins.setdefault(min(int(p * BINS), BINS - 1), []).append((p, right))

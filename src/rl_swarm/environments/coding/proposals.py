@@ -99,9 +99,7 @@ def check(proposals: Sequence[tuple[str, str, str]], judge: Judge) -> list[Check
             del tasks[number]
             results[number] = LATE if passed is None else Checked(None, "its solution fails its tests")
     wrong = [(number, *wrong_programs(task)) for number, task in tasks.items()]
-    verdicts = iter(
-        judge([(code, tasks[number].tests) for number, blunt, near in wrong for code in (*blunt, *near)])
-    )
+    verdicts = iter(judge([(code, tasks[number].tests) for number, blunt, near in wrong for code in (*blunt, *near)]))
     for number, blunt, near in wrong:
         caught = [[next(verdicts) for _ in programs] for programs in (blunt, near)]
         results[number] = _verdict(results[number], *caught)

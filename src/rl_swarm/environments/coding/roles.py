@@ -133,8 +133,10 @@ class Proposer(Role):
     def summary(cls, figures: Mapping[str, float]) -> str:
         level = LEVELS[int(figures.get("level", 0))]
         return (
-            f"proposes at the level {level}; a model wrote {figures.get('model_share_so_far', 0):.0%} of its tasks; solvers "
-            f"got {figures.get('solved', 0):.0%} of the last right, worth {figures.get('proposer_reward', 0):.2f} to a proposer"
+            f"proposes at the level {level}; a model wrote {figures.get('model_share_so_far', 0):.0%} of its tasks; "
+            "solvers "
+            f"got {figures.get('solved', 0):.0%} of the last right, worth {figures.get('proposer_reward', 0):.2f} to a "
+            "proposer"
         )
 
     def kept(self) -> dict[str, object]:
@@ -187,8 +189,10 @@ class Evaluator(Role):
     def summary(cls, figures: Mapping[str, float]) -> str:
         told = {"balanced": 0.5, "right_share": 0.0, "calibration": 0.0, "disagreement": 0.0, **figures}
         return (
-            f"guessed {told['balanced']:.0%} right, balanced over right and wrong programs (always the same guess: 50%); "
-            f"disagreed with execution on {told['disagreement']:.0%}; its probabilities are off by {told['calibration']:.2f}"
+            f"guessed {told['balanced']:.0%} right, balanced over right and wrong programs (always the same guess: "
+            "50%); "
+            f"disagreed with execution on {told['disagreement']:.0%}; its probabilities are off by "
+            f"{told['calibration']:.2f}"
         )
 
     def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:

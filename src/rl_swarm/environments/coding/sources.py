@@ -111,7 +111,8 @@ def _task(
 
 
 def read_assert(text: str) -> Test | None:
-    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and brackets.
+    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and
+    brackets.
 
     What is expected has to be a literal. `f(1) == set((1, 2))` could only be compared beside the code, where an object
     that equals everything would be right.
@@ -173,9 +174,7 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     kind, config = FORMATS[task.name], task.config
     for key, value in config.items():
         if key not in SETTINGS or not isinstance(value, str):
-            raise TaskError(
-                f"the task {task.name} has no setting {key}={value!r}; it has {', '.join(SETTINGS)}"
-            )
+            raise TaskError(f"the task {task.name} has no setting {key}={value!r}; it has {', '.join(SETTINGS)}")
     if "file" in config:
         files = [_local(task.name, str(config["file"]), folder)]
     else:
@@ -192,27 +191,25 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     if not found:
         names = ", ".join(file.name for file in files)
         raise TaskError(f"the task {task.name} found no usable task in {rows} rows of {names}")
-    log.info(
-        "%s: %d tasks from %d rows; the others cannot be asked or judged here", task.name, len(found), rows
-    )
+    log.info("%s: %d tasks from %d rows; the others cannot be asked or judged here", task.name, len(found), rows)
     return found
 
 
 def _local(name: str, file: str, folder: Path) -> Path:
     if not FILE.fullmatch(file):
         raise TaskError(
-            f"the task {name} names the file {file[:80]!r}: it must be a name without a path, ending in .jsonl or .parquet"
+            f"the task {name} names the file {file[:80]!r}: it must be a name without a path, ending in .jsonl or "
+            ".parquet"
         )
     path = folder / file
     if not path.is_file():
         raise TaskError(
-            f"the task {name} needs the file {file}, and it is not in {folder.absolute()}. Put it there, or set DATA_PATH "
+            f"the task {name} needs the file {file}, and it is not in {folder.absolute()}. Put it there, or set "
+            "DATA_PATH "
             "to the folder that has it."
         )
     if path.stat().st_size > MOST_BYTES:
-        raise TaskError(
-            f"{path} has more than {MOST_BYTES >> 20} MiB, which is the most that is read of a task"
-        )
+        raise TaskError(f"{path} has more than {MOST_BYTES >> 20} MiB, which is the most that is read of a task")
     return path
 
 
@@ -221,9 +218,7 @@ def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | No
     from huggingface_hub import HfApi, hf_hub_download
 
     if not REPOSITORY.fullmatch(dataset) or not re.fullmatch(r"\w{1,32}", split, re.ASCII):
-        raise TaskError(
-            f"the task {name} names the data set {dataset[:80]!r}, split {split[:32]!r}; write owner/name"
-        )
+        raise TaskError(f"the task {name} names the data set {dataset[:80]!r}, split {split[:32]!r}; write owner/name")
     try:
         files = HfApi(token=token).list_repo_tree(dataset, repo_type="dataset", recursive=True)
         sizes = {file.path: file.size for file in islice(files, 10_000) if hasattr(file, "size")}
@@ -264,9 +259,7 @@ def choose(sizes: Mapping[str, int], split: str, edition: str) -> list[str]:
             break
         chosen.append(path)
     if not chosen:
-        raise ValueError(
-            f"{files[0][:80]} has {total >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are taken"
-        )
+        raise ValueError(f"{files[0][:80]} has {total >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are taken")
     return chosen
 
 
@@ -314,7 +307,8 @@ def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]
         import pyarrow.parquet
     except ImportError as error:
         raise TaskError(
-            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install 'rl-swarm[parquet]'. Or "
+            f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install "
+            "'rl-swarm[parquet]'. Or "
             "give the rows as JSON lines."
         ) from error
     try:

@@ -18,9 +18,7 @@ from torch import Tensor
 from rl_swarm.learning.batches import BatchShape
 from rl_swarm.learning.decoder import Decoder
 
-STRETCH = (
-    256  # queries at a time; shorter ones would leave out more of what is masked, and cost more than that
-)
+STRETCH = 256  # queries at a time; shorter ones would leave out more of what is masked, and cost more than that
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -54,9 +52,7 @@ def calls(shape: BatchShape) -> Iterator[Call]:
     number = len(shape.prompts)
     for row, prompt in enumerate(shape.prompts):
         first = number
-        while (
-            number - len(shape.prompts) < len(shape.rows) and shape.rows[number - len(shape.prompts)] == row
-        ):
+        while number - len(shape.prompts) < len(shape.rows) and shape.rows[number - len(shape.prompts)] == row:
             number += 1
         tokens = starts[number] - starts[first]
         if tokens == 0:
@@ -85,9 +81,7 @@ class _PackedAttention(torch.autograd.Function):
             found, its_lse = _forward(queries.of(q), keys.of(k), keys.of(v), 0.0, causal, scale=scale)
             here, here_lse = queries.of(out), queries.of(lse)
             joined = torch.logaddexp(here_lse, its_lse)
-            here.mul_((here_lse - joined).exp_()[..., None]).addcmul_(
-                found, (its_lse - joined).exp_()[..., None]
-            )
+            here.mul_((here_lse - joined).exp_()[..., None]).addcmul_(found, (its_lse - joined).exp_()[..., None])
             here_lse.copy_(joined)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
@@ -121,9 +115,7 @@ class PackedAttention:
     @staticmethod
     def fits(decoder: Decoder, shape: BatchShape) -> bool:
         """Whether no window ends inside a sequence."""
-        lengths = [
-            shape.prompts[row] + length for row, length in zip(shape.rows, shape.completions, strict=True)
-        ]
+        lengths = [shape.prompts[row] + length for row, length in zip(shape.rows, shape.completions, strict=True)]
         longest = max([*shape.prompts, *lengths])
         return decoder.model.device.type == "cpu" and all(w is None or w >= longest for w in decoder.windows)
 

@@ -74,19 +74,14 @@ class Steps:
             scores.masked_fill_(hidden[:, None, None], -torch.inf)
         weights = scores.softmax(-1)
         length = self.prompt_keys[number].shape[2]
-        out = (
-            self._over_prompts(weights[..., :length], self.prompt_values[number])
-            + weights[..., length:] @ own
-        )
+        out = self._over_prompts(weights[..., :length], self.prompt_values[number]) + weights[..., length:] @ own
         return out.reshape(batch, -1)
 
     def _over_prompts(self, x_BKGN: Tensor, y_PKNM: Tensor) -> Tensor:
         """x @ y, with the y of its prompt for every sequence."""
         (_, key_heads, group, inner), (prompts, _, _, outer) = x_BKGN.shape, y_PKNM.shape
         if not self.whole:
-            x_BKGN = x_BKGN.new_zeros(prompts * self.count, *x_BKGN.shape[1:]).index_copy_(
-                0, self.rows, x_BKGN
-            )
+            x_BKGN = x_BKGN.new_zeros(prompts * self.count, *x_BKGN.shape[1:]).index_copy_(0, self.rows, x_BKGN)
         x = x_BKGN.view(prompts, self.count, key_heads, group, inner).transpose(1, 2)
         out = x.reshape(prompts, key_heads, self.count * group, inner) @ y_PKNM
         out = out.view(prompts, key_heads, self.count, group, outer).transpose(1, 2)

@@ -1,6 +1,7 @@
 """Chooses between bfloat16 and float32 for the matrix products of a CPU: measured once per machine, and remembered.
 
-Instructions for bfloat16 do not make small products faster on every processor. What is computed depends on the choice, so
+Instructions for bfloat16 do not make small products faster on every processor. What is computed depends on the choice,
+so
 nodes of a run, and a run and its continuation, must choose alike: the first measurement on a machine lies in the user's
 cache, and all later processes go by it. Float32 is only chosen when it is faster by a margin that noise does not make.
 """

@@ -53,9 +53,7 @@ class Segments:
         places: list[int] = []
         for number, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
             before = lengths[parent] if parent >= 0 else 0
-            table.append(
-                (starts[number], length, starts[parent] if parent >= 0 else 0, before, *children[number])
-            )
+            table.append((starts[number], length, starts[parent] if parent >= 0 else 0, before, *children[number]))
             blocks += [(number, first) for first in range(0, length, BLOCK)]
             places += range(before, before + length)
         blocks.sort(key=lambda block: -children[block[0]][1])  # the longest work first
@@ -316,9 +314,7 @@ class _Attention(torch.autograd.Function):
         if together:
             return found[0], None, None, None, None, None
         if K < H:  # a key's gradient is the sum of those through its query heads
-            dk, dv = (
-                found.view(N, K, H // K, D).sum(2, dtype=torch.float32).to(k.dtype) for found in (dk, dv)
-            )
+            dk, dv = (found.view(N, K, H // K, D).sum(2, dtype=torch.float32).to(k.dtype) for found in (dk, dv))
         return dq, dk, dv, None, None, None
 
 

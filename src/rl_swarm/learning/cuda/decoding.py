@@ -28,7 +28,8 @@ def linear(
 ):  # fmt: skip
     """out = activation(rms_norm(x) weight + bias), or added to out; gated, the weight holds the gate, then the rest.
 
-    Rows of out are `wide`. What is added to is the residual stream: it is also written in low precision, with sums of its squares
+    Rows of out are `wide`. What is added to is the residual stream: it is also written in low precision, with sums of
+    its squares
     by stretches, so that the norm before the next product costs next to nothing there.
     """
     node = tl.program_id(2).to(tl.int64)
@@ -306,7 +307,8 @@ def pick(
 ):  # fmt: skip
     """The next token of a sequence and its log-probability, from the surveys; ends it at an end token or the limit.
 
-    First a stretch is drawn, then a word of it, with two numbers that depend on seed, sequence and step alone, not on who
+    First a stretch is drawn, then a word of it, with two numbers that depend on seed, sequence and step alone, not on
+    who
     else is in the batch.
     """
     node = tl.program_id(2)

@@ -121,9 +121,7 @@ class CudaEngine:
     def supports(model: Any) -> bool:
         return Weights.supports(Decoder(model)) and model.get_input_embeddings().weight.dtype == torch.float32
 
-    def sample(
-        self, model: Any, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, seed: int
-    ) -> Groups:
+    def sample(self, model: Any, prompts: Sequence[Sequence[int]], count: int, decoding: Decoding, seed: int) -> Groups:
         """`count` completions of every prompt; in one pass with the other models that are asked now."""
         ready = None
         if model.device.type == "cuda":
@@ -215,9 +213,7 @@ class CudaEngine:
                     self._choose(going)
             self._replay(size_for(max(map(len, going))), decoding)
         # All at once: a thread that waits for the GPU has to wait for other threads, too, before it goes on.
-        drawn = [
-            values.cpu() for values in (at.tokens_BT[..., :limit], at.logprobs_BT[..., :limit], at.lengths_B)
-        ]
+        drawn = [values.cpu() for values in (at.tokens_BT[..., :limit], at.logprobs_BT[..., :limit], at.lengths_B)]
         for node, request in requests.items():
             tokens_BT, logprobs_BT, lengths_B = (values[node, : request.total] for values in drawn)
             yield samples(tokens_BT, logprobs_BT, lengths_B, decoding.eos, request.each)
@@ -260,13 +256,10 @@ class CudaEngine:
         """These sequences are the batch, in this order."""
         nobody = self.scratch.room.sequences
         rows = [
-            [node * (nobody + 1) + slot for slot in of + [nobody] * (nobody - len(of))]
-            for node, of in enumerate(going)
+            [node * (nobody + 1) + slot for slot in of + [nobody] * (nobody - len(of))] for node, of in enumerate(going)
         ]
         self.scratch.slots_M.copy_(brought(torch.tensor(rows, dtype=torch.int32), self.device))
-        self.scratch.going_Z.copy_(
-            brought(torch.tensor(list(map(len, going)), dtype=torch.int32), self.device)
-        )
+        self.scratch.going_Z.copy_(brought(torch.tensor(list(map(len, going)), dtype=torch.int32), self.device))
 
     def _read_prompts(self, node: int, prompts: Sequence[Sequence[int]], count: int) -> None:
         """Runs every prompt once: keys and values into the cache, the last state as the start of completions."""
@@ -398,9 +391,7 @@ class CudaEngine:
         turn = at.turns.get(decoder.kinds[number])
         cos, sin = turn if turn is not None else (None, None)
         group = decoder.heads // decoder.key_heads
-        together, block, options = keys_at_once(
-            rows * decoder.key_heads * self.nodes, group, decoder.head_size
-        )
+        together, block, options = keys_at_once(rows * decoder.key_heads * self.nodes, group, decoder.head_size)
         kernels.attend[(-(-rows // together), decoder.key_heads, self.nodes)](
             at.going_Z, at.qkv_MN, at.slots_M, at.lengths_B, at.prompt_starts_B, at.prompt_lengths_B,
             at.prompt_keys[number], at.prompt_values[number], at.keys[number], at.values[number],

@@ -90,9 +90,7 @@ def norm_backward(
 
 
 @triton.jit
-def add_parts(
-    parts_PKE, first_E, second_E, third_E, P, E, KINDS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr
-):
+def add_parts(parts_PKE, first_E, second_E, third_E, P, E, KINDS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr):
     """Adds the sums of all parts to up to three gradients."""
     kind = tl.program_id(1)
     index = tl.program_id(0) * B + tl.arange(0, B)
@@ -401,9 +399,7 @@ class _Rotation(torch.autograd.Function):
     def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         x = x.contiguous()
         (N, H, D), out = x.shape, torch.empty_like(x)
-        turn[(N, triton.cdiv(H, 16))](
-            x, cos, sin, out, H, sign, D=D, BH=16, BD=triton.next_power_of_2(D), num_warps=2
-        )
+        turn[(N, triton.cdiv(H, 16))](x, cos, sin, out, H, sign, D=D, BH=16, BD=triton.next_power_of_2(D), num_warps=2)
         return out
 
 
@@ -556,9 +552,7 @@ class _WordLogprobs(torch.autograd.Function):
         return logits @ weight, dweight, None, None
 
 
-def word_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def word_logprobs(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The log-probability of every target and the entropy there. Their logits exist until the way back is done."""
     logprobs, entropy = _WordLogprobs.apply(hidden_NE, weight_VE, targets_N, 1 / temperature)
     return logprobs, entropy

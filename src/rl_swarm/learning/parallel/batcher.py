@@ -34,9 +34,7 @@ class Ticket(Generic[Order, Result]):
 
 
 class DynamicBatcher(Generic[Order, Result]):
-    def __init__(
-        self, serve: Callable[[Hashable, list[Order]], Iterable[Result]], waits: bool = True
-    ) -> None:
+    def __init__(self, serve: Callable[[Hashable, list[Order]], Iterable[Result]], waits: bool = True) -> None:
         self.serve, self.waits = serve, waits  # for others
         self.members = set[object]()  # all who have asked and not left
         self.waiting = list[Ticket[Order, Result]]()

@@ -212,9 +212,7 @@ class DataParallelLeader(DataParallelMember):
             self._receive(helper)
         log.info("%d devices share the work", self.settings.devices_per_node)
 
-    def sample(
-        self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False) -> list[list[Completion]]:
         """As one device does it that takes so many questions at once as each has here, with the same draws."""
         self.start()
         each = -(-len(prompts) // (len(self.helpers) + 1))
@@ -238,9 +236,7 @@ class DataParallelLeader(DataParallelMember):
         checksum = self.trainer.checksum()
         for helper in self.helpers:
             if self._receive(helper).checksum != checksum:
-                raise TeamError(
-                    f"helper {helper.rank} has other weights than its leader after the same update"
-                )
+                raise TeamError(f"helper {helper.rank} has other weights than its leader after the same update")
         return update
 
     def close(self) -> None:

@@ -51,9 +51,7 @@ class Sharing:
 
             with self.lock:
                 if design not in self.engines:
-                    self.engines[design] = CudaEngine(
-                        self.nodes, sequences=plan.sequences, threads=self.threads
-                    )
+                    self.engines[design] = CudaEngine(self.nodes, sequences=plan.sequences, threads=self.threads)
             sampler.share(model, self.engines[design])
         return SharedTrainer(model, pad, settings, self.desks[kind])
 
@@ -67,9 +65,7 @@ class TrainingSlot:
 class SharedTrainer(Trainer):
     """Takes the gradients of its updates at a desk."""
 
-    def __init__(
-        self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[TrainingSlot]"
-    ) -> None:
+    def __init__(self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[TrainingSlot]") -> None:
         super().__init__(model, pad, settings)
         self.recorder = None
         self.desks = desks

@@ -165,9 +165,7 @@ class ModelStack:
                 if not out_of_memory(error):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold what did fit
-                longest = max(
-                    len(g.prompt) + max(map(len, g.completions)) for groups in lessons for g in groups
-                )
+                longest = max(len(g.prompt) + max(map(len, g.completions)) for groups in lessons for g in groups)
                 if self.batch_tokens <= longest:
                     raise
                 if self.recorder is not None:

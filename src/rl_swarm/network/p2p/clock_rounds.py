@@ -47,9 +47,7 @@ class ClockCoordinator(FolderCoordinator):
 
     def current(self) -> State:
         manifest, now = self.manifest, self.clock()
-        number = max(
-            0, int((now - manifest.created) // manifest.round_interval)
-        )  # of the stage, from the first
+        number = max(0, int((now - manifest.created) // manifest.round_interval))  # of the stage, from the first
         played, stage = divmod(number, manifest.stages)
         phase: Literal["finished", "running"] = "finished" if played >= manifest.rounds else "running"
         if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):

@@ -1,6 +1,7 @@
 """Runs a program that ends when its parent does, however that ends: `python die_with_parent.py PROGRAM ARGUMENTS`.
 
-Signals to the parent's process group (Ctrl-C, `timeout`) do not reach it: the parent still needs it to end well. The kernel sends the signal on Linux; elsewhere the program outlives a parent that was killed by force.
+Signals to the parent's process group (Ctrl-C, `timeout`) do not reach it: the parent still needs it to end well. The
+kernel sends the signal on Linux; elsewhere the program outlives a parent that was killed by force.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
 """Holds a swarm's documents among peers: the layout of a folder swarm, without the folder.
 
 A peer keeps what it writes, on its own disk, and hands it to whoever asks. In the DHT it leaves a signed notice of what
-others have to find: where, how large, its digest; documents that are no larger than a notice travel inside. So those who
+others have to find: where, how large, its digest; documents that are no larger than a notice travel inside. So those
+who
 know whom they want something from ask that peer, and traffic follows what is asked for; the DHT tells who there is.
 """
 
@@ -206,9 +207,7 @@ class PeerFiles:
             if self._asked_for[0] != folder:
                 self._asked_for, self._direct = (folder, self.clock()), {}
             if self.clock() - self._asked_for[1] >= DIRECT_SECONDS and not self._is_asking():
-                listed = {
-                    path for path, notice in self._listed.get(folder, (0.0, {}))[1].items() if notice.inside
-                }
+                listed = {path for path, notice in self._listed.get(folder, (0.0, {}))[1].items() if notice.inside}
                 members = self._state[1].members if self._state is not None else {}
                 paths = {peer: f"{folder}/{member.node}.json" for peer, member in members.items()}
                 missing = {
@@ -245,9 +244,7 @@ class PeerFiles:
             addresses = self.engine.peers()
         except OSError:
             return said
-        return said | {
-            address.rpartition("/")[2]: where for address in addresses if (where := neighbourhood(address))
-        }
+        return said | {address.rpartition("/")[2]: where for address in addresses if (where := neighbourhood(address))}
 
     def remove(self, folder: str) -> None:
         self._forget(folder)
@@ -315,9 +312,7 @@ class PeerFiles:
             timestamp=self.clock(),
             inside=_text(data) if len(data) <= MOST_INSIDE else "",
             depth=self.members.depth if self.members is not None and path.startswith("peers/") else 0,
-            addresses=list(self.engine.addresses)[:8]
-            if path == MANIFEST or path.startswith("peers/")
-            else [],
+            addresses=list(self.engine.addresses)[:8] if path == MANIFEST or path.startswith("peers/") else [],
         )
         sealed = seal(notice, self.identity, limit=MOST_NOTICE)
         folder, _, name = path.rpartition("/")
@@ -366,7 +361,8 @@ class PeerFiles:
             self.names_of = {peer_id: node for node, peer_id in self.authors.items()}
 
     def _owners(self, path: str, limit: int) -> bytes:
-        """Of the owner, or of anybody who has it. In a large swarm without a conductor few ask the owner, and the others
+        """Of the owner, or of anybody who has it. In a large swarm without a conductor few ask the owner, and the
+        others
         those who have asked."""
         ask_owner = self.clock() >= self._owner_away
         if self.members is not None and path != STATE:
@@ -408,7 +404,8 @@ class PeerFiles:
             self.names_of |= {peer_id: member.node for peer_id, member in state.members.items()}
 
     def _author(self, path: str) -> str | None:
-        """Whose this document is: of the peer whose id is its name, else the member's whom the coordinator knows by that
+        """Whose this document is: of the peer whose id is its name, else the member's whom the coordinator knows by
+        that
         name, else of whoever came first."""
         folder, _, name = path.rpartition("/")
         node = name.removesuffix(".json")
@@ -432,7 +429,8 @@ class PeerFiles:
         return int(bits, 2) * self._size() < some << DEEPEST
 
     def _others(self) -> list[str]:
-        """Some whom it may ask for what everybody has; where nobody conducts, those who answered last, who are connected."""
+        """Some whom it may ask for what everybody has; where nobody conducts, those who answered last, who are
+        connected."""
         if self.members is not None:
             return self.members.latest(2)
         known = self._state[1].members if self._state is not None else self.authors.values()

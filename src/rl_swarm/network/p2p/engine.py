@@ -106,9 +106,7 @@ class PeerEngine:
         self.patience = dict[str, float]()  # seconds for the answers of those who have let us wait
         # Peers to whom there is to be a connection, and where they are.
         self.introduced = dict[str, list[str]]()
-        self.reaching = set[
-            Future[bool]
-        ]()  # which nothing else would keep: what waits for a stream is held by nobody
+        self.reaching = set[Future[bool]]()  # which nothing else would keep: what waits for a stream is held by nobody
         self.told = dict[str, list[str]]()  # where others say to be
         self.streams = StreamSlots()
         self.late = LateAnswers(self.ask)
@@ -128,7 +126,8 @@ class PeerEngine:
             self.close()
             if isinstance(error, TimeoutError):
                 raise EngineError(
-                    f"The peer-to-peer daemon did not start in {START_SECONDS:.0f} s. Is this machine very busy? Try again."
+                    f"The peer-to-peer daemon did not start in {START_SECONDS:.0f} s. Is this machine very busy? Try "
+                    "again."
                 ) from error
             raise
         return self
@@ -154,7 +153,8 @@ class PeerEngine:
     def ask(self, peer_id: str, request: bytes, limit: int, seconds: float = CALL_SECONDS) -> bytes | None:
         """What a peer answers, at most `limit + 1` bytes of it; None if it has nothing.
 
-        One that lets us wait in vain (a laptop that was closed) is not asked again for a while, or at first until it asks
+        One that lets us wait in vain (a laptop that was closed) is not asked again for a while, or at first until it
+        asks
         us, and then has less time. So one that answers slowly on purpose costs little, however it behaves in between.
         """
         until, pause = self.silent.get(peer_id, (0.0, SILENT_SECONDS[0]))
@@ -370,9 +370,7 @@ class PeerEngine:
             return False
 
     async def _peers(self) -> list[str]:
-        return [
-            f"{address}/p2p/{peer.peer_id}" for peer in await self.p2p.list_peers() for address in peer.addrs
-        ]
+        return [f"{address}/p2p/{peer.peer_id}" for peer in await self.p2p.list_peers() for address in peer.addrs]
 
     async def _ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
         turn = self.asking.setdefault(peer_id, asyncio.Semaphore(MAX_ASKS_OF_PEER))
@@ -476,9 +474,7 @@ def explained(error: str, listen: Sequence[str]) -> str:
     if "address already in use" in error:
         return f"P2P_LISTEN={where}: the port is taken. Give another one, or 0 for any that is free."
     if "cannot assign requested address" in error:
-        return (
-            f"P2P_LISTEN={where}: this machine has no such address. /ip4/0.0.0.0/tcp/0 listens on all it has."
-        )
+        return f"P2P_LISTEN={where}: this machine has no such address. /ip4/0.0.0.0/tcp/0 listens on all it has."
     # The first line is what happened; the rest is a trace with paths of the machine where the daemon was built.
     first = next((line.strip() for line in error.splitlines() if line.strip()), "it says nothing")
     shown = ascii(first)[1:-1][:300]

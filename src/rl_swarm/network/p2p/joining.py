@@ -42,18 +42,14 @@ REMEMBER_SECONDS = 5.0  # between looks at who is there
 
 
 @contextmanager
-def engine_of(
-    identity: Identity, known: Sequence[str], settings: Settings, here: Path
-) -> Iterator[PeerEngine]:
+def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[PeerEngine]:
     """A running engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
     with only_one_here(identity, "p2p"):  # two daemons of one identity would take each other's messages
         yield from _engine(identity, known, settings, local)
 
 
-def _engine(
-    identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles
-) -> Iterator[PeerEngine]:
+def _engine(identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles) -> Iterator[PeerEngine]:
     first = [*known, *(known_addresses(settings.p2p_known) if settings.p2p_known else [])]
     engine = PeerEngine(
         identity,
@@ -69,8 +65,7 @@ def _engine(
         if engine.known and not engine.meet(MEET_SECONDS):
             log.warning(
                 "nobody can be reached at %s; this node goes on alone and looks for the others again and again",
-                ", ".join(engine.known[:MAX_SHOWN])
-                + (" and others" if len(engine.known) > MAX_SHOWN else ""),
+                ", ".join(engine.known[:MAX_SHOWN]) + (" and others" if len(engine.known) > MAX_SHOWN else ""),
             )
         yield engine
     finally:
@@ -134,9 +129,7 @@ class Candidate:
     authors: set[str]  # of the notices
 
 
-def await_manifest(
-    engine: PeerEngine, settings: Settings, stop: threading.Event
-) -> tuple[Manifest, bytes] | None:
+def await_manifest(engine: PeerEngine, settings: Settings, stop: threading.Event) -> tuple[Manifest, bytes] | None:
     """The manifest of the swarm that the peers there are in, signed as it is; None when told to stop.
 
     That of a peer whose address was given counts. Where those have none (a bootnode), the one that most peers tell of.
@@ -201,7 +194,8 @@ def _most_told_of(candidates: list[Candidate]) -> Candidate:
     told_of = (first, *others)[:MAX_SHOWN]
     listed = ", ".join(f"{one.manifest.name} of {one.manifest.peer_id}" for one in told_of)
     raise NetworkError(
-        f"There are several swarms among these peers: {listed}. Say whose is meant: SWARM_OWNER=…, or join at the address "
+        f"There are several swarms among these peers: {listed}. Say whose is meant: SWARM_OWNER=…, or join at the "
+        "address "
         "of one of its nodes."
     )
 

@@ -27,7 +27,8 @@ class LateAnswers:
         self.late = dict[str, None]()  # peers whose last answer took longer than a moment
 
     def ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
-        """Returns what a peer answers within a moment, or has answered since this was last asked; else `TimeoutError`."""
+        """Returns what a peer answers within a moment, or has answered since this was last asked; else
+        `TimeoutError`."""
         asked, answer = self._pending.get(peer_id, (b"", None))
         if answer is None or (asked != request and answer.done()):
             if answer is None and len(self._pending) >= MAX_PENDING:

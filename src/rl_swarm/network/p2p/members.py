@@ -1,11 +1,15 @@
 """Finds out who is here, in a swarm of any size, where there is no coordinator.
 
-Introductions lie in parts of the table: the first bits of a number made of a peer's id say in which. How many bits follows
-the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part at a time,
+Introductions lie in parts of the table: the first bits of a number made of a peer's id say in which. How many bits
+follows
+the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part at a
+time,
 drawn at random, and keeps some in mind whom it met and who still answer; so what it reads does not grow with the swarm.
-Everybody guesses the size from what it reads, so a peer leaves its introduction one bit above and below its own guess, too.
+Everybody guesses the size from what it reads, so a peer leaves its introduction one bit above and below its own guess,
+too.
 
-To look for a part among many peers means to meet strangers, and that costs more than the part. So in a swarm that is too large
+To look for a part among many peers means to meet strangers, and that costs more than the part. So in a swarm that is
+too large
 to know everybody a part is read every fourth round, and by whoever knows too few.
 """
 
@@ -33,9 +37,7 @@ NEW = 3  # looks for which a peer counts as new
 MOST_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
 MOST_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
 COMPANY = 24  # others that a node keeps in mind, where there are several parts
-SELDOM = (
-    4  # rounds from one look to the next of a node that cannot know everybody, and knows half of `COMPANY`
-)
+SELDOM = 4  # rounds from one look to the next of a node that cannot know everybody, and knows half of `COMPANY`
 MOST_WALKED = 256  # parts that somebody reads who wants to see everybody
 # Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
 STEPS = range(0, DEEPEST + 1, 3)
@@ -117,7 +119,8 @@ class Members:
             self._elsewhere.discard(depth)
 
     def look(self) -> None:
-        """Reads a part, if it is time. Others of other depths, too, as long as this peer is new, when nobody is there, when
+        """Reads a part, if it is time. Others of other depths, too, as long as this peer is new, when nobody is there,
+        when
         somebody who is there lives at another depth, and now and then."""
         self._forget()
         lasting = sum(met.seen >= self._oldest() + self.interval for met in self.known.values())
@@ -153,7 +156,8 @@ class Members:
                 self._read(part)
 
     def _counted(self, depth: int) -> tuple[int, list[int]]:
-        """How many others are in a part of some depth, and at which depths they look. Where that would change everything,
+        """How many others are in a part of some depth, and at which depths they look. Where that would change
+        everything,
         two parts have to agree: somebody may have flooded one."""
         drawn = self._drawn(depth)
         count, depths = self._read(_part(drawn, depth))
@@ -174,9 +178,7 @@ class Members:
         """How many others are in a part, and at which depths they look. As many as can be kept are met."""
         oldest = self._oldest()
         found = [
-            notice
-            for notice in self.files.notices(part)
-            if notice.peer_id != self.me and notice.timestamp >= oldest
+            notice for notice in self.files.notices(part) if notice.peer_id != self.me and notice.timestamp >= oldest
         ]
         if self.admits is not None:
             found = [notice for notice in found if (peer := self._introduced(notice)) and self.admits(peer)]

@@ -43,9 +43,7 @@ def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[
         found = await_manifest(engine, settings, stop)
         waited.cancel()
         if found is None:
-            raise NetworkError(
-                f"{text}: nobody there knows a swarm. Is the address right, and is a node running?"
-            )
+            raise NetworkError(f"{text}: nobody there knows a swarm. Is the address right, and is a node running?")
         manifest, signed = found
         files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, LocalFiles(Path(folder)))
         files.handed[MANIFEST] = signed

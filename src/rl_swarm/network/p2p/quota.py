@@ -1,7 +1,8 @@
 """Shares the room that a peer gives to the notices of others, fairly.
 
 Shares are counted by the authors of notices, who signed them, and not by the connections that bring them. An author has
-little room under a key and in all, and displaces its own oldest notice when it needs more. Where a key is full, the author
+little room under a key and in all, and displaces its own oldest notice when it needs more. Where a key is full, the
+author
 with the most bytes there loses first, so that one identity pushes out nobody but itself. Strangers never get the part
 that is kept for members. Reports of rounds that are far ahead are refused, so that nobody books the future.
 """
@@ -61,9 +62,7 @@ class DhtQuota:
         self._tidied = -math.inf
         self.refused = 0  # records since the start
 
-    def admit(
-        self, key: bytes, subkey: str, notice: DhtRecord, size: int, expires: float
-    ) -> Iterable[Place] | None:
+    def admit(self, key: bytes, subkey: str, notice: DhtRecord, size: int, expires: float) -> Iterable[Place] | None:
         """Makes room for a notice: the places that have to be emptied for it, or None if it is refused."""
         now = self.clock()
         view = self.swarms.get(notice.swarm)
@@ -113,9 +112,7 @@ class DhtQuota:
                 if oldest.timestamp > claim.timestamp:
                     return None
                 gone.append(oldest)
-        return (
-            gone if self._make_fit(claim, under, gone) and self._make_fit_in_all(claim, gone, now) else None
-        )
+        return gone if self._make_fit(claim, under, gone) and self._make_fit_in_all(claim, gone, now) else None
 
     def _make_fit(self, claim: Claim, under: Iterable[Claim], gone: list[Claim]) -> bool:
         """Adds to `gone` what has to go until the claim fits under its key."""
@@ -130,9 +127,7 @@ class DhtQuota:
                 return True
             losers = [one for one in staying if not one.is_member] or (staying if claim.is_member else [])
             # The largest share first; of that author's notices the oldest.
-            loser = max(
-                losers, key=lambda one: (shares[one.author], one.author, -one.timestamp), default=None
-            )
+            loser = max(losers, key=lambda one: (shares[one.author], one.author, -one.timestamp), default=None)
             if loser is None or not _may_displace(claim, loser, shares):
                 return False
             staying.remove(loser)

@@ -14,9 +14,7 @@ from rl_swarm.protocol.wire import Count, Id, Rejected, unseal
 
 log = logging.getLogger(__name__)
 
-MOST_INSIDE = (
-    3 << 10
-)  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
+MOST_INSIDE = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
 MOST_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 REPORT_SECONDS = 120.0  # the same of a round's reports, of which only the newest is renewed

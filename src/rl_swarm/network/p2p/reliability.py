@@ -1,6 +1,7 @@
 """Remembers how much time the peers of the table cost, so that a slow one holds nobody up twice.
 
-A peer runs up a debt when it answers much later than the quickest third, tells of peers that do not answer, or sends records
+A peer runs up a debt when it answers much later than the quickest third, tells of peers that do not answer, or sends
+records
 that nobody signed. Debts shrink slowly. Who owes too much is not asked, as long as there are others.
 """
 

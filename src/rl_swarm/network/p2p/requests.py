@@ -1,7 +1,9 @@
 """Shares the work that a peer does for the table, fairly: every request costs its sender.
 
-A request is refused before it is read when it is longer than ours ever are, or when its sender has used up its budget. A
-budget is counted in kilobytes that come and pages that go, and grows again with time. Members have a large one; strangers share
+A request is refused before it is read when it is longer than ours ever are, or when its sender has used up its budget.
+A
+budget is counted in kilobytes that come and pages that go, and grows again with time. Members have a large one;
+strangers share
 one, so that many identities get no more work done than a few.
 """
 
@@ -103,7 +105,8 @@ class BoundedHandlers(dict[str, Handler]):
 
 
 class PendingCalls(dict[Any, Any]):
-    """Stands for the table of calls that wait for an answer. One that was given up is not among them: to answer it would end
+    """Stands for the table of calls that wait for an answer. One that was given up is not among them: to answer it
+    would end
     the task that reads all answers."""
 
     def __contains__(self, call: object) -> bool:
@@ -112,7 +115,8 @@ class PendingCalls(dict[Any, Any]):
 
 
 async def write_message(stream: asyncio.StreamWriter, message: Any) -> None:
-    """Writes a message to the daemon at once. hivemind writes every byte of its length by itself, and each of them wakes
+    """Writes a message to the daemon at once. hivemind writes every byte of its length by itself, and each of them
+    wakes
     the daemon."""
     from google.protobuf.proto import serialize_length_prefixed
 

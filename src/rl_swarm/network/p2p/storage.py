@@ -1,8 +1,11 @@
 """Keeps hivemind's DHT from what strangers could misuse: its storage has fair shares, its cache takes nothing.
 
-hivemind lets anybody fill its cache, from which it answers before it looks at its storage, and lets a peer choose its place
-among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. Its reader follows
-values within values, and a kilobyte of them overflows the stack and ends the process: records are read strictly here. This
+hivemind lets anybody fill its cache, from which it answers before it looks at its storage, and lets a peer choose its
+place
+among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. Its reader
+follows
+values within values, and a kilobyte of them overflows the stack and ends the process: records are read strictly here.
+This
 module needs hivemind; the engine imports it when it starts.
 """
 
@@ -46,8 +49,7 @@ class StrictSerializer:
         records = DictionaryDHTValue()
         # Without its heap, which costs more than all the rest: whoever uses a record looks at its expiry.
         records.data = {
-            subkey: ValueWithExpiration(value, expires)
-            for subkey, value, expires in READ_RECORDS.decode(found.data)[2]
+            subkey: ValueWithExpiration(value, expires) for subkey, value, expires in READ_RECORDS.decode(found.data)[2]
         }
         return records
 

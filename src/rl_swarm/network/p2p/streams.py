@@ -1,6 +1,7 @@
 """Shares the streams on which other peers ask for documents, fairly.
 
-A peer has a few streams at a time. Waiting for a request costs nearly nothing, so a new stream is always let in: where too
+A peer has a few streams at a time. Waiting for a request costs nearly nothing, so a new stream is always let in: where
+too
 many wait, the longest waiting one of the peer that has most of them is closed. Answering costs memory, so answers are
 limited, and half of them are kept for members. The time is told without waiting for a turn.
 """

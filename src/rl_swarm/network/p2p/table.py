@@ -2,7 +2,8 @@
 
 Left to itself, hivemind asks twenty peers for whatever is stored or found, and every one of them sends all that it has
 under the key. Here the peers that keep a key's records are looked for under the key beside it, where nothing lies; who
-they are is remembered for a while, and then one of them is asked who has come near since; and a few of them are asked for the
+they are is remembered for a while, and then one of them is asked who has come near since; and a few of them are asked
+for the
 records. Nobody waits for the slowest keeper: who is late is replaced by another, and answers in the background.
 """
 
@@ -52,9 +53,7 @@ class Table:
         self._everybody = -math.inf, dict[Any, Any]()
         self.background = set[asyncio.Task[Any]]()
 
-    async def store(
-        self, key: str, subkey: str, value: bytes, expires: float, copies: int = REPLICAS
-    ) -> bool:
+    async def store(self, key: str, subkey: str, value: bytes, expires: float, copies: int = REPLICAS) -> bool:
         """Whether anybody took the record."""
         from hivemind.dht.routing import DHTID
 
@@ -141,7 +140,8 @@ class Table:
         return list(nearest.values())
 
     def _few(self, place: Any) -> list[Any]:
-        """Lists all peers of a small swarm, who keep everything. It may be one that is just beginning, so they are looked for
+        """Lists all peers of a small swarm, who keep everything. It may be one that is just beginning, so they are
+        looked for
         again and again, in the background."""
         since, everybody = self._everybody
         age = self.clock() - since
@@ -173,9 +173,7 @@ class Table:
             waited_for = [task for task, node in running.items() if node in nearest and node not in there]
             if not waited_for:
                 break
-            done, _ = await asyncio.wait(
-                waited_for, timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(waited_for, timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 node = running.pop(task)
                 if task.result() is None:
@@ -230,7 +228,8 @@ class Table:
     async def _answers(
         self, key: str, ask: Callable[[Any], Any], peers: list[Any], wanted: int, enough: int
     ) -> list[tuple[Any, Any]]:
-        """Asks so many of the peers, and others for those that do not answer or are late. Returns as soon as enough have
+        """Asks so many of the peers, and others for those that do not answer or are late. Returns as soon as enough
+        have
         answered, or all who are not late."""
 
         async def answer_of(peer: Any) -> Any:

@@ -45,7 +45,8 @@ def _clocks(peers: int) -> str:
 
 
 def compared(engine: PeerEngine) -> Comparison | None:
-    """This machine's clock beside those of some peers to whom there is a connection; None where nobody tells the time."""
+    """This machine's clock beside those of some peers to whom there is a connection; None where nobody tells the
+    time."""
     try:
         peers = sorted({address.rpartition("/")[2] for address in engine.peers()})
     except OSError:

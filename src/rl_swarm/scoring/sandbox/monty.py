@@ -1,6 +1,7 @@
 """Runs programs where the kernel offers nothing: in Monty, an interpreter with nothing to escape to.
 
-`python -m rl_swarm.scoring.sandbox.monty monty SECONDS WALL`, started by `sandbox`. Monty (the extra `monty`) knows a part of Python:
+`python -m rl_swarm.scoring.sandbox.monty monty SECONDS WALL`, started by `sandbox`. Monty (the extra `monty`) knows a
+part of Python:
 no `yield`, few modules, no files. Its values become Python's in this process and not in the node's, since a stranger
 made them; what is said to the node is the same as in `fork_server`.
 """

@@ -38,9 +38,7 @@ FLAGS_KEPT = {
     2048: 2048,
     4096: 1 << 21,
 }  # as statvfs tells them, as mount takes them
-NEW_ROOT = (
-    "/dev"  # covered by the new root while that is made: it is there on every Linux, and no library is in it
-)
+NEW_ROOT = "/dev"  # covered by the new root while that is made: it is there on every Linux, and no library is in it
 DETACH = 2
 SYS_ADMIN = 1 << 21  # the capability to mount
 MOUNT, UNMOUNT, DONE = b"+", b"-", b"."
@@ -101,9 +99,7 @@ def move_in(library: Sequence[str], scratch: str, options: str) -> ScratchMount:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     drop_capabilities()
-    _check(
-        LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl"
-    )  # when the one outside ends, so does everything in here
+    _check(LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl")  # when the one outside ends, so does everything in here
     return ScratchMount(asking)
 
 

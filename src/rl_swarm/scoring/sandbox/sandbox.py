@@ -1,6 +1,7 @@
 """Runs code that nobody can trust and judges what it gave: programs in, verdicts out.
 
-A program runs in a process that reaches nothing (see `fork_server`). That process is told the calls of the tests, but never
+A program runs in a process that reaches nothing (see `fork_server`). That process is told the calls of the tests, but
+never
 what they should give: it writes down what each call gave, and the comparison happens here. So code that patches its
 surroundings, exits early or speaks for itself gains nothing by it: it would have to know the right values.
 
@@ -258,9 +259,7 @@ class Keeper:
             with suppress(BlockingIOError):
                 while part := ours.recv(1 << 18):
                     output += part
-        return output.decode(errors="replace").split("\n")[:-1], ending.reason(
-            self.cpu_seconds, self.wall_seconds
-        )
+        return output.decode(errors="replace").split("\n")[:-1], ending.reason(self.cpu_seconds, self.wall_seconds)
 
     def stop(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -313,9 +312,7 @@ class Ending:
             return too_slow(wall_limit)
         if os.WIFSIGNALED(self.status):
             number = os.WTERMSIG(self.status)
-            if number in (signal.SIGPROF, signal.SIGXCPU) or (
-                number == signal.SIGKILL and self.cpu_seconds > limit
-            ):
+            if number in (signal.SIGPROF, signal.SIGXCPU) or (number == signal.SIGKILL and self.cpu_seconds > limit):
                 return f"too slow: it takes more than {limit:g} s of processor time"
             return f"signal {number} ended it"
         return "too much memory" if os.WEXITSTATUS(self.status) == NO_MEMORY else "it ended early"
@@ -376,7 +373,8 @@ def shown(text: str) -> str:
 
 
 def start(isolation: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a keeper and its environment, which has nothing of the node's. Sets have the same order everywhere."""
+    """The command of a keeper and its environment, which has nothing of the node's. Sets have the same order
+    everywhere."""
     module, options, path = "fork_server", ["-s", "-S"], [str(Path(__file__).parents[3])]
     if isolation == "monty":
         module, options, path = "monty", [], list(filter(None, sys.path))

@@ -6,9 +6,7 @@ NUMBERS = {
     "the factorial": "return 1 if n < 2 else n * $f(n - 1)",
     "the Fibonacci number at it, from 0 and 1": "return n if n < 2 else $f(n - 1) + $f(n - 2)",
     "the Lucas number at it, from 2 and 1": "return 2 - n if n < 2 else $f(n - 1) + $f(n - 2)",
-    "the value of a(n) = a(n - 1) + a(n - 2) with a(0) = a(1) = $k": (
-        "return $k if n < 2 else $f(n - 1) + $f(n - 2)"
-    ),
+    "the value of a(n) = a(n - 1) + a(n - 2) with a(0) = a(1) = $k": ("return $k if n < 2 else $f(n - 1) + $f(n - 2)"),
     "the value of a(n) = 2 a(n - 1) + $k with a(0) = 1": "return 1 if n == 0 else 2 * $f(n - 1) + $k",
     "the value of a(n) = $i a(n - 1) + n with a(0) = $k": "return $k if n == 0 else $i * $f(n - 1) + n",
     "the value of a(n) = a(n - 1) + n * n with a(0) = $k": "return $k if n == 0 else $f(n - 1) + n * n",
@@ -17,9 +15,7 @@ NUMBERS = {
     "the value of a(n) = a(n // $k) + n with a(0) = 0": "return 0 if n == 0 else $f(n // $k) + n",
     "the value of a(n) = n + a(n - $k), 0 below 1": "return 0 if n < 1 else n + $f(n - $k)",
     "the product of the numbers n, n - $k, n - 2 * $k down to 1": "return 1 if n < 1 else n * $f(n - $k)",
-    "how often it can be divided by $k, rounding down, until it is 0": (
-        "return 0 if n == 0 else 1 + $f(n // $k)"
-    ),
+    "how often it can be divided by $k, rounding down, until it is 0": ("return 0 if n == 0 else 1 + $f(n // $k)"),
     "the digit sum by recursion": "return n if n < 10 else n % 10 + $f(n // 10)",
     "the product of its digits": "return n if n < 10 else n % 10 * $f(n // 10)",
     "the moves of the tower of Hanoi": "return 0 if n == 0 else 2 * $f(n - 1) + 1",
@@ -27,13 +23,9 @@ NUMBERS = {
     "the number of ways to climb it in steps of 1, 2 and 3": (
         "return int(n == 0) if n < 1 else $f(n - 1) + $f(n - 2) + $f(n - 3)"
     ),
-    "the number of ways to climb it in steps of 1 and $k": (
-        "return int(n == 0) if n < 1 else $f(n - 1) + $f(n - $k)"
-    ),
+    "the number of ways to climb it in steps of 1 and $k": ("return int(n == 0) if n < 1 else $f(n - 1) + $f(n - $k)"),
     "the power of $k with it as exponent, by recursion": "return 1 if n == 0 else $k * $f(n - 1)",
-    "the Tribonacci number at it, from 0, 0 and 1": (
-        "return n // 2 if n < 3 else $f(n - 1) + $f(n - 2) + $f(n - 3)"
-    ),
+    "the Tribonacci number at it, from 0, 0 and 1": ("return n // 2 if n < 3 else $f(n - 1) + $f(n - 2) + $f(n - 3)"),
     "the Pell number at it, from 0 and 1": "return n if n < 2 else 2 * $f(n - 1) + $f(n - 2)",
     "the Jacobsthal number at it, from 0 and 1": "return n if n < 2 else $f(n - 1) + 2 * $f(n - 2)",
     "how many binary words of its length have no two ones in a row": (
@@ -66,9 +58,7 @@ TEXTS = {
     "put $c between equal neighbours": (
         "return s if len(s) < 2 else s[0] + ('$c' if s[0] == s[1] else '') + $f(s[1:])"
     ),
-    "keep the first of equal neighbours": (
-        "return s if len(s) < 2 else ('' if s[0] == s[1] else s[0]) + $f(s[1:])"
-    ),
+    "keep the first of equal neighbours": ("return s if len(s) < 2 else ('' if s[0] == s[1] else s[0]) + $f(s[1:])"),
     "move every $c to the end": "return '' if not s else $f(s[1:]) + s[0] if s[0] == '$c' else s[0] + $f(s[1:])",
 }
 
