@@ -21,7 +21,7 @@ def checkout(tmp_path: Path) -> Path:
     (programs / "python").write_text(
         f'#!/bin/sh\ncase "$*" in *"pip install"*) echo "INSTALL $*";; *) exec {sys.executable} "$@";; esac\n'
     )
-    for name in ("rl-swarm", "ruff", "mypy"):
+    for name in ("rl-swarm", "ruff", "lint-imports", "mypy"):
         (programs / name).write_text(f'#!/bin/sh\necho "{name.upper()} $*"\n')
     for program in programs.iterdir():
         program.chmod(0o755)
@@ -55,4 +55,5 @@ def test_arguments_are_handed_on_and_never_taken_for_something_else(checkout: Pa
 def test_the_tests_install_what_tests_need(checkout: Path) -> None:
     lines = call(checkout, "run_tests.sh", "--collect-only")
     assert lines[0].startswith("INSTALL") and lines[0].endswith("--editable .[dev]")
-    assert any(line.startswith("RUFF check") for line in lines) and any(line.startswith("MYPY") for line in lines)
+    for checked in ("RUFF check", "RUFF format", "LINT-IMPORTS", "MYPY"):
+        assert any(line.startswith(checked) for line in lines)

@@ -42,7 +42,7 @@ def test_a_gpu_without_the_driver_of_nvidia_has_no_figures() -> None:
 
 
 def test_how_busy_a_machine_is_can_be_asked_without_torch_and_nvml() -> None:
-    loaded = "import sys; from rl_swarm.telemetry import machine; machine.Load().read(); print(*sys.modules)"
+    loaded = "import sys; from rl_swarm.telemetry import machine; machine.LoadMeter().read(); print(*sys.modules)"
     told = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert not {"torch", "pynvml"} & set(told.stdout.split())
 
