@@ -145,6 +145,18 @@ def test_clients_that_do_not_finish_are_let_go(swarm: SmallRun, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_who_sends_too_much_and_leaves_amid_a_file_stops_nobody(swarm: SmallRun, kind: str) -> None:
+    head_of = b"GET /static/vendor/uPlot.esm.js HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n"
+    with served(swarm.root, missing=KINDS[kind]) as found:
+        for _ in range(3):
+            with found.connect(sent=head_of + b"x" * 200_000) as leaving:
+                assert leaving.recv(1)  # the file has begun to come
+        with found.ask("/health", "127.0.0.2") as asked:
+            asked.settimeout(PATIENCE)
+            assert head(asked).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_connections_that_are_done_and_ask_nothing_more_are_closed(swarm: SmallRun, kind: str) -> None:
     with served(swarm.root, "2", KINDS[kind]) as found, found.ask("/health") as idle:
         assert head(idle).startswith(b"HTTP/1.1 200") and found.holds(idle)
