@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ STOP_SECONDS = 90.0
 END_SECONDS = 20.0  # for the processes beside a swarm
 MEBIBYTE = 1 << 20
 BURN_SECONDS = 0.005  # between a harmless process's looks at what it has to burn
+READY_SECONDS = 120.0  # for the harmless processes to start
 VIEWER = "127.0.0.2"  # somebody else at the dashboard than the attacker
 
 
@@ -345,18 +346,21 @@ def burn_beside(kinds: Sequence[str], cores: set[int]) -> tuple[Beside, Any]:
     """Starts as many harmless processes; each burns what the array says."""
     context = multiprocessing.get_context("spawn")
     stop, wanted = context.Event(), context.Array("d", len(kinds))
+    ready = context.Barrier(len(kinds) + 1)  # what their imports cost is not counted
     children = {}
     for number, kind in enumerate(kinds):
-        children[kind] = context.Process(target=burn, args=(wanted, number, stop))
+        children[kind] = context.Process(target=burn, args=(wanted, number, stop, ready))
         children[kind].start()
+    ready.wait(READY_SECONDS)
     beside = Beside(children, stop)
     beside.pin(cores)
     return beside, wanted
 
 
-def burn(wanted: Any, number: int, stop: Event) -> None:
+def burn(wanted: Any, number: int, stop: Event, ready: Barrier) -> None:
     """Burns processor time until it has burned as much as it is told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ready.wait(READY_SECONDS)
     first = time.process_time()
     while not stop.wait(BURN_SECONDS):
         until = min(time.process_time() + 0.02, first + wanted[number])
