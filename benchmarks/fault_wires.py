@@ -20,7 +20,7 @@ TUNSETIFF, TAP, NO_PACKET_INFO = 0x400454CA, 0x0002, 0x1000
 MAC = b"\x02\xfb\x00\x00\x00"
 OVERTAKEN = 0.03  # seconds by which a frame comes late that others overtake
 LONGEST_FRAME = 2048
-MOST_HELD = 20_000  # frames on their way; more are lost, as on a real line
+MAX_HELD = 20_000  # frames on their way; more are lost, as on a real line
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Wires:
         for receiver in receivers:
             here, there = (self.lines[self._taps[number][0]] for number in (sender, receiver))
             for seconds in self.fates.of(here, there):
-                if len(self._on_their_way) < MOST_HELD:
+                if len(self._on_their_way) < MAX_HELD:
                     self._carried += 1
                     due = time.monotonic() + seconds
                     heapq.heappush(self._on_their_way, (due, self._carried, receiver, frame))

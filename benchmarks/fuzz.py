@@ -47,7 +47,7 @@ SLICE = 3600.0  # seconds of a process; the next one of its target has another s
 PROGRESS_SECONDS = 60.0
 STUCK_SECONDS = 300.0  # without a word of a process, beyond what a case may take
 END_SECONDS = 60.0  # for a process to end when it is told to
-MOST_SHOWN = 12  # of what was reached
+MAX_SHOWN = 12  # of what was reached
 
 
 def target_of(name: str, seed: int) -> Target:
@@ -186,8 +186,8 @@ def table(results: list[Result]) -> str:
             f"{len(each.reached):9}"
         )
     for each in merged(results):
-        most = ", ".join(f"{label} {count}" for label, count in each.reached.most_common(MOST_SHOWN))
-        rare = ", ".join(label for label, _ in each.reached.most_common()[MOST_SHOWN:][-MOST_SHOWN:])
+        most = ", ".join(f"{label} {count}" for label, count in each.reached.most_common(MAX_SHOWN))
+        rare = ", ".join(label for label, _ in each.reached.most_common()[MAX_SHOWN:][-MAX_SHOWN:])
         lines.append(f"{each.target} reached: {most}" + (f"; least often: {rare}" if rare else ""))
     return "\n".join(lines)
 

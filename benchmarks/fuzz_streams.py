@@ -29,9 +29,9 @@ from rl_swarm.network.p2p import engine as engines
 from rl_swarm.network.p2p import quota, streams
 from rl_swarm.network.p2p import records as notices
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.engine import MOST_REQUEST, STREAM, WHAT_TIME, PeerEngine
+from rl_swarm.network.p2p.engine import MAX_REQUEST, STREAM, WHAT_TIME, PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import MOST_NOTICE, DhtRecord, acceptable, key_of
+from rl_swarm.network.p2p.records import MAX_NOTICE, DhtRecord, acceptable, key_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Member, State
 from rl_swarm.protocol.wire import Rejected, seal, unseal
@@ -111,7 +111,7 @@ class Wild:
         whole = struct.pack(">I", len(request)) + request
         if step == "a length":
             self.writer.write(
-                struct.pack(">I", rng.choice((0, 1, 100, MOST_REQUEST, MOST_REQUEST + 1, 2**31, 2**32 - 1)))
+                struct.pack(">I", rng.choice((0, 1, 100, MAX_REQUEST, MAX_REQUEST + 1, 2**31, 2**32 - 1)))
             )
         elif step == "part of a length":
             self.writer.write(whole[: rng.randrange(1, 4)])
@@ -146,7 +146,7 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
     )  # fmt: skip
     subkey: Any = notice.subkey()
     try:
-        data: Any = seal(notice, author, limit=MOST_NOTICE)
+        data: Any = seal(notice, author, limit=MAX_NOTICE)
     except Exception:  # noqa: BLE001 too large for an honest author
         data = b"{}"
     if how == "bytes":
@@ -200,7 +200,7 @@ def check_table(storage: Any, room: DhtQuota) -> None:
         for subkey, entry in held.value.data.items():
             value = MSGPackSerializer.loads(entry.value)
             try:
-                notice = unseal(value, DhtRecord, MOST_NOTICE)
+                notice = unseal(value, DhtRecord, MAX_NOTICE)
             except Rejected as error:
                 raise Harm(f"a record lies in the table that is none: {error}") from error
             claim = room.by_key.get(key.to_bytes(), {}).get(subkey)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 LEAST_RATIO = 0.9  # of the control's rounds per minute
-MOST_GROWTH = 1.1  # of memory, from the first third to the last, or beyond the control's in the last
+MAX_GROWTH = 1.1  # of memory, from the first third to the last, or beyond the control's in the last
 PROCESS_GROWTH = 64.0  # MiB, of one process, more than the control's largest has
-MOST_LATE = 0.2  # of the control's rounds that may end by the deadline: else the rule sets the pace and not the nodes
+MAX_LATE = 0.2  # of the control's rounds that may end by the deadline: else the rule sets the pace and not the nodes
 PACE = 0.15  # by which the harmless processes' processor time may differ from the hostile ones'
-MOST_SILENT = 0.1  # of the looks at the dashboard that may go unanswered
+MAX_SILENT = 0.1  # of the looks at the dashboard that may go unanswered
 # One-sided 97.5 % points of Student's distribution, by degrees of freedom.
 STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -69,14 +69,14 @@ def violations(siege: Siege) -> Iterator[str]:
     if siege.ratio < LEAST_RATIO:
         yield f"rounds per minute were {siege.ratio:.2f} of the control's, and {LEAST_RATIO} is the least"
     # A swarm that has played fewer rounds grows later, up to what the other has.
-    if attack.growth > MOST_GROWTH and attack.memory[1] > MOST_GROWTH * control.memory[1]:
+    if attack.growth > MAX_GROWTH and attack.memory[1] > MAX_GROWTH * control.memory[1]:
         yield (
             f"memory grew from {attack.memory[0]:.0f} to {attack.memory[1]:.0f} MiB; the control has "
             f"{control.memory[1]:.0f}"
         )
     if attack.largest > control.largest + PROCESS_GROWTH:
         yield f"a process has {attack.largest:.0f} MiB, the largest of the control {control.largest:.0f}"
-    if attack.dashboard[1] > MOST_SILENT * attack.dashboard[0]:
+    if attack.dashboard[1] > MAX_SILENT * attack.dashboard[0]:
         yield f"the dashboard left {attack.dashboard[1]} of {attack.dashboard[0]} requests unanswered"
     if attack.restarts > control.restarts:
         yield f"{attack.restarts} nodes were started again, in the control {control.restarts}"
@@ -92,7 +92,7 @@ def empty(siege: Siege) -> Iterator[str]:
     """Says why a run shows nothing: an attack that did not take place, or a rule that set the pace of both."""
     control = siege.control
     yield from siege.ended
-    if control.late_rounds > MOST_LATE * max(1, control.rounds):
+    if control.late_rounds > MAX_LATE * max(1, control.rounds):
         yield (
             f"{control.late_rounds} of the control's {control.rounds} rounds ended by the deadline: choose a later one"
         )

@@ -22,7 +22,7 @@ from hivemind.utils import MSGPackSerializer
 from players import Asked
 from virtual import World
 
-from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MOST_MET, Answer
+from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MAX_MET, Answer
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import acceptable
 from rl_swarm.network.p2p.storage import FairStorage, place_of
@@ -176,7 +176,7 @@ class SimulatedEngine:
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         if peer_id == self.identity.peer_id or peer_id in self.met_before or not addresses:
             return
-        if len(self.met_before) < MOST_MET:
+        if len(self.met_before) < MAX_MET:
             self.met_before.add(peer_id)
             self.node.ping(self.network.peers[peer_id])
 

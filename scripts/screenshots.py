@@ -23,7 +23,7 @@ PICTURES = {  # name: view, width, height, colours
     "rollouts": ("#/rollouts", 1200, 900, "dark"),
     "phone": ("#/", 390, 1100, "light"),
 }
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 
 
 def told(url: str, path: str) -> dict:
@@ -43,7 +43,7 @@ def take(browser: Browser, url: str, name: str, node: str) -> None:
     context.close()
     size = path.stat().st_size
     print(f"{path.name}: {size / 1000:.0f} KB")
-    assert size <= MOST_BYTES, "too large for the documentation"
+    assert size <= MAX_BYTES, "too large for the documentation"
 
 
 def main() -> None:

@@ -469,7 +469,7 @@ def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatc
 
 def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monkeypatch):
     monkeypatch.setattr(meeting, "LEAST_PAUSE", 3600)
-    monkeypatch.setattr(meeting, "MOST_PAUSE", 3600)
+    monkeypatch.setattr(meeting, "MAX_PAUSE", 3600)
     decoding = Decoding(2, frozenset(), PAD)
     requests = requests_of(different_models(3))
     expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]

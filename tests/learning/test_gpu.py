@@ -321,7 +321,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
     from rl_swarm.learning.cuda.engine import CudaEngine
 
     monkeypatch.setattr(meeting, "LEAST_PAUSE", 60)
-    monkeypatch.setattr(meeting, "MOST_PAUSE", 60)
+    monkeypatch.setattr(meeting, "MAX_PAUSE", 60)
     models = [small_model(kind, seed=seed).cuda() for seed in range(8)]
     engine, passes = CudaEngine(8, torch.float32), []
     real = engine._sample

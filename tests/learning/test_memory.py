@@ -36,7 +36,7 @@ def test_more_memory_never_means_smaller_sizes_and_none_is_ever_zero(name, devic
         assert found.batch_tokens >= before[0] and found.sequences >= before[1]
         assert found.needed <= 0.9 * gib * GIB if found.fits else found.sequences == REAL.generations
         before = (found.batch_tokens, found.sequences)
-    assert before == (most, 512) and memory.MOST_TOKENS <= most <= 2 * memory.MOST_TOKENS
+    assert before == (most, 512) and memory.MAX_TOKENS <= most <= 2 * memory.MAX_TOKENS
 
 
 @pytest.mark.parametrize("device", DEVICES)

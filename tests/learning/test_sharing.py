@@ -191,7 +191,7 @@ def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape, toke
 def long_pause(monkeypatch):
     """Who waits when nobody is to be waited for does not come back in time."""
     monkeypatch.setattr(meeting, "LEAST_PAUSE", 3600)
-    monkeypatch.setattr(meeting, "MOST_PAUSE", 3600)
+    monkeypatch.setattr(meeting, "MAX_PAUSE", 3600)
 
 
 class Kitchen:

@@ -257,7 +257,7 @@ def test_reports_of_coming_rounds_are_refused_by_who_knows_the_round(tmp_path):
 
 
 def test_many_names_of_one_author_push_no_name_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MOST_NAMES", 8)
+    monkeypatch.setattr(documents, "MAX_NAMES", 8)
     swarm = AmongPeers(tmp_path)
     try:
         files = swarm.files("ann")

@@ -20,7 +20,7 @@ from rl_swarm.network.p2p import documents, members
 from rl_swarm.network.p2p import records as notices
 from rl_swarm.network.p2p.clock_rounds import FEW, ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.members import COMPANY, FULLEST, MOST_OF_A_LOOK, SELDOM
+from rl_swarm.network.p2p.members import COMPANY, FULLEST, MAX_OF_A_LOOK, SELDOM
 from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, key_of, parts_of
 from rl_swarm.protocol import admission
 from rl_swarm.protocol.identity import Identity
@@ -255,7 +255,7 @@ def test_a_flood_of_identities_in_one_part_decides_nothing(world):
         assert sum(world.depths()[depth] for depth in (2, 3, 4)) >= 97  # who is led astray once comes back
         for me, peer in world.peers.items():
             met = peer.members.known.keys() - known[me]
-            assert len(met - honest) <= 2 * MOST_OF_A_LOOK
+            assert len(met - honest) <= 2 * MAX_OF_A_LOOK
     assert min(len(peer.members.known.keys() & honest) for peer in world.peers.values()) > 5
 
 

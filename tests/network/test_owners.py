@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from rl_swarm.network.folder import MANIFEST
-from rl_swarm.network.owners import MOST_REMEMBERED, OwnerError, remember
+from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol.admission import AdmissionError, invite
@@ -115,10 +115,10 @@ def test_a_memory_that_cannot_be_written_stops_nobody(folder, tmp_path, caplog):
 
 def test_the_latest_addresses_are_remembered(folder, tmp_path):
     manifest = folder.found(OWNER)
-    for number in range(MOST_REMEMBERED + 2):
+    for number in range(MAX_REMEMBERED + 2):
         remember(manifest, tmp_path / str(number), folder.settings)
     text = folder.memory.read_text()
-    assert text.count(OWNER.peer_id) == MOST_REMEMBERED
+    assert text.count(OWNER.peer_id) == MAX_REMEMBERED
     assert f'{tmp_path}/1"' not in text and f'{tmp_path}/2"' in text
 
 

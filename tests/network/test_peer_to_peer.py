@@ -27,12 +27,12 @@ from swarms import (
 )
 
 from rl_swarm.network.folder import rollouts_path
-from rl_swarm.network.p2p.engine import MOST_REQUEST, EngineError, PeerEngine
+from rl_swarm.network.p2p.engine import MAX_REQUEST, EngineError, PeerEngine
 from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import (
     KEPT_SECONDS,
-    MOST_NOTICE,
+    MAX_NOTICE,
     DhtRecord,
     key_of,
     neighbourhood,
@@ -279,7 +279,7 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     assert not taken(key=key_of("another", "peers"))
     assert not taken(value=good.replace(b'"size":1', b'"size":2'))
     assert not taken(value=b"\x00" * 100)
-    assert not taken(value=b"{" * (MOST_NOTICE + 1))
+    assert not taken(value=b"{" * (MAX_NOTICE + 1))
     assert not taken(value=seal(notice(ann, timestamp=time.time() + 3600), ann))
     assert not taken(value=seal(notice(ann, timestamp=time.time() - 7200), ann))
     assert not taken(value=good, seconds=10_000.0)
@@ -343,10 +343,10 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
         whole = reader.ask(peer, path.encode(), 1 << 20)
         assert whole == (tmp_path / "ann" / path).read_bytes()
         assert len(reader.ask(peer, path.encode(), 10) or b"") == 11
-        for request in (b"secret", b"../ann/secret", b"/etc/passwd", b"\xff", b"", b"x" * MOST_REQUEST):
+        for request in (b"secret", b"../ann/secret", b"/etc/passwd", b"\xff", b"", b"x" * MAX_REQUEST):
             assert reader.ask(peer, request, 1 << 20) is None
         with pytest.raises(OSError, match=r"early|closed|reset"):
-            reader.ask(peer, b"x" * (MOST_REQUEST + 1), 1 << 20)
+            reader.ask(peer, b"x" * (MAX_REQUEST + 1), 1 << 20)
         with pytest.raises(OSError):
             reader.ask(Identity.new().peer_id, path.encode(), 1 << 20)
     finally:
@@ -354,7 +354,7 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
 
 
 def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_swarm.network.p2p.documents.MOST_OF_ROUNDS", 3)
+    monkeypatch.setattr("rl_swarm.network.p2p.documents.MAX_OF_ROUNDS", 3)
     swarm = AmongPeers(tmp_path)
     try:
         files, peer, reader = swarm.files("ann"), identity_of("ann").peer_id, engine_of("bob")

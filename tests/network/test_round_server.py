@@ -700,7 +700,7 @@ def test_a_conductor_in_a_thread_plays_to_the_end(tmp_path):
 
 
 def test_a_flood_of_identities_does_not_crowd_out_those_who_play(swarm, monkeypatch):
-    monkeypatch.setattr(conducting, "MOST_MEMBERS", 4)
+    monkeypatch.setattr(conducting, "MAX_MEMBERS", 4)
     conductor, now = swarm.restarted(), time.time()
     flood = [f"sybil-{number}" for number in range(6)]
     for node in flood:

@@ -19,7 +19,7 @@ from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication
-from rl_swarm.protocol.rounds import MOST_MISSED, PeerInfo
+from rl_swarm.protocol.rounds import MAX_MISSED, PeerInfo
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
@@ -180,7 +180,7 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
     settings = msgspec.structs.replace(SETTINGS, round_end=round_end)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
-    member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MOST_MISSED)
+    member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MAX_MISSED)
     state = msgspec.structs.replace(swarm.state, members={**swarm.state.members, other.identity.peer_id: member})
     other.publish([], state)
     published = [publication.node for publication in node.publications(state, random.Random(0), {})]

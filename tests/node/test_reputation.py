@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rl_swarm.learning.checkpoints import MOST_KEPT
+from rl_swarm.learning.checkpoints import MAX_KEPT
 from rl_swarm.learning.likelihood import surprise
 from rl_swarm.node.reputation import PeerReputation, in_turn, most_of_one
 
@@ -54,10 +54,10 @@ def test_what_is_kept_is_what_counts_and_no_more_than_fits():
     standing.note("forgiven", failed=False, round=4)
     assert standing.kept(4) == {"banned": (1, 14), "failed": (1, 0)}
 
-    for number in range(2 * MOST_KEPT):
+    for number in range(2 * MAX_KEPT):
         standing.note(f"peer-{number}", failed=True, round=5)
     kept = standing.kept(5)
-    assert len(kept) == MOST_KEPT and "banned" in kept
+    assert len(kept) == MAX_KEPT and "banned" in kept
     again = PeerReputation(patience=2, ban_rounds=10)
     again.restore(kept)
     assert again.kept(5) == kept

@@ -456,7 +456,7 @@ def test_a_list_is_numbered_past_the_one_that_the_coordinator_has_seen(tmp_path)
 def test_strangers_do_not_make_the_state_grow_without_end(tmp_path, monkeypatch):
     from rl_swarm.network import round_server as conductor
 
-    monkeypatch.setattr(conductor, "MOST_REFUSED", 3)
+    monkeypatch.setattr(conductor, "MAX_REFUSED", 3)
     swarm = Swarm(tmp_path)
     for _ in range(5):
         swarm.join(Identity.new())

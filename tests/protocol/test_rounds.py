@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.rounds import (
     LONGEST_WAIT,
-    MOST_MISSED,
+    MAX_MISSED,
     REGAINED,
     Member,
     Report,
@@ -148,7 +148,7 @@ def test_signs_of_life_keep_a_slow_member_awaited():
 def test_a_late_joiner_is_part_of_the_round_it_finds():
     state, _ = advance(reported(running("a"), report("a")), rules(), 2.0)
     state = reported(seen(state, "c", "node-c", 3.0), report("a", round=1), now=3.0)
-    assert state.members["c"] == Member("node-c", joined_round=1, last_seen=3.0, missed=MOST_MISSED - 1)
+    assert state.members["c"] == Member("node-c", joined_round=1, last_seen=3.0, missed=MAX_MISSED - 1)
     assert advance(state, rules(), 3.0)[1] is None
     state, why = advance(reported(state, report("c", round=1), now=4.0), rules(), 4.0)
     assert (state.round, why) == (2, "everyone")
@@ -180,10 +180,10 @@ def stage_with_a_silent_sloth(state, life, began, in_time=False):
 def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
     life, now = rules(end, rounds=500), 0.0
     state = running("a", "b", rules=life)
-    for number in range(MOST_MISSED):
+    for number in range(MAX_MISSED):
         state, took, ended = stage_with_a_silent_sloth(state, life, now)
         now += took
-        last = number == MOST_MISSED - 1  # no longer than the others took
+        last = number == MAX_MISSED - 1  # no longer than the others took
         assert (state.round, ended) == (number + 1, "patience" if last else why)
         assert took == pytest.approx(3 if last else first, abs=2)
     for _ in range(5):
@@ -203,7 +203,7 @@ def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_the
         now += took
         assert (took > 1) == waited
     # Who has earned it is given as many failures as anybody.
-    for in_time in [True] * MOST_MISSED * REGAINED + [False] * MOST_MISSED:
+    for in_time in [True] * MAX_MISSED * REGAINED + [False] * MAX_MISSED:
         state, took, _ = stage_with_a_silent_sloth(state, life, now, in_time)
         now += took
         assert (took > 1) == (not in_time)
@@ -233,7 +233,7 @@ def test_where_rounds_take_long_the_others_may_take_as_long_again_as_the_first()
 
 def test_who_was_silent_has_missed_nothing_and_is_waited_for_when_it_comes_back():
     state, now = running("a", "b"), TIMEOUT + 1
-    for number in range(2 * MOST_MISSED):
+    for number in range(2 * MAX_MISSED):
         state = reported(state, report("a", round=number), now=now)
         state, why = advance(state, rules(rounds=50), now)
         assert why == "everyone"
@@ -243,7 +243,7 @@ def test_who_was_silent_has_missed_nothing_and_is_waited_for_when_it_comes_back(
 
 def test_on_an_interval_nobody_is_waited_for_and_nothing_is_missed():
     state, now = running("a", "b", rules=rules("interval")), 0.0
-    for _ in range(MOST_MISSED):
+    for _ in range(MAX_MISSED):
         now += INTERVAL
         state, _ = advance(seen(state, "b", "node-b", now), rules("interval"), now)
     assert state.members["b"].missed == 0

@@ -398,12 +398,12 @@ def test_processes_that_ended_while_they_waited_cost_no_program_a_try():
     right = program("def f(): return 1", ("f()", "1"))
     box = Sandbox("namespaces", workers=1)
     try:
-        box._idle.extend(sandbox.Keeper("namespaces", 1.0, 20.0) for _ in range(sandbox.MOST_TRIES))
+        box._idle.extend(sandbox.Keeper("namespaces", 1.0, 20.0) for _ in range(sandbox.MAX_TRIES))
         for keeper in box._idle:
             os.killpg(keeper.process.pid, signal.SIGKILL)
             keeper.process.wait()
         assert box.judge([right])[0].right
-        assert box.restarts == sandbox.MOST_TRIES + 1
+        assert box.restarts == sandbox.MAX_TRIES + 1
     finally:
         box.close()
 

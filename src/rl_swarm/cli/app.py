@@ -29,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MOST_SAID = 50  # notes and errors of `validate` that are printed
+MAX_SAID = 50  # notes and errors of `validate` that are printed
 CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
@@ -378,10 +378,10 @@ def validate(
         finally:
             environment.close()
     for kind, lines in (("note", verdict.notes), ("error", verdict.errors)):
-        for line in lines[:MOST_SAID]:
+        for line in lines[:MAX_SAID]:
             print(f"{kind}: {printable(line)}")
-        if len(lines) > MOST_SAID:
-            print(f"{kind}: and {len(lines) - MOST_SAID} more")
+        if len(lines) > MAX_SAID:
+            print(f"{kind}: and {len(lines) - MAX_SAID} more")
     print("checked: " + ", ".join(counted(number, what) for what, number in verdict.checked.items()))
     wrong = counted(len(verdict.errors), "error")
     print("The run is sound." if verdict.sound else f"The run is NOT sound: {wrong}.")

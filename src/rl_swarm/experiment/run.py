@@ -40,7 +40,7 @@ PLAN_ROUNDS, PLAN_SECONDS = 3, 8.0  # that are timed, at least, after a first ro
 CUDA_BYTES = 1 << 30  # of a GPU's memory beside what a run allocates
 SCORER_BYTES = 400 << 20  # of the scoring process beside a run
 END_SECONDS = 60.0  # for a run that has closed its pipe to be gone
-MOST_FAILURES = 3  # of one run, until that is no accident
+MAX_FAILURES = 3  # of one run, until that is no accident
 TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chosen
 
 
@@ -300,8 +300,8 @@ class Runner:
             return True
         name, where = child.job.name, self.experiment.folder(child.job) / "logs" / "swarm.log"
         self.failures[name] = self.failures.get(name, 0) + 1
-        if self.failures[name] >= MOST_FAILURES:
-            raise UserError(f"{name} has failed {MOST_FAILURES} times, the last time with exit code "
+        if self.failures[name] >= MAX_FAILURES:
+            raise UserError(f"{name} has failed {MAX_FAILURES} times, the last time with exit code "
                             f"{code}. {where} says why.")  # fmt: skip
         self.at_once = self.at_once and max(1, self.at_once - 1)  # it may have been memory
         self.say(f"{name} ended with exit code {code} and goes on")

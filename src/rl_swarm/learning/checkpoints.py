@@ -46,9 +46,9 @@ MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what Adam keeps of a parameter
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
-MOST_KEPT = 256  # peers in a checkpoint: the worst ones
+MAX_KEPT = 256  # peers in a checkpoint: the worst ones
 # Peers, each with its failures and the round from which it is asked again.
-KeptReputation = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MOST_KEPT)]
+KeptReputation = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MAX_KEPT)]
 
 
 class CheckpointError(UserError):

@@ -20,8 +20,8 @@ SEAT = GIB // 16  # of every node of a process: its stream, its workspaces, and 
 COMMON_CARD = 24 * 10**9
 USABLE = 0.9  # of what is available: the rest is lost between blocks
 USABLE_TOGETHER = 0.95  # by nodes of one process, which allocate page by page
-MOST_SEQUENCES = 512  # sampled at once
-MOST_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
+MAX_SEQUENCES = 512  # sampled at once
+MAX_TOKENS = 4096  # of a micro-batch: larger ones are hardly faster
 # Numbers, of two bytes each, that exist at the same time on a GPU; a quarter of them where there are several copies in
 # float32.
 LOGITS = 1 << 27
@@ -63,9 +63,9 @@ def training(shape: ModelShape, settings: Settings, device_type: str, tokens: in
 def most_tokens(shape: ModelShape, settings: Settings, device_type: str) -> int:
     """Of a micro-batch, where memory is plentiful."""
     if device_type != "cuda":
-        return MOST_TOKENS
-    steps = (2 * MOST_TOKENS, 3 * MOST_TOKENS // 2, 9 * MOST_TOKENS // 8)
-    return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MOST_TOKENS)
+        return MAX_TOKENS
+    steps = (2 * MAX_TOKENS, 3 * MAX_TOKENS // 2, 9 * MAX_TOKENS // 8)
+    return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MAX_TOKENS)
 
 
 def sampling(shape: ModelShape, settings: Settings, device_type: str, sequences: int) -> int:
@@ -129,7 +129,7 @@ def _plan(shape: ModelShape, available: int, usable: float, settings: Settings, 
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
     in_a_round = max(1, settings.local) * count  # a held-out score samples more
     tokens = settings.batch_tokens or most_tokens(shape, settings, device_type)
-    sequences = in_a_round if nodes > 1 else max(1, MOST_SEQUENCES // count) * count
+    sequences = in_a_round if nodes > 1 else max(1, MAX_SEQUENCES // count) * count
     desks = min(DESKS, nodes)
     kept = BASE + nodes * keeping(shape, settings)
     at_desk = desk(shape, settings)
@@ -151,8 +151,8 @@ def _plan(shape: ModelShape, available: int, usable: float, settings: Settings, 
             return Plan(tokens, sequences, needed, available, fits, nodes, desks)
         if desks > 1:
             desks //= 2
-        elif less_tokens and tokens > MOST_TOKENS:
-            tokens = max(MOST_TOKENS, 3 * tokens // 4)
+        elif less_tokens and tokens > MAX_TOKENS:
+            tokens = max(MAX_TOKENS, 3 * tokens // 4)
         elif not less_tokens or (less_sequences and sample > train):
             sequences = sequences // 2 // count * count or count
         else:

@@ -22,7 +22,7 @@ from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_ord
 from rl_swarm.learning.decoder import Attend, Decoder
 from rl_swarm.learning.devices import low_precision, out_of_memory, release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of, packed_logprobs
-from rl_swarm.learning.memory import MOST_TOKENS
+from rl_swarm.learning.memory import MAX_TOKENS
 from rl_swarm.learning.sequences import (
     Model,
     completion_logits,
@@ -89,7 +89,7 @@ class HalfStepError(RuntimeError):
 class Trainer:
     def __init__(self, model: Model, pad: int, settings: Settings) -> None:
         self.model, self.pad, self.settings = model, pad, settings
-        self.batch_tokens = settings.batch_tokens or MOST_TOKENS
+        self.batch_tokens = settings.batch_tokens or MAX_TOKENS
         self.frugal = False  # whether the inside of layers is computed twice to save memory
         self.figures = torch.zeros(len(FIGURES), device=model.device)
         self.optimizer = torch.optim.AdamW(

@@ -23,7 +23,7 @@ from rl_swarm.protocol.rollouts import Completion
 BATCH = 16  # examples per step
 RATE = 2e-4
 ASKED_AT_ONCE = 64
-MOST_QUESTIONS = 8  # made for every example that is wanted, before giving up
+MAX_QUESTIONS = 8  # made for every example that is wanted, before giving up
 
 
 class WarmUpError(UserError):
@@ -45,7 +45,7 @@ def make_examples(
     rng = random.Random(f"warm-up {seed}")
     examples: list[WarmupExample] = []
     asked: set[str] = set()
-    for _ in range(0, MOST_QUESTIONS * count, ASKED_AT_ONCE):
+    for _ in range(0, MAX_QUESTIONS * count, ASKED_AT_ONCE):
         questions = environment.questions([rng.getrandbits(62) for _ in range(ASKED_AT_ONCE)])
         asked.update(question.task for question in questions)
         for question, completion in zip(questions, environment.solutions(questions), strict=True):

@@ -18,8 +18,8 @@ from rl_swarm.plural import counted
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
-MOST_EVENTS = 5
-MOST_MODELS = 3  # that are named
+MAX_EVENTS = 5
+MAX_MODELS = 3  # that are named
 LEAST_ROWS = 3  # of the table, however low the terminal
 LONGEST, LONGEST_PATH = 200, 1000  # characters of what somebody else wrote, and of a path
 LONGEST_TIME = 1e7  # seconds that are worth telling
@@ -72,7 +72,7 @@ class Drawing:
         told = telling.overview(self.follower)
         head: list[RenderableType] = [self._name(told), self._progress(told, width)]
         head += self._facts(told, width)
-        happened = telling.events(self.follower, limit=MOST_EVENTS).events
+        happened = telling.events(self.follower, limit=MAX_EVENTS).events
         foot: list[RenderableType] = [Text(), *(_event(event) for event in happened)] if happened else []
         foot += [Text(plain(note), style="yellow") for note in [*_torn(told), *notes]]
         room = told.nodes if height is None else max(LEAST_ROWS, height - len(head) - len(foot) - 3)
@@ -108,8 +108,8 @@ class Drawing:
         return ", ".join(known + ([f"{clock(left)} left"] if left else [])) or "first rounds"
 
     def _facts(self, told: Overview, width: int) -> list[Text]:
-        named = [plain(model, 40) for model in told.models[:MOST_MODELS]]
-        models = ", ".join(named) + (f" and {len(told.models) - MOST_MODELS} more" if told.models[MOST_MODELS:] else "")
+        named = [plain(model, 40) for model in told.models[:MAX_MODELS]]
+        models = ", ".join(named) + (f" and {len(told.models) - MAX_MODELS} more" if told.models[MAX_MODELS:] else "")
         nodes = counted(told.nodes, "node")
         here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
         facts = [here, f"model {models}" if models else ""]

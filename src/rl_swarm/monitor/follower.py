@@ -21,7 +21,7 @@ READ_SECONDS, FIRST_SECONDS = (
     2.0,
     10.0,
 )  # that a look, and the first one, spend on logs; the rest waits for the next
-MOST_EVENTS = 2000  # remembered of all nodes together
+MAX_EVENTS = 2000  # remembered of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
@@ -72,7 +72,7 @@ class Follower(Looking):
         super().__init__(clock)
         self.view, self.now = view, now
         self.tracks: dict[str, Track] = {}
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._reports = Reports()
         self._trouble = ""  # why it could not be read, said once
         self._last = ""  # the node whose log was read last

@@ -24,8 +24,8 @@ LOADS = Load.__struct_fields__
 MEASURED = (*METRICS, *(f"seconds.{phase}" for phase in PHASES), *(f"load.{part}" for part in LOADS))
 _values = attrgetter(*MEASURED)
 KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
-MOST_NAMES = 1024  # of peers or reasons that are counted for one node
-MOST_WORDS = 128  # settings of one node
+MAX_NAMES = 1024  # of peers or reasons that are counted for one node
+MAX_WORDS = 128  # settings of one node
 ERRORS = ("failed", "push_failed")
 LONGEST = 300  # characters of what is said about an event
 AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
@@ -125,12 +125,12 @@ def count(counter: Counter[str], found: Mapping[str, int]) -> None:
     for name, times in found.items():
         if name in counter:
             counter[name] += times
-        elif times and len(counter) < MOST_NAMES:
+        elif times and len(counter) < MAX_NAMES:
             counter[name] = times
 
 
 def count_one(counter: Counter[Any], name: Any) -> None:
-    if name in counter or len(counter) < MOST_NAMES:
+    if name in counter or len(counter) < MAX_NAMES:
         counter[name] += 1
 
 
@@ -138,7 +138,7 @@ def words(found: object) -> dict[str, str]:
     """A small table that a log holds, as text."""
     if not isinstance(found, dict):
         return {}
-    return {str(name)[:64]: str(value)[:LONGEST] for name, value in list(found.items())[:MOST_WORDS]}
+    return {str(name)[:64]: str(value)[:LONGEST] for name, value in list(found.items())[:MAX_WORDS]}
 
 
 def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:

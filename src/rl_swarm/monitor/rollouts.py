@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown
-MOST_COMPLETIONS = 64  # of one question
-MOST_CHARACTERS = 1_000_000  # of one page, about
-MOST_TRIES = 200  # publications that are looked for, for one page
-MOST_TRIES_FAR = 40  # where each is a question to a server or a peer
+MAX_COMPLETIONS = 64  # of one question
+MAX_CHARACTERS = 1_000_000  # of one page, about
+MAX_TRIES = 200  # publications that are looked for, for one page
+MAX_TRIES_FAR = 40  # where each is a question to a server or a peer
 
 Place = tuple[int, int, str]  # round, stage, node
 CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
@@ -74,7 +74,7 @@ class Texts:
         start = cursor(after)
         rows: list[RolloutRow] = []
         unreadable = characters = 0
-        tries = MOST_TRIES_FAR if self.follower.view.address.is_url else MOST_TRIES
+        tries = MAX_TRIES_FAR if self.follower.view.address.is_url else MAX_TRIES
         for place in self._places(wanted, start):
             if tries == 0:
                 return RolloutPage(rows, name_of(place, 0), unreadable)
@@ -90,7 +90,7 @@ class Texts:
                 before = start is not None and place == start[:3] and row.number < start[3]
                 if before or not wanted.holds(row):
                     continue
-                if len(rows) == limit or characters > MOST_CHARACTERS:
+                if len(rows) == limit or characters > MAX_CHARACTERS:
                     return RolloutPage(rows, row.id, unreadable)
                 rows.append(row)
                 characters += characters_of(row)
@@ -174,7 +174,7 @@ class Texts:
                     reward=sum(rewards) / len(rewards),
                     completions=[
                         Text(a.response[:LONGEST], a.reward, advantage, a.ended, len(a.response) > LONGEST)
-                        for a, advantage in list(texts)[:MOST_COMPLETIONS]
+                        for a, advantage in list(texts)[:MAX_COMPLETIONS]
                     ],
                 )
             )

@@ -27,7 +27,7 @@ from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 TREND_ROUNDS = 20
 LONGEST_LINE = 64 << 10  # bytes of a line about a round
 Phase = Literal["waiting", "running", "stopped", "finished"]
-MOST_FIGURES = 32
+MAX_FIGURES = 32
 MAX_OTHERS = 256  # introductions of peers that are no members, read in one look
 OTHERS_SECONDS = 5.0  # that one look spends on their logs
 
@@ -114,7 +114,7 @@ class NodeView:
             try:
                 if len(line) <= LONGEST_LINE:
                     played = _ROUND.decode(line)
-                    self.figures = dict([*self.figures.items(), *played.figures.items()][-MOST_FIGURES:])
+                    self.figures = dict([*self.figures.items(), *played.figures.items()][-MAX_FIGURES:])
                     if not played.passed:
                         self.rounds.append(played)
                     continue

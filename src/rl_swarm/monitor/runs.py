@@ -13,9 +13,9 @@ from rl_swarm.monitor.series import Curves, filled, mean_of
 from rl_swarm.network.folder import MANIFEST
 from rl_swarm.storage.files import LocalFiles
 
-MOST_OPEN = 32  # runs that are kept in memory
-MOST_LISTED = 1000
-MOST_LOOKED_AT = 10_000  # folders in which a run is looked for
+MAX_OPEN = 32  # runs that are kept in memory
+MAX_LISTED = 1000
+MAX_LOOKED_AT = 10_000  # folders in which a run is looked for
 
 
 class Runs:
@@ -35,9 +35,9 @@ class Runs:
         if self.root is None:
             return [self.here.view.address.name] if self.here else []
         files = LocalFiles(self.root)
-        when = {name: _changed(files, name) for name in files.names("")[:MOST_LOOKED_AT] if _is_name(name)}
+        when = {name: _changed(files, name) for name in files.names("")[:MAX_LOOKED_AT] if _is_name(name)}
         found = [(changed, name) for name, changed in when.items() if changed is not None]
-        return [name for _, name in sorted(found, reverse=True)[:MOST_LISTED]]
+        return [name for _, name in sorted(found, reverse=True)[:MAX_LISTED]]
 
     def get(self, name: str) -> Follower | None:
         """A run of the list, looked at now."""
@@ -51,7 +51,7 @@ class Runs:
         with self._opening:
             found = self._open.setdefault(name, Follower(RunView(folder)))
             self._open.move_to_end(name)
-            while len(self._open) > MOST_OPEN:
+            while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
         found.look()
         return found

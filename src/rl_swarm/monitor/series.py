@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
-MOST_POINTS = 512  # of one curve in memory
+MAX_POINTS = 512  # of one curve in memory
 Number = TypeVar("Number", int, float)
 LARGEST = 1e15  # a number beyond this is no measurement
 
@@ -21,7 +21,7 @@ def number(value: object) -> float | None:
 class Curves:
     """Several metrics of one node. A point is the mean of `stride` rounds, so a round played twice counts twice."""
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
+    def __init__(self, most: int = MAX_POINTS) -> None:
         self.most, self.stride = most, 1
         self.sums: dict[str, array[float]] = {}
         self.counts: dict[str, array[int]] = {}

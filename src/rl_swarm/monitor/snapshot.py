@@ -29,7 +29,7 @@ from rl_swarm.protocol.wire import Rejected
 from rl_swarm.settings import tellable
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
-MOST_TASKS = 256
+MAX_TASKS = 256
 
 
 def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -> Overview:
@@ -148,7 +148,7 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             taught=_links(follower, taught),
             held_out=[
                 TaskScore(task, scores[0].get(task), scores[1].get(task))
-                for task in sorted(scores[0] | scores[1])[:MOST_TASKS]
+                for task in sorted(scores[0] | scores[1])[:MAX_TASKS]
             ],
             checkpoints=_checkpoints(follower, view.node),
             settings=track.settings or _settings(follower),

@@ -22,7 +22,7 @@ from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_named
 T = TypeVar("T", Publication, Report)
 
 NEWEST = 3  # rounds back to which documents are asked for
-MOST_ASKED = 64  # members, drawn at random
+MAX_ASKED = 64  # members, drawn at random
 
 
 def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdict, ValidatedRun]:
@@ -90,9 +90,9 @@ def _check_roll(run: ValidatedRun, verdict: Verdict) -> None:
 def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
     """What members published and reported last: theirs, for where it lies, and what the coordinator counted."""
     members = sorted(run.state.members)
-    if len(members) > MOST_ASKED:
-        verdict.notes.append(f"{MOST_ASKED} of {len(members)} members were asked, drawn at random")
-        members = random.sample(members, MOST_ASKED)
+    if len(members) > MAX_ASKED:
+        verdict.notes.append(f"{MAX_ASKED} of {len(members)} members were asked, drawn at random")
+        members = random.sample(members, MAX_ASKED)
     counted = {(e.round, e.stage, peer): digest for e in run.history for peer, digest in e.reports.items()}
     verdict.count("member", len(members))
     places = [

@@ -18,7 +18,7 @@ from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)
 
-MOST_REMEMBERED = 1000  # addresses; the oldest go
+MAX_REMEMBERED = 1000  # addresses; the oldest go
 
 
 class OwnerError(UserError):
@@ -52,7 +52,7 @@ def remember(manifest: Manifest, address: Path | str, settings: Settings) -> Non
     if known.get(here) == manifest.peer_id or (settings.owner and here not in known):
         return
     known.pop(here, None)
-    latest = [*known.items(), (here, manifest.peer_id)][-MOST_REMEMBERED:]
+    latest = [*known.items(), (here, manifest.peer_id)][-MAX_REMEMBERED:]
     try:
         LocalFiles(file.parent).write(file.name, msgspec.json.format(msgspec.json.encode(dict(latest))))
     except OSError as error:  # a node that does not remember is better than none

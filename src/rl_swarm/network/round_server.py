@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", PeerInfo, Report)
 HISTORY_BYTES = 64 << 20
 SHORTEST_ENDED = 200  # bytes of a line of history, signature included
-MOST_MEMBERS = 1024  # so that a flood of identities leaves the state readable
-MOST_REFUSED = 256  # peers that are told in the state why they are not admitted
+MAX_MEMBERS = 1024  # so that a flood of identities leaves the state readable
+MAX_REFUSED = 256  # peers that are told in the state why they are not admitted
 MAX_NEW = 2000  # documents of peers that are no members, read in one look
 OTHERS_SECONDS = 0.05  # that one look spends on those
 MAX_LOGGED = 20  # refused documents that are named in the log, per stage
@@ -184,8 +184,8 @@ class RoundServer:
                 self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
             )
             if why is None and peer.peer_id not in state.members:
-                state = rounds.with_room(state, MOST_MEMBERS - 1, now, self.rules.peer_timeout)
-                why = "full" if len(state.members) >= MOST_MEMBERS else None
+                state = rounds.with_room(state, MAX_MEMBERS - 1, now, self.rules.peer_timeout)
+                why = "full" if len(state.members) >= MAX_MEMBERS else None
             if why is not None:
                 refused[peer.peer_id] = Refusal(why, peer.joined)
                 self._log_once(path, f"{peer.peer_id} is not admitted ({why})")
@@ -198,7 +198,7 @@ class RoundServer:
             member = state.members.get(peer.peer_id)
             if member is None or peer.timestamp > member.sign:
                 state = rounds.seen(state, peer.peer_id, node, now, invitation, peer.timestamp)
-        return replace(state, refused=dict(sorted(refused.items())[:MOST_REFUSED]))
+        return replace(state, refused=dict(sorted(refused.items())[:MAX_REFUSED]))
 
     def _read_roll(self, state: State) -> None:
         try:

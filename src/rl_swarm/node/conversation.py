@@ -16,7 +16,7 @@ from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Rejected, digest
 
 Fetch = Callable[[int, str], Iterable[Publication]]  # what a member published in a stage, if it can be had
-MOST_ASKED = 32  # members, for those who said something in a stage
+MAX_ASKED = 32  # members, for those who said something in a stage
 OVERHEARD = 2  # peers that had spoken in time, and yet were not heard
 
 
@@ -90,7 +90,7 @@ class Conversation:
         found: list[str] = []
         asked = 0
         for peer_id in peers:
-            if len(found) == most or asked == MOST_ASKED:
+            if len(found) == most or asked == MAX_ASKED:
                 break
             if (stage, peer_id) not in self._said:
                 asked += 1
@@ -160,7 +160,7 @@ class Conversation:
             if set(peers) != set(self._speakers(earlier, peers, len(peers))):
                 raise Rejected("parents", "it has heard what this node cannot fetch")
             all_heard = bool(peers) and len(peers) == self.environment.hears
-            before = order[: order.index(peers[-1])] if all_heard else order[:MOST_ASKED]
+            before = order[: order.index(peers[-1])] if all_heard else order[:MAX_ASKED]
             missed = [other for other in before if other not in peers and (earlier, other) in self._in_time]
             if len(self._speakers(earlier, missed, len(missed))) > OVERHEARD:
                 raise Rejected("parents", "it has not heard peers that had spoken in time")

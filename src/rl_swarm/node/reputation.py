@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
-from rl_swarm.learning.checkpoints import MOST_KEPT, KeptReputation
+from rl_swarm.learning.checkpoints import MAX_KEPT, KeptReputation
 
 
 class PeerReputation:
@@ -29,7 +29,7 @@ class PeerReputation:
         """What matters from this round on."""
         known = {peer: (n, self.asked_again.get(peer, 0)) for peer, n in self.failures.items()}
         bad = [(peer, (n, again)) for peer, (n, again) in known.items() if n or again > round]
-        return dict(sorted(bad, key=lambda item: (-item[1][1], -item[1][0], item[0]))[:MOST_KEPT])
+        return dict(sorted(bad, key=lambda item: (-item[1][1], -item[1][0], item[0]))[:MAX_KEPT])
 
     def restore(self, kept: KeptReputation) -> None:
         self.failures.update({peer: failures for peer, (failures, _) in kept.items()})

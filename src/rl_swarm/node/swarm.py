@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0  # to finish a step and save, after being told to stop
 QUICK_SECONDS = 30.0  # a child that ends this soon after its start did not get anywhere
-MOST_FAILURES, MOST_KILLS = (
+MAX_FAILURES, MAX_KILLS = (
     3,
     30,
 )  # so many quick ends in a row, by its own fault or by a signal, are no accident
@@ -145,7 +145,7 @@ class SwarmProcesses:
     def _restart(self, child: NodeProcess, code: int) -> None:
         quick = time.monotonic() - child.started < QUICK_SECONDS
         child.quick_ends = child.quick_ends + 1 if quick else 0
-        if child.quick_ends >= (MOST_KILLS if code < 0 else MOST_FAILURES):
+        if child.quick_ends >= (MAX_KILLS if code < 0 else MAX_FAILURES):
             raise UserError(
                 f"{child.name} ended {child.quick_ends} times soon after its start (last exit code {code}). "
                 f"{self.address / 'logs' / 'swarm.log'} says why."

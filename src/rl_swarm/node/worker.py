@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 4  # signs of life in a row that could not be written
+MAX_FAILURES = 4  # signs of life in a row that could not be written
 SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
@@ -429,7 +429,7 @@ def signs_of_life(
             except OSError as error:
                 log.warning("no sign of life could be written: %s", error)
                 failures.append(error)
-            if len(failures) == MOST_FAILURES:
+            if len(failures) == MAX_FAILURES:
                 stop.set()
                 return
 
@@ -441,7 +441,7 @@ def signs_of_life(
         done.set()
     if twins:
         raise twins[0]
-    if len(failures) == MOST_FAILURES:
+    if len(failures) == MAX_FAILURES:
         raise failures[-1]
 
 

@@ -25,7 +25,7 @@ from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
 DRAW_SECONDS = 1.0
 SAVING_SECONDS = 60.0  # for nodes to save and end, after they were told to
-MOST_LINES = 40  # of what a command said, at its end
+MAX_LINES = 40  # of what a command said, at its end
 LAST_LINES = 3  # while it runs
 # Of a command that writes for no terminal, although a kernel says there was one.
 PLAIN = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "", "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
@@ -79,7 +79,7 @@ def _run(arguments: list[str], address: str | Path, settings: Mapping[str, objec
         shown([*arguments, *set_flags(settings)], picture)
 
 
-def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MOST_LINES) -> None:
+def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MAX_LINES) -> None:
     """Runs a command below the cell, with a picture of what it does and its last lines, until it ends or the cell is
     interrupted. `picture` is told when it is the last."""
     cell, interrupted = Cell(), False
@@ -106,7 +106,7 @@ class Command:
     """`rl-swarm` as a process of its own, which does not outlive this one."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._said: deque[str] = deque(maxlen=MOST_LINES)
+        self._said: deque[str] = deque(maxlen=MAX_LINES)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.cli.below_cell", *arguments],
             stdin=subprocess.PIPE,

@@ -19,7 +19,7 @@ TITLES = {
     "peak_memory": "memory in bytes",
 }
 COLUMNS = 2
-MOST_NAMED = 8  # nodes in the legend
+MAX_NAMED = 8  # nodes in the legend
 
 
 class Plot:
@@ -60,7 +60,7 @@ def plotted(charts: Sequence[Lines]) -> Plot:
             _draw(axes, chart.rounds, line.values, linewidth=1, alpha=0.6, label=line.name)
         if len(chart.lines) != 1:
             _draw(axes, chart.rounds, chart.mean, linewidth=2.5, color="black", label="mean")
-        if number == 1 and 0 < len(chart.lines) <= MOST_NAMED:
+        if number == 1 and 0 < len(chart.lines) <= MAX_NAMED:
             axes.legend(fontsize="small")
     return Plot(figure)
 

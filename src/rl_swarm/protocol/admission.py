@@ -25,14 +25,14 @@ from rl_swarm.protocol.rounds import LONGEST_TICKET, Member, Why
 from rl_swarm.protocol.wire import Rejected, canonical, digest
 
 _TERMS = struct.Struct(">IQ")  # of an invitation: uses, expires
-MOST_LISTED = 10_000  # peers or invitations in one list
+MAX_LISTED = 10_000  # peers or invitations in one list
 
 
 class AdmissionError(UserError):
     """A peer that may not take part; the message says whom to ask for what."""
 
 
-Listed = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MOST_LISTED)]
+Listed = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_LISTED)]
 
 
 class AccessList(msgspec.Struct, frozen=True, kw_only=True):

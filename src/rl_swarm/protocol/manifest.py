@@ -23,7 +23,7 @@ ENVIRONMENT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 EnvironmentName = Annotated[str, Meta(pattern=rf"^{ENVIRONMENT_NAME.pattern}\Z")]
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 Admission = Literal["open", "invited"]
-MOST_DRAWS = 1000  # for a question of a specialist's tasks
+MAX_DRAWS = 1000  # for a question of a specialist's tasks
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> 
     seed = derive(root, round, peer_id, number)
     specialists = {} if manifest.specialists is msgspec.UNSET else manifest.specialists
     theirs = specialists.get(peer_id, [])
-    for draw in range(1, MOST_DRAWS if theirs else 1):
+    for draw in range(1, MAX_DRAWS if theirs else 1):
         if task_of(seed, manifest.tasks) in theirs:
             break
         seed = derive(root, round, peer_id, number, draw)

@@ -21,7 +21,7 @@ from rl_swarm.protocol.wire import Count, Id, Name, Rejected, canonical, digest
 log = logging.getLogger(__name__)
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
-MOST_HEARD = 256  # peers of a stage, and parents of a question
+MAX_HEARD = 256  # peers of a stage, and parents of a question
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -58,8 +58,8 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokenizer: Id = ""
     rollouts: dict[str, list[Answer]]
     # Of a later stage: by earlier stage, whose rollouts its questions were made from, and for each question which.
-    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MOST_HEARD)]], Meta(max_length=64)] = []
-    parents: dict[str, Annotated[list[Id], Meta(max_length=MOST_HEARD)]] = {}
+    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_HEARD)]], Meta(max_length=64)] = []
+    parents: dict[str, Annotated[list[Id], Meta(max_length=MAX_HEARD)]] = {}
     role: Annotated[str, Meta(max_length=64)] = ""  # of its author, where it is not the ordinary one
 
     @property

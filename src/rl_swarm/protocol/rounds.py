@@ -22,7 +22,7 @@ from rl_swarm.protocol.wire import Count, Id, Name
 
 Round = Count
 LONGEST_TICKET = 4096  # characters
-MOST_MISSED = 3  # stages for which a member was waited for in vain, until it is not; for a newcomer, one
+MAX_MISSED = 3  # stages for which a member was waited for in vain, until it is not; for a newcomer, one
 REGAINED = 50  # reports in time that make up for one wait in vain
 LONGEST_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
 # Why a peer is not admitted.
@@ -78,10 +78,10 @@ class Member(msgspec.Struct, frozen=True):
     @property
     def is_on_probation(self) -> bool:
         """Tells whether one more wait in vain is the last."""
-        return self.missed >= MOST_MISSED - 1
+        return self.missed >= MAX_MISSED - 1
 
     def is_awaited(self, now: float, peer_timeout: float) -> bool:
-        return self.missed < MOST_MISSED and now - self.last_seen <= peer_timeout
+        return self.missed < MAX_MISSED and now - self.last_seen <= peer_timeout
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -158,7 +158,7 @@ def seen(state: State, peer_id: str, node: str, now: float, invitation: str = ""
     if member is None:
         joined = state.round if state.phase == "running" else 0
         # Whoever comes later has to show first that it is worth waiting for.
-        member = Member(node, joined_round=joined, last_seen=now, missed=MOST_MISSED - 1 if joined else 0)
+        member = Member(node, joined_round=joined, last_seen=now, missed=MAX_MISSED - 1 if joined else 0)
     member = replace(member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign))
     return replace(state, members={**state.members, peer_id: member})
 

@@ -43,7 +43,7 @@ TASK_SECONDS = 10.0  # to make a task and its first questions
 ALL_TASKS_SECONDS = 60.0  # of the clock
 GRACE_SECONDS = 1.0  # then the kernel ends the process: code that is not Python's does not notice the signal
 FIRST_QUESTIONS = 8
-MOST_SLOW = 2  # questions in a row; number_sequence takes 14 s for one in hundreds
+MAX_SLOW = 2  # questions in a row; number_sequence takes 14 s for one in hundreds
 NO_MEMORY = 2  # the exit status of a child
 # Tasks that plan all their questions when they are made, and so cannot have two thousand million of them.
 PLANNED_AHEAD, FEW = {"acre", "gsm_symbolic", "list_functions", "word_ladder"}, 10_000
@@ -185,7 +185,7 @@ class Tasks:
                 entry = self.entry(number, seed)
             except TooSlow:
                 slow += 1
-                if slow > MOST_SLOW or time.monotonic() > self.deadline:
+                if slow > MAX_SLOW or time.monotonic() > self.deadline:
                     raise
                 continue
             except MemoryError:

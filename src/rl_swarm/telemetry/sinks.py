@@ -24,7 +24,7 @@ from rl_swarm.settings import ConfigError, Settings, tellable
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 1000  # records
+MAX_WAITING = 1000  # records
 LAST_SECONDS = 60.0  # for all sinks together, when the node has finished
 STOPPED_SECONDS = 5.0  # when it is told to stop
 PACKAGES = {  # what each needs, and the extra that installs it
@@ -58,7 +58,7 @@ class Source:
 class Feed:
     """One sink, its queue and its thread."""
 
-    def __init__(self, name: str, make: Callable[[], Sink], most: int = MOST_WAITING) -> None:
+    def __init__(self, name: str, make: Callable[[], Sink], most: int = MAX_WAITING) -> None:
         self.name, self.make = name, make
         self.waiting: queue.SimpleQueue[tuple[str, Mapping[str, object]] | None] = queue.SimpleQueue()
         self.most, self.dropped, self.off = most, 0, False

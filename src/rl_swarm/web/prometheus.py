@@ -10,7 +10,7 @@ from rl_swarm.monitor import snapshot as telling
 from rl_swarm.monitor.follower import Follower
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_NODES = 1000
+MAX_NODES = 1000
 
 
 def text(follower: Follower) -> bytes:
@@ -24,7 +24,7 @@ class Numbers(Collector):
         self.follower = follower
 
     def collect(self) -> Iterator[Metric]:
-        told, rows = telling.overview(self.follower), telling.nodes(self.follower, limit=MOST_NODES).nodes
+        told, rows = telling.overview(self.follower), telling.nodes(self.follower, limit=MAX_NODES).nodes
         gauges = {
             "round": ("the round that is played", told.round),
             "rounds": ("rounds of the run", told.rounds),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEPT_SECONDS = 1.0
-MOST_KEPT = 200  # answers
+MAX_KEPT = 200  # answers
 LARGEST_KEPT = 1 << 18  # bytes; larger ones are for a single reader
 SMALLEST_PACKED = 1 << 12  # bytes
 
@@ -55,7 +55,7 @@ class Kept:
         """The answer that is kept or under way, or a new one."""
         if key not in self.made or _is_old(self.made[key]):
             self.made = {k: task for k, task in self.made.items() if not _is_old(task)}
-            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MOST_KEPT)]:
+            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MAX_KEPT)]:
                 del self.made[oldest]
             self.made[key] = asyncio.create_task(self._make(scope))
         return self.made[key]

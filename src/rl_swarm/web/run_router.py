@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.runs import Runs
 
-MOST_OPEN = 4  # each may have a scoring process
+MAX_OPEN = 4  # each may have a scoring process
 PATH = re.compile(r"/run/([^/]{1,255})(/.*)")
 
 
@@ -38,7 +38,7 @@ class Others:
             self.open[name] = self.make(run)
         self.open.move_to_end(name)
         app = self.open[name]
-        while len(self.open) > MOST_OPEN:
+        while len(self.open) > MAX_OPEN:
             self.open.popitem(last=False)[1].state.close()
         await app({**scope, "path": path, "raw_path": path.encode(), "app": app}, receive, send)
 

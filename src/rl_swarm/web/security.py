@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MOST_BODY = 100_000  # bytes of a request
+MAX_BODY = 100_000  # bytes of a request
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -92,7 +92,7 @@ class Guard:
             if message["type"] != "http.request":  # where it is hidden that a client has gone, its response never ends
                 return message
             read += len(message.get("body", b""))
-            if read > MOST_BODY:
+            if read > MAX_BODY:
                 refused = True
                 return {"type": "http.request", "body": b"", "more_body": False}
             return message

@@ -19,7 +19,7 @@ from rl_swarm.monitor.run_reader import RunView
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-MOST_PORTS = 100  # that are tried, from the one that was asked for
+MAX_PORTS = 100  # that are tried, from the one that was asked for
 NICENESS = 10  # of the dashboard of `up`: the nodes come first
 TOKEN = "SWARM_WEB_TOKEN"
 STOP = b"stop\n"  # what the dashboard of `up` says when somebody with the token stops the run
@@ -33,7 +33,7 @@ def is_installed() -> bool:
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket at the first free port from this one on."""
-    for candidate in range(port, min(port + MOST_PORTS, 65536)):
+    for candidate in range(port, min(port + MAX_PORTS, 65536)):
         try:
             family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
             found = socket.socket(family, socket.SOCK_STREAM)
@@ -50,7 +50,7 @@ def bound(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise UserError(f"--host {host}: {error.strerror}. Use an address of this machine.") from error
-    raise UserError(f"--port {port}: none of the {MOST_PORTS} ports from there on is free. Choose another.")
+    raise UserError(f"--port {port}: none of the {MAX_PORTS} ports from there on is free. Choose another.")
 
 
 def url_of(listening: socket.socket) -> str:

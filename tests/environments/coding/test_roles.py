@@ -12,7 +12,7 @@ from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import as_json
-from rl_swarm.environments.coding.roles import MOST_KEPT, MOST_REMEMBERED, Evaluator, Proposer, Solver
+from rl_swarm.environments.coding.roles import MAX_KEPT, MAX_REMEMBERED, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS
 from rl_swarm.learning.checkpoints import PLACE_BYTES
 from rl_swarm.learning.policy import other_models
@@ -133,17 +133,17 @@ def test_what_a_proposer_remembers_fits_into_a_checkpoint(coding):
     proposer = Proposer(coding)
     (question,) = coding.follow_up([FollowUp("me", "proposer", 0, 0, 5)])
     written = {"question": "f(n) adds.", "tests": [["f(1)", "1"], ["f(2)", "2"]]}
-    for number in range(2 * MOST_REMEMBERED):
+    for number in range(2 * MAX_REMEMBERED):
         proposer._is_new(json.dumps({**written, "solution": f"def f(n):\n    return n + {number}"}), question)
-    assert len(proposer.known) == MOST_REMEMBERED and len(json.dumps(proposer.kept())) < PLACE_BYTES // 2
+    assert len(proposer.known) == MAX_REMEMBERED and len(json.dumps(proposer.kept())) < PLACE_BYTES // 2
 
 
 def test_so_does_what_a_solver_remembers_the_newest_of_it(coding):
     solver = Solver(Coding(coding.tasks))
-    solver.coding.proposed = {f"{number:0{DIGITS}x}": "f" * DIGITS for number in range(2 * MOST_KEPT)}
+    solver.coding.proposed = {f"{number:0{DIGITS}x}": "f" * DIGITS for number in range(2 * MAX_KEPT)}
     kept = solver.kept()
-    assert len(kept["proposed"]) == MOST_KEPT and len(json.dumps(kept)) < PLACE_BYTES // 2
-    assert set(kept["proposed"]) == set(list(solver.coding.proposed)[MOST_KEPT:])
+    assert len(kept["proposed"]) == MAX_KEPT and len(json.dumps(kept)) < PLACE_BYTES // 2
+    assert set(kept["proposed"]) == set(list(solver.coding.proposed)[MAX_KEPT:])
     solver.restore({})
     assert solver.coding.proposed == {}
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from rl_swarm.environments.coding import sources
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
-from rl_swarm.environments.coding.sources import LONGEST_TEST, MOST_BYTES, choose, load, read_assert
+from rl_swarm.environments.coding.sources import LONGEST_TEST, MAX_BYTES, choose, load, read_assert
 from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Test
 
@@ -176,7 +176,7 @@ def test_rows_that_are_too_long_are_left_out_of_parquet_and_reading_ends(tmp_pat
     monkeypatch.setattr(sources, "LONGEST_ROW", 4000)
     task = Task("mbpp", config={"file": "mbpp.parquet"})
     assert [each.name for each in load(task, tmp_path)[:2]] == ["mbpp/0", "mbpp/2"]
-    monkeypatch.setattr(sources, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(sources, "MAX_BYTES", 10_000)
     monkeypatch.setattr(sources, "_local", lambda name, file, folder: folder / file)
     assert 1 < len(load(task, tmp_path)) < len(MBPP) - 1
     (tmp_path / "mbpp.parquet").write_bytes(b"PAR1 but not more")
@@ -202,7 +202,7 @@ def test_one_edition_of_a_data_set_is_taken():
 
 
 def test_no_more_is_downloaded_than_is_read():
-    sizes = {"train-0.parquet": MOST_BYTES - 1, "train-1.parquet": 2, "train-2.parquet": 1}
+    sizes = {"train-0.parquet": MAX_BYTES - 1, "train-1.parquet": 2, "train-2.parquet": 1}
     assert choose(sizes, "train", "") == ["train-0.parquet"]
     with pytest.raises(ValueError, match="at most 1024 MiB"):
         choose({"train-0.jsonl": 500 << 30, "train-1.jsonl": 1}, "train", "")

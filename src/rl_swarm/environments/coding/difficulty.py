@@ -18,7 +18,7 @@ from rl_swarm.environments.coding.task import LEVELS
 START = LEVELS.index("easy")
 WINDOW, EVERY, STEP = 10, 5, 0.05
 ERRORS = 4.0  # standard errors that a difference must exceed, too
-MOST_COMPARED = 800  # iterations
+MAX_COMPARED = 800  # iterations
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Difficulty:
 
     def after(self, success: float) -> "Difficulty":
         """The difficulty after one more iteration, in which this share of the answers was right."""
-        now = replace(self, successes=(*self.successes, success)[-MOST_COMPARED:], iterations=self.iterations + 1)
+        now = replace(self, successes=(*self.successes, success)[-MAX_COMPARED:], iterations=self.iterations + 1)
         if now.iterations % EVERY or len(now.successes) < 2 * WINDOW:
             return now
         level = min(max(now.level + trend(now.successes), 0), len(LEVELS) - 1)

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
-MOST_DRAWS = 1000  # of a task that is not held out
-MOST_CHECKED = 2048  # proposals whose check is remembered
-MOST_PROPOSED = 8192  # digests of what was proposed, remembered
-MOST_PROPOSALS = 8  # of one peer in a round
+MAX_DRAWS = 1000  # of a task that is not held out
+MAX_CHECKED = 2048  # proposals whose check is remembered
+MAX_PROPOSED = 8192  # digests of what was proposed, remembered
+MAX_PROPOSALS = 8  # of one peer in a round
 
 Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
 
@@ -233,7 +233,7 @@ class Coding(Environment):
         for key, result in zip(fresh, found, strict=True):
             measured = result.task is not None and digest_of_words(result.task.description) in self._measured
             self._checked[_name(key)] = proposals.HELD_OUT if measured else result
-        while len(self._checked) > MOST_CHECKED:
+        while len(self._checked) > MAX_CHECKED:
             self._checked.popitem(last=False)
 
     def _sound(self, said: Sequence[Statement], seconds: float) -> set[Statement]:
@@ -245,7 +245,7 @@ class Coding(Environment):
                 first = {self.proposed.setdefault(digest_of_words(text), this) for text in texts}
                 if first == {this}:
                     sound.add(one)
-        for oldest in list(self.proposed)[:-MOST_PROPOSED]:
+        for oldest in list(self.proposed)[:-MAX_PROPOSED]:
             del self.proposed[oldest]
         return sound
 
@@ -267,7 +267,7 @@ class Coding(Environment):
         from rl_swarm.protocol.manifest import task_of
 
         number = task_of(seed, self.tasks)
-        for draw in range(MOST_DRAWS):
+        for draw in range(MAX_DRAWS):
             at = seed if draw == 0 else Draw("again", seed, draw).between(0, 2**62)
             task = self.drawn(number, at)
             if task is not None and not task.held_out:
@@ -315,7 +315,7 @@ def _readable(heard: Sequence[Statement]) -> dict[Statement, CodingTask]:
     of_peer: Counter[str] = Counter()
     found = {}
     for one in heard:
-        if one.question.role == "proposer" and one.texts and of_peer[one.peer_id] < MOST_PROPOSALS:
+        if one.question.role == "proposer" and one.texts and of_peer[one.peer_id] < MAX_PROPOSALS:
             of_peer[one.peer_id] += 1
             task = proposals.read(*_key(one.question, one.texts[0])).task
             if task is not None:

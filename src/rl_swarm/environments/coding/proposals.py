@@ -16,10 +16,10 @@ from rl_swarm.environments.coding.mutations import slips
 from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.scoring.sandbox.sandbox import Test
 
-MOST_TESTS, FEWEST_TESTS = 4, 2
+MAX_TESTS, FEWEST_TESTS = 4, 2
 LONGEST = 6000  # characters of a proposal
 LONGEST_TEST = 400
-MOST_SLIPS = 6
+MAX_SLIPS = 6
 CAUGHT = 0.5  # the share of the slips that tests must notice: some slips change nothing
 NAMES = "inf, nan = float('inf'), float('nan')"
 CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\(")
@@ -36,7 +36,7 @@ class Checked:
     problem: str = ""
 
 
-def as_json(task: CodingTask, tests: int = MOST_TESTS) -> str:
+def as_json(task: CodingTask, tests: int = MAX_TESTS) -> str:
     """A task as a proposal."""
     pairs = [[test.call, test.expected] for test in task.tests[:tests]]
     proposal = {"question": task.description, "solution": task.reference, "tests": pairs}
@@ -51,15 +51,15 @@ def read(text: str, level: str, subject: str) -> Checked:
     try:
         found = json.loads(body)
         question, solution, tests = found["question"], found["solution"], found["tests"]
-        pairs = [Test(call, expected) for call, expected in tests[: MOST_TESTS + 1]]
+        pairs = [Test(call, expected) for call, expected in tests[: MAX_TESTS + 1]]
         texts = [question, solution, *(text for test in pairs for text in (test.call, test.expected))]
         json.dumps(texts, ensure_ascii=False).encode()  # an escape may be half a character
     except (ValueError, KeyError, TypeError, RecursionError):
         return Checked(None, "not a question, a solution and tests")
     if not all(isinstance(part, str) and part.strip() for part in texts):
         return Checked(None, "not all of it is text")
-    if not FEWEST_TESTS <= len(pairs) <= MOST_TESTS or max(map(len, texts[2:])) > LONGEST_TEST:
-        return Checked(None, f"not {FEWEST_TESTS} to {MOST_TESTS} short tests")
+    if not FEWEST_TESTS <= len(pairs) <= MAX_TESTS or max(map(len, texts[2:])) > LONGEST_TEST:
+        return Checked(None, f"not {FEWEST_TESTS} to {MAX_TESTS} short tests")
     names = {match.group(1) if (match := CALL.match(test.call)) else "" for test in pairs}
     name = names.pop()
     if names or not name or f"def {name}(" not in solution:
@@ -85,7 +85,7 @@ def wrong_programs(task: CodingTask) -> tuple[list[str], list[str]]:
     returned = (*values, "None", "values[0]", "values[-1]")
     blunt = [f"{NAMES}\ndef {name}(*values):\n    return ({what})" for what in returned]
     found = list(slips(task.reference))
-    every = max(1, -(-len(found) // MOST_SLIPS))
+    every = max(1, -(-len(found) // MAX_SLIPS))
     return blunt, found[::every]
 
 

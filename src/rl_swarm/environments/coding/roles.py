@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
-MOST_TRIES = 64  # at a task of the generator that counts and is new
-MOST_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
-MOST_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
-MOST_GUESSES = 512  # that an evaluator's figures are of
+MAX_TRIES = 64  # at a task of the generator that counts and is new
+MAX_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
+MAX_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
+MAX_GUESSES = 512  # that an evaluator's figures are of
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
@@ -38,7 +38,7 @@ class Solver(Role):
         self.coding = environment
 
     def kept(self) -> dict[str, object]:
-        return {"proposed": dict(list(self.coding.proposed.items())[-MOST_KEPT:])}
+        return {"proposed": dict(list(self.coding.proposed.items())[-MAX_KEPT:])}
 
     def restore(self, kept: Mapping[str, object]) -> None:
         self.coding.proposed = dict(cast("Mapping[str, str]", kept.get("proposed", {})))
@@ -107,9 +107,9 @@ class Proposer(Role):
                 return text, True
         level, subject = question.task.split(" ", 1)
         text = ""
-        for draw in range(MOST_TRIES):
+        for draw in range(MAX_TRIES):
             task = generator.make(level, question.seed, draw)
-            if draw < MOST_TRIES // 2 and task.subject != subject:  # not every level has every subject
+            if draw < MAX_TRIES // 2 and task.subject != subject:  # not every level has every subject
                 continue
             text = proposals.as_json(task)
             if self.coding.score([(question, text)])[0] and self._is_new(text, question):
@@ -125,7 +125,7 @@ class Proposer(Role):
         if name in self.known:
             return False
         self.known[name] = None
-        while len(self.known) > MOST_REMEMBERED:
+        while len(self.known) > MAX_REMEMBERED:
             del self.known[next(iter(self.known))]
         return True
 
@@ -168,7 +168,7 @@ class Evaluator(Role):
     def __init__(self, environment: "Coding") -> None:
         super().__init__(environment)
         self.coding = environment
-        self.guesses: deque[tuple[float, bool]] = deque(maxlen=MOST_GUESSES)
+        self.guesses: deque[tuple[float, bool]] = deque(maxlen=MAX_GUESSES)
 
     def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
         before = (state.round, PROPOSING) if state.stage else (state.round - 1, SOLVING)

@@ -23,13 +23,13 @@ from rl_swarm.scoring.sandbox.sandbox import Test
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 20_000  # of a source
-MOST_BYTES = 1 << 30  # of its files, and of its rows when they are unpacked
+MAX_ROWS = 20_000  # of a source
+MAX_BYTES = 1 << 30  # of its files, and of its rows when they are unpacked
 LONGEST_ROW = 8 << 20  # bytes
 FEW_ROWS = 16  # of a Parquet file, unpacked at a time
 LONGEST_TEXT = 6000  # characters of a description
 LONGEST_TEST = 2000
-MOST_TESTS = 12
+MAX_TESTS = 12
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(jsonl|parquet)")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 SETTINGS = ("file", "dataset", "edition", "split", "sha256")
@@ -105,7 +105,7 @@ def _task(
         subject=subject,
         description=description,
         shown=tuple(shown),
-        hidden=tuple(hidden[: MOST_TESTS - len(shown)]),
+        hidden=tuple(hidden[: MAX_TESTS - len(shown)]),
         reference=reference,
     )
 
@@ -183,7 +183,7 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     if "sha256" in config:
         _check_digest(task.name, files, str(config["sha256"]))
     found, rows = list[CodingTask](), 0
-    for row in islice(_rows(files, kind.row), MOST_ROWS):
+    for row in islice(_rows(files, kind.row), MAX_ROWS):
         rows += 1
         made = None if row is None else kind.task(row)
         if made is not None:
@@ -208,8 +208,8 @@ def _local(name: str, file: str, folder: Path) -> Path:
             "DATA_PATH "
             "to the folder that has it."
         )
-    if path.stat().st_size > MOST_BYTES:
-        raise TaskError(f"{path} has more than {MOST_BYTES >> 20} MiB, which is the most that is read of a task")
+    if path.stat().st_size > MAX_BYTES:
+        raise TaskError(f"{path} has more than {MAX_BYTES >> 20} MiB, which is the most that is read of a task")
     return path
 
 
@@ -255,11 +255,11 @@ def choose(sizes: Mapping[str, int], split: str, edition: str) -> list[str]:
     chosen, total = list[str](), 0
     for path in files:
         total += sizes[path]
-        if total > MOST_BYTES:
+        if total > MAX_BYTES:
             break
         chosen.append(path)
     if not chosen:
-        raise ValueError(f"{files[0][:80]} has {total >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are taken")
+        raise ValueError(f"{files[0][:80]} has {total >> 20} MiB, and at most {MAX_BYTES >> 20} MiB are taken")
     return chosen
 
 
@@ -278,7 +278,7 @@ def _check_digest(name: str, files: Sequence[Path], expected: str) -> None:
 
 def _rows(files: Sequence[Path], kind: type[msgspec.Struct]) -> Iterator[Any]:
     """The rows of files, as far as they are read; None for one that cannot be."""
-    left = MOST_BYTES
+    left = MAX_BYTES
     for file in files:
         for size, row in (_parquet if file.suffix == ".parquet" else _lines)(file, kind):
             left -= size

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 Order = TypeVar("Order")
 Result = TypeVar("Result")
 
-LEAST_PAUSE, MOST_PAUSE = 0.005, 0.2  # seconds without a newcomer, after which nobody is waited for
+LEAST_PAUSE, MAX_PAUSE = 0.005, 0.2  # seconds without a newcomer, after which nobody is waited for
 PAUSE_SHARE = 0.2  # of the time that the last party took
 HEAD_START = 0.005  # seconds
 
@@ -96,7 +96,7 @@ class DynamicBatcher(Generic[Order, Result]):
                     self._hand_out(ticket)
         finally:
             took = time.monotonic() - started
-            self.pause = min(max(LEAST_PAUSE, PAUSE_SHARE * took), MOST_PAUSE)
+            self.pause = min(max(LEAST_PAUSE, PAUSE_SHARE * took), MAX_PAUSE)
             self._free()
 
     def _hand_out(self, ticket: Ticket[Order, Result]) -> None:

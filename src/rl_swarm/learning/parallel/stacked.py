@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SMALL = 32 << 20  # parameters: larger models keep a GPU busy one by one
-MOST_TOKENS = 2048  # of a model in a pass
+MAX_TOKENS = 2048  # of a model in a pass
 ALIGNED = 64  # numbers: every parameter begins at a multiple, as kernels want it
 FAMILIES = LLAMA_LIKE | {"gpt2"}
 
@@ -109,7 +109,7 @@ class ModelStack:
         self.trainers, self.settings = list(trainers), trainers[0].settings
         self.models = [trainer.model for trainer in trainers]
         self.device = self.models[0].device
-        self.batch_tokens = min(MOST_TOKENS, *(trainer.batch_tokens for trainer in trainers))
+        self.batch_tokens = min(MAX_TOKENS, *(trainer.batch_tokens for trainer in trainers))
         first = trainers[0].parameters()
         starts = [0]
         for parameter in first:

@@ -26,9 +26,9 @@ from rl_swarm.network.p2p.late_answers import Ask
 from rl_swarm.network.p2p.records import (
     DEEPEST,
     KEPT_SECONDS,
+    MAX_INSIDE,
+    MAX_NOTICE,
     MAX_OF_AUTHOR_IN_KEY,
-    MOST_INSIDE,
-    MOST_NOTICE,
     REPORT_SECONDS,
     REPORTS,
     DhtRecord,
@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
 OF_A_ROUND = ("rollouts/", "rewards/")
 OF_NODES = ("peers", "rewards/")  # folders in which a document is called as its node
-MOST_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
+MAX_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
 KNOWN_SECONDS = 0.2  # for which an answer of the DHT is good enough to find somebody's name in
-MOST_NAMES = 4096  # that a peer keeps in mind with their authors
-MOST_LISTED = 8  # folders of which the last listing is kept
+MAX_NAMES = 4096  # that a peer keeps in mind with their authors
+MAX_LISTED = 8  # folders of which the last listing is kept
 HANDS = 16  # peers that leave notices of the manifest, and that ask the owner for news, on average
 AWAY_SECONDS = 300.0  # for which an owner that could not be reached is not asked again
 DIRECT_SECONDS = 5.0  # after which members without a notice of their report are asked for it, and again
@@ -292,7 +292,7 @@ class PeerFiles:
         self.own.add(path)
         if path.startswith(OF_A_ROUND):
             self._of_rounds.append(path)
-            while len(self._of_rounds) > MOST_OF_ROUNDS:
+            while len(self._of_rounds) > MAX_OF_ROUNDS:
                 self.own.discard(old := self._of_rounds.popleft())
                 self._left.pop(old, None)
             if path.startswith("rewards/"):
@@ -310,11 +310,11 @@ class PeerFiles:
             sha256=hashlib.sha256(data).hexdigest(),
             size=len(data),
             timestamp=self.clock(),
-            inside=_text(data) if len(data) <= MOST_INSIDE else "",
+            inside=_text(data) if len(data) <= MAX_INSIDE else "",
             depth=self.members.depth if self.members is not None and path.startswith("peers/") else 0,
             addresses=list(self.engine.addresses)[:8] if path == MANIFEST or path.startswith("peers/") else [],
         )
-        sealed = seal(notice, self.identity, limit=MOST_NOTICE)
+        sealed = seal(notice, self.identity, limit=MAX_NOTICE)
         folder, _, name = path.rpartition("/")
         try:
             subkey = f"{self.identity.peer_id}/{name}"
@@ -347,16 +347,16 @@ class PeerFiles:
             self._forget_names()
             self._listed.pop(folder, None)
             self._listed[folder] = self.clock(), listed
-            while len(self._listed) > MOST_LISTED:
+            while len(self._listed) > MAX_LISTED:
                 del self._listed[next(iter(self._listed))]
         return listed.values()
 
     def _forget_names(self) -> None:
         """Forgets the names that were heard of first, and are of no member, where there are too many."""
-        if max(len(self.authors), len(self.names_of)) > MOST_NAMES:
+        if max(len(self.authors), len(self.names_of)) > MAX_NAMES:
             members = {member.node for member in self._state[1].members.values()} if self._state else set()
             heard = [node for node in self.authors if node not in members]
-            for node in heard[: max(0, len(self.authors) - MOST_NAMES // 2)]:
+            for node in heard[: max(0, len(self.authors) - MAX_NAMES // 2)]:
                 del self.authors[node]
             self.names_of = {peer_id: node for node, peer_id in self.authors.items()}
 

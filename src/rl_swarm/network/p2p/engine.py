@@ -53,14 +53,14 @@ EARLY_SECONDS = 60.0  # a pause that is not longer ends when that peer asks us
 LEAST_PATIENCE = 2.0  # seconds for the answer of a peer that has let us wait before
 REGAINED_SECONDS = 0.5  # of patience, with every answer that comes in time
 REGAINED_IN_PAUSE = 1 / 120  # of a pause, so that nobody on a slow line is shut out for ever
-MOST_REQUEST = 4 << 10  # bytes of what a peer asks for
+MAX_REQUEST = 4 << 10  # bytes of what a peer asks for
 REQUEST_SECONDS = 4.0  # for all bytes of a request to come
 MAX_ASKS_OF_PEER = 4  # requests to one peer at a time: half of the streams that it gives us
 MAX_SAID = 100  # lines of the daemon that are kept, to say why it did not start
 LONGEST_FOLDER = 40  # characters, for temporary files
-MOST_MET = 24  # peers that are connected to as soon as they are heard of
+MAX_MET = 24  # peers that are connected to as soon as they are heard of
 CONNECTIONS = (24, 40)  # to so many they are cut when there are more: an idle one takes 10 bytes a second
-MOST_TOLD = 1024  # peers whose addresses are kept, and of whom it is known that they do not answer
+MAX_TOLD = 1024  # peers whose addresses are kept, and of whom it is known that they do not answer
 RECONNECT_SECONDS = (2.0, 60.0)  # between looks for others, when there are none; the pause grows
 MISSING = (
     "The peer-to-peer network needs hivemind, which is not installed. Install it: pip install 'rl-swarm[p2p]'; in a "
@@ -169,7 +169,7 @@ class PeerEngine:
             self.silent[peer_id] = (time.monotonic() + pause, min(2 * pause, SILENT_SECONDS[1]))
             self.patience[peer_id] = max(LEAST_PATIENCE, patience / 2)
             for kept in (self.silent, self.patience):
-                if len(kept) > MOST_TOLD:
+                if len(kept) > MAX_TOLD:
                     kept.pop(next(iter(kept)))
             raise
         if peer_id in self.patience:
@@ -189,10 +189,10 @@ class PeerEngine:
         if peer_id == self.identity.peer_id or not own:
             return
         self.told[peer_id] = own
-        if len(self.told) > MOST_TOLD:
+        if len(self.told) > MAX_TOLD:
             del self.told[next(iter(self.told))]
         before = self.introduced.get(peer_id, [])
-        if own != before and (before or len(self.introduced) < MOST_MET):
+        if own != before and (before or len(self.introduced) < MAX_MET):
             self.introduced[peer_id] = own
             # One that was started again has other ports.
             self.known = [text for text in self.known if text not in before] + own
@@ -465,7 +465,7 @@ def _forgotten(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
 async def _request(reader: asyncio.StreamReader) -> bytes | None:
     """Reads what a peer asks for; None if that is too long."""
     (size,) = struct.unpack(">I", await reader.readexactly(4))
-    return bytes(await reader.readexactly(size)) if size <= MOST_REQUEST else None
+    return bytes(await reader.readexactly(size)) if size <= MAX_REQUEST else None
 
 
 def explained(error: str, listen: Sequence[str]) -> str:

@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 ADDRESSES = "addresses.json"  # of peers that were there last time
 BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machine
-MOST_ADDRESSES = 64
+MAX_ADDRESSES = 64
 LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
 MAX_SHOWN = 4  # addresses in a message
 MEET_SECONDS = 10.0
 SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
-MOST_TRIES = 8  # peers that are asked in one look for manifests that are too large for a notice
+MAX_TRIES = 8  # peers that are asked in one look for manifests that are too large for a notice
 GIVEN_LOOKS = 3  # for which only the peers whose addresses were given are asked, if they do not answer
 RENEW_SECONDS = 30.0  # between looks at which notices are due
 REMEMBER_SECONDS = 5.0  # between looks at who is there
@@ -216,7 +216,7 @@ def manifests(engine: PeerEngine) -> dict[str, Candidate]:
             found[notice.swarm].authors.add(notice.peer_id)
             continue
         tries += not notice.inside
-        if tries > MOST_TRIES:
+        if tries > MAX_TRIES:
             continue
         engine.introduce(notice.peer_id, notice.addresses)
         with suppress(OSError, Rejected):
@@ -239,12 +239,12 @@ def _body(engine: PeerEngine, notice: DhtRecord) -> bytes:
 def _addresses(local: LocalFiles, name: str) -> list[str]:
     try:
         found = typed(decode(local.read(name, MAX_BYTES)), dict[str, list[str]])
-        return [text for text in found.get("addresses", []) if is_peer_address(text)][:MOST_ADDRESSES]
+        return [text for text in found.get("addresses", []) if is_peer_address(text)][:MAX_ADDRESSES]
     except (OSError, Rejected):
         return []
 
 
 def _remember(local: LocalFiles, engine: PeerEngine) -> None:
-    addresses = list(dict.fromkeys([*engine.peers(), *engine.known]))[:MOST_ADDRESSES]
+    addresses = list(dict.fromkeys([*engine.peers(), *engine.known]))[:MAX_ADDRESSES]
     if addresses and set(addresses) != set(_addresses(local, ADDRESSES)):
         local.write(ADDRESSES, msgspec.json.encode({"addresses": addresses}))

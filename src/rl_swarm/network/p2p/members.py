@@ -34,11 +34,11 @@ INTRODUCTION_BYTES = 8 << 10
 FULLEST, EMPTIEST = 12, 5  # introductions in a part, on average, beyond which it is halved or doubled
 LOOKS = 5  # whose median is the guess
 NEW = 3  # looks for which a peer counts as new
-MOST_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
-MOST_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
+MAX_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
+MAX_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
 COMPANY = 24  # others that a node keeps in mind, where there are several parts
 SELDOM = 4  # rounds from one look to the next of a node that cannot know everybody, and knows half of `COMPANY`
-MOST_WALKED = 256  # parts that somebody reads who wants to see everybody
+MAX_WALKED = 256  # parts that somebody reads who wants to see everybody
 # Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
 STEPS = range(0, DEEPEST + 1, 3)
 ENOUGH = 3  # introductions in a part that are no accident
@@ -148,10 +148,10 @@ class Members:
 
     def walk(self) -> None:
         """Reads all parts: for somebody who wants to see everybody, once."""
-        self._most = MOST_MEMBERS
+        self._most = MAX_MEMBERS
         self.look()
         parts = [_part(number, self.depth) for number in range(1 << self.depth)]
-        for part in self.rng.sample(parts, min(len(parts), MOST_WALKED)):
+        for part in self.rng.sample(parts, min(len(parts), MAX_WALKED)):
             with suppress(OSError):
                 self._read(part)
 
@@ -182,7 +182,7 @@ class Members:
         ]
         if self.admits is not None:
             found = [notice for notice in found if (peer := self._introduced(notice)) and self.admits(peer)]
-        for notice in self.rng.sample(found, min(len(found), MOST_OF_A_LOOK)):
+        for notice in self.rng.sample(found, min(len(found), MAX_OF_A_LOOK)):
             if peer := self._introduced(notice):
                 self._meet(peer, notice)
         return len(found), [notice.depth for notice in found]
@@ -243,7 +243,7 @@ class Members:
     def _forget(self) -> None:
         """Whoever has given no sign of life lately is gone; of too many, those who gave the last ones longest ago."""
         oldest = self._oldest()
-        most = self._most if self.depth else MOST_MEMBERS
+        most = self._most if self.depth else MAX_MEMBERS
         for rank, peer_id in enumerate(self.latest(len(self.known))):
             if self.known[peer_id].seen < oldest or rank >= most - 1:
                 del self.known[peer_id]

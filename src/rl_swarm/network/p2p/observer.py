@@ -24,7 +24,7 @@ from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files, LocalFiles
 
 OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
-MOST_ASKED = 256  # members
+MAX_ASKED = 256  # members
 AT_ONCE = 16
 ASK_SECONDS = 5.0  # between questions for reports
 KEPT_ROUNDS = 100  # of reports that are counted
@@ -87,7 +87,7 @@ class Onlooker:
             (number, stage, peer_id)
             for number in recent
             for stage in range(self.coordinator.manifest.stages)
-            for peer_id in sorted(state.members)[:MOST_ASKED]
+            for peer_id in sorted(state.members)[:MAX_ASKED]
             if (number, stage, peer_id) not in self.reports
         ]
         paths = {report_path(number, stage, peer): (number, stage, peer) for number, stage, peer in wanted}

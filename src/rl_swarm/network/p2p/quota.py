@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_swarm.network.p2p.records import MAX_OF_AUTHOR_IN_KEY, MOST_NOTICE, DhtRecord
+from rl_swarm.network.p2p.records import MAX_NOTICE, MAX_OF_AUTHOR_IN_KEY, DhtRecord
 
 MAX_OF_AUTHOR = 64  # notices of one author: an introduction in some parts, a manifest, what an owner writes
 MAX_REPORTS_OF_AUTHOR = 8
@@ -77,7 +77,7 @@ class DhtQuota:
         )
         evicted = None
         # An expiry that is not a number is neither later nor earlier.
-        if size <= MOST_NOTICE + 8 and now < expires <= notice.latest_expiry() and _is_now(notice, view):
+        if size <= MAX_NOTICE + 8 and now < expires <= notice.latest_expiry() and _is_now(notice, view):
             evicted = self._displaced(claim, now)
         if evicted is None:
             self.refused += 1
@@ -211,4 +211,4 @@ def _may_displace(claim: Claim, loser: Claim, shares: Counter[str]) -> bool:
 
 def _rank(share: int) -> int:
     """Rounds a share up to whole notices, so that a smaller notice takes nothing from a larger one."""
-    return -(-share // MOST_NOTICE)
+    return -(-share // MAX_NOTICE)

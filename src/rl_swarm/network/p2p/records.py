@@ -14,8 +14,8 @@ from rl_swarm.protocol.wire import Count, Id, Rejected, unseal
 
 log = logging.getLogger(__name__)
 
-MOST_INSIDE = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
-MOST_NOTICE = 6 << 10
+MAX_INSIDE = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
+MAX_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 REPORT_SECONDS = 120.0  # the same of a round's reports, of which only the newest is renewed
 EARLIEST, LATEST = KEPT_SECONDS, 60.0  # seconds by which the clock of a notice's author may differ
@@ -36,7 +36,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sha256: Annotated[str, Meta(max_length=64)]
     size: Count
     timestamp: float
-    inside: Annotated[str, Meta(max_length=MOST_INSIDE)] = ""
+    inside: Annotated[str, Meta(max_length=MAX_INSIDE)] = ""
     # On introductions, how large a part of them its author reads (`members.py`).
     depth: Annotated[int, Meta(ge=0, le=DEEPEST)] = 0
     # Where its author can be reached, on introductions and manifests.
@@ -95,7 +95,7 @@ def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> DhtRec
 def _unsealed(value: bytes) -> DhtRecord | None:
     """Reads a notice whose signature is right. The same ones are read again at every look."""
     try:
-        return unseal(value, DhtRecord, MOST_NOTICE)
+        return unseal(value, DhtRecord, MAX_NOTICE)
     except Rejected as error:
         log.debug("a record is refused: %s", error)
         return None

@@ -19,7 +19,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
 from rl_swarm.network.p2p.quota import MAX_KEY_BYTES, DhtQuota
-from rl_swarm.network.p2p.records import MOST_NOTICE, DhtRecord, acceptable
+from rl_swarm.network.p2p.records import MAX_NOTICE, DhtRecord, acceptable
 from rl_swarm.network.p2p.reliability import Reliability
 
 MAX_RECORDS = 2048  # in one dictionary
@@ -89,7 +89,7 @@ class FairStorage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
     def _read(self, key: bytes, subkey: Any, value: Any) -> DhtRecord | None:
-        if not isinstance(subkey, str) or not isinstance(value, bytes) or len(value) > MOST_NOTICE + 8:
+        if not isinstance(subkey, str) or not isinstance(value, bytes) or len(value) > MAX_NOTICE + 8:
             return None
         data = unpacked(value)
         notice = acceptable(None, subkey, data, self.quota.clock()) if data is not None else None

@@ -21,7 +21,7 @@ CANDIDATES = 6  # from which they are taken: one may not answer
 READERS = 3  # of the keepers that are asked for records, drawn at random: one that hides some does not matter
 QUICK_READERS = 2  # of whom the answers are waited for, where the same is read again soon
 REMEMBERED_SECONDS = 180.0  # for which it is known who keeps a key's records
-MOST_KEYS = 64  # of which that is known
+MAX_KEYS = 64  # of which that is known
 SMALL_SECONDS = (
     1.0,
     10.0,
@@ -135,7 +135,7 @@ class Table:
         self._keepers.pop(key, None)
         if len(nearest) == CANDIDATES:
             self._keepers[key] = (self.clock(), nearest)
-            while len(self._keepers) > MOST_KEYS:
+            while len(self._keepers) > MAX_KEYS:
                 del self._keepers[next(iter(self._keepers))]
         return list(nearest.values())
 

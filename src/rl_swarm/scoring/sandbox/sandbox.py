@@ -43,7 +43,7 @@ MAX_TESTS = 100
 MAX_REQUEST = 96 << 10  # bytes of code and calls; they have to fit into a socket's buffer
 MAX_SHOWN = 200
 NOT_JUDGED = "not judged: time was up before its turn"
-MOST_TRIES = 3  # of a program whose keeper ends, and of a keeper that does not start
+MAX_TRIES = 3  # of a program whose keeper ends, and of a keeper that does not start
 
 # Best first: what each is made of.
 ISOLATIONS = {
@@ -179,7 +179,7 @@ class Sandbox:
             expected = check(program)
         except ValueError as error:
             return failed(program, str(error))
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             if time.monotonic() > latest:
                 return failed(program, NOT_JUDGED, judged=False)
             keeper = self._keeper()
@@ -209,7 +209,7 @@ class Sandbox:
                 self._lose(keeper, "it had ended")
             return keeper
         problem = ""
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             try:
                 return Keeper(self.isolation, self.cpu_seconds, self.wall_seconds)
             except KeeperBroke as error:
