@@ -1,17 +1,16 @@
 """Faults on purpose, a few of every kind, and a verdict that can tell what they did."""
 
-import importlib
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_benchmark
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-plans, verdict, wires = map(importlib.import_module, ("fault_plan", "fault_verdict", "fault_wires"))
+from benchmarks.robustness import fault_network as wires
+from benchmarks.robustness import fault_plan as plans
+from benchmarks.robustness import fault_verdict as verdict
 
 ROUNDS = 20
 
@@ -187,9 +186,9 @@ def test_the_switch_does_to_frames_what_a_line_says() -> None:
 
 def played(folder: Path, network: str, plan: list[dict[str, Any]], *options: str) -> dict[str, Any]:
     (folder / "plan.json").write_text(json.dumps(plan))
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--network", network, "--nodes", "3", *options]
-    command += ["--plan", str(folder / "plan.json"), "--json", str(folder / "figures.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    files = ["--plan", str(folder / "plan.json"), "--json", str(folder / "figures.json")]
+    nodes = ["--network", network, "--nodes", "3"]
+    done = run_benchmark("robustness.faults", *nodes, *options, *files, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     assert figures["violations"] == [] and figures["most_lost_by_one"] <= 1

@@ -2,7 +2,6 @@
 nothing."""
 
 import base64
-import importlib
 import json
 import os
 import random
@@ -10,15 +9,19 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import HAS_HIVEMIND, until
+from processes import HAS_HIVEMIND, start_benchmark, until
 
+from benchmarks.robustness import fuzz_folder as folder
+from benchmarks.robustness import fuzz_http as http
+from benchmarks.robustness import fuzz_messages as messages
+from benchmarks.robustness import fuzz_streams as streams
+from benchmarks.robustness.fuzz_target import fuzz
 from rl_swarm.network.p2p import engine, quota
 from rl_swarm.network.p2p.streams import StreamSlots
 from rl_swarm.protocol.identity import Identity
@@ -29,12 +32,6 @@ from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-messages = importlib.import_module("fuzz_messages")
-folder = importlib.import_module("fuzz_folder")
-http = importlib.import_module("fuzz_http")
-streams = importlib.import_module("fuzz_streams")
-fuzz = importlib.import_module("fuzz_target").fuzz
 RECORDS, ALICE = messages.RECORDS, messages.ALICE
 
 
@@ -389,8 +386,7 @@ def test_a_careless_peer_is_noticed(plant, said, peers, tmp_path, monkeypatch):
 
 
 def run_fuzzer(*arguments, **options):
-    command = [sys.executable, str(BENCHMARKS / "fuzz.py"), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    return start_benchmark("robustness.fuzz", *arguments, stderr=subprocess.STDOUT, **options)
 
 
 def test_the_command_shares_the_time_and_ends_with_a_table(tmp_path):

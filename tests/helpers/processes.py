@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 RL_SWARM = [sys.executable, "-m", "rl_swarm"]
+CHECKOUT = Path(__file__).parents[2]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 HAS_HIVEMIND = find_spec("hivemind") is not None  # there is a wheel for Linux on x86-64
@@ -43,6 +44,22 @@ def run(cwd: Path, *arguments: str, timeout: float = 240, **environ: str) -> tup
     finally:
         end(process)
     return process.returncode, output
+
+
+def start_benchmark(name: str, *arguments: str, cwd: Path = CHECKOUT, **options: Any) -> "subprocess.Popen[str]":
+    """Start a benchmark by its module below `benchmarks`, from any directory."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=environ, stdout=subprocess.PIPE, text=True, **options)
+
+
+def run_benchmark(name: str, *arguments: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
+    process = start_benchmark(name, *arguments, stderr=subprocess.PIPE)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        end(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def end(process: "subprocess.Popen[str]") -> None:
