@@ -13,7 +13,6 @@
 The code that writes the history is the nodes' own (synthetic_run.py). `--quick` is small, to show that all works.
 """
 
-import argparse
 import http.client
 import json
 import os
@@ -32,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.dashboard.viewers import PAGE, Known
+from benchmarks.lib.command import parser_of, print_table, progress, write_json
 from benchmarks.lib.synthetic_run import History
 
 PARTS = ("start", "load", "beside")
@@ -243,44 +241,49 @@ def measure_beside(folder: Path, size: Size) -> dict[str, Any]:
     }
 
 
-def print_table(figures: dict[str, Any]) -> None:
-    table = Table("what", "measured", "bar")
+def show(figures: dict[str, Any]) -> None:
+    rows: list[list[str]] = []
     if start := figures.get("start"):
-        table.add_row(
-            f"start, {start['rounds']} rounds of {start['nodes']} nodes",
-            f"first {start['first_s']:.2f} s, again {start['again_s']:.2f} s ({start['processor_s']:.2f} s of a "
-            "processor)",
-            BARS["start"],
+        rows.append(
+            [
+                f"start, {start['rounds']} rounds of {start['nodes']} nodes",
+                f"first {start['first_s']:.2f} s, again {start['again_s']:.2f} s, CPU {start['processor_s']:.2f} s",
+                BARS["start"],
+            ]
         )
     if load := figures.get("load"):
-        table.add_row(
-            f"page data, {load['peers']} peers, {load['rounds']} rounds, {load['viewers']} viewers, "
-            f"{load['seconds']:.0f} s",
-            f"median {load['median_ms']:.0f} ms, 95 % within {load['p95_ms']:.0f} ms, worst {load['worst_ms']:.0f} ms; "
-            f"{load['pages']} pages of {load['page_bytes'] / 1000:.0f} kB, {sum(load['wrong'].values())} wrong",
-            BARS["load"],
+        rows.append(
+            [
+                f"{load['peers']} peers, {load['rounds']} rounds, {load['viewers']} viewers, {load['seconds']:.0f} s",
+                f"median {load['median_ms']:.0f} ms, 95 % {load['p95_ms']:.0f} ms, worst {load['worst_ms']:.0f} ms; "
+                f"{load['pages']} pages of {load['page_bytes'] / 1000:.0f} kB, {sum(load['wrong'].values())} wrong",
+                BARS["load"],
+            ]
         )
         sizes = " → ".join(f"{load[f'rss_{when}'] / MEBIBYTE:.0f}" for when in ("start", "middle", "end"))
-        table.add_row(
-            "the server meanwhile",
-            f"{sizes} MiB, {load['processor_share']:.0%} of a core; {load['ready_s']:.1f} s to read it all at first",
-            BARS["memory"],
+        rows.append(
+            [
+                "the server meanwhile",
+                f"{sizes} MiB, {load['processor_share']:.0%} of a core; ready after {load['ready_s']:.1f} s",
+                BARS["memory"],
+            ]
         )
     if beside := figures.get("beside"):
-        table.add_row(
-            f"beside `up` of {beside['nodes']} nodes",
-            f"{beside['web_s']:.1f} s of {beside['nodes_s']:.1f} s: {beside['share']:.1%}",
-            BARS["beside"],
+        rows.append(
+            [
+                f"beside `up` of {beside['nodes']} nodes",
+                f"{beside['web_s']:.1f} s of {beside['nodes_s']:.1f} s: {beside['share']:.1%}",
+                BARS["beside"],
+            ]
         )
-    Console().print(table)
+    print_table(["what", "measured", "bar"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path, help="where the histories are made (2.5 GB; removed afterwards)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
@@ -297,16 +300,13 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="dashboard-") as folder:
         for part in given.parts or PARTS:
-            print(f"measuring {part} …", file=sys.stderr, flush=True)
+            progress(f"measuring {part} …")
             figures[part] = {"start": measure_start, "load": measure_load, "beside": measure_beside}[part](
                 Path(folder), size
             )
-    if given.json == "-":
-        print(json.dumps(figures, indent=2))
-        return
-    print_table(figures)
-    if given.json:
-        Path(given.json).write_text(json.dumps(figures, indent=2) + "\n")
+    if given.json != "-":
+        show(figures)
+    write_json(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.learner.systems import NEEDS, SYSTEMS, Workload, missing, pad_of
-from benchmarks.lib.command import MEBIBYTE, options, print_table, progress, write_json
+from benchmarks.lib.command import MEBIBYTE, learner_parser, print_table, progress, write_json
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 
@@ -219,7 +219,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__ or "")
+    parser = learner_parser(__doc__)
     parser.add_argument("--systems", default="ours,genrl,trl", help="which of ours, genrl and trl, with commas")
     parser.add_argument("--cases", default="natural,fixed", help="which of natural and fixed, with commas")
     parser.add_argument(

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.command import print_table
+
 LEVELS = (0.25, 0.5)
 ROUND, REWARD = 0, 1
 
@@ -49,16 +51,14 @@ def main() -> int:
     with lzma.open(given.file, "rt") as lines:
         for run in map(json.loads, lines):
             groups[run["experiment"], len(run["nodes"]), run["arm"], run["rate"]].append(run)
-    print("| experiment | nodes | arm | rate | runs | rounds | fresh local, mean | a quarter solved | half solved |")
-    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | --- | --- |")
+    rows = []
     for (experiment, nodes, arm, rate), runs in sorted(groups.items()):
         rounds = min(len(rows) for run in runs for rows in run["nodes"].values())
         fresh = statistics.fmean(row[REWARD] for run in runs for rows in run["nodes"].values() for row in rows[:rounds])
         times = (shown([median_node(run, level, given.window) for run in runs], rounds) for level in LEVELS)
-        print(
-            f"| {experiment} | {nodes} | {arm} | {rate:g} | {len(runs)} | {rounds} | {fresh:.3f} | {' | '.join(times)} "
-            "|"
-        )
+        rows.append([experiment, str(nodes), arm, f"{rate:g}", str(len(runs)), str(rounds), f"{fresh:.3f}", *times])
+    header = ["experiment", "nodes", "arm", "rate", "runs", "rounds", "fresh local, mean"]
+    print_table([*header, "a quarter solved", "half solved"], rows)
     return 0
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.learner.systems import NO_TOKEN, pad_of
-from benchmarks.lib.command import options, print_table, progress, write_json
+from benchmarks.lib.command import learner_parser, print_table, progress, write_json
 from rl_swarm.errors import UserError
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__ or "")
+    parser = learner_parser(__doc__)
     parser.add_argument("--samplers", default=",".join(SAMPLERS), help="which of them, with commas")
     args = parser.parse_args()
     args.samplers = args.samplers.split(",")

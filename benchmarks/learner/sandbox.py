@@ -7,9 +7,7 @@ Every verdict is checked. What is not installed (bubblewrap, pydantic-monty) is 
 all processes together; unlike the others it stays true on a machine that has other work.
 """
 
-import argparse
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -24,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from benchmarks.lib.command import parser_of, print_table, write_json
 from rl_swarm.scoring.sandbox import sandbox
 from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test, available
 
@@ -76,12 +75,13 @@ NAMES = {
     "seccomp": "ours: seccomp, Landlock",
     "monty": "ours: pydantic-monty, a part of Python",
 }
-UNGUARDED = (  # our keeper, with everything that guards it taken out
-    "from rl_swarm.scoring.sandbox import fork_server as keeper\n"
-    "keeper.move = keeper.lock = lambda *_: None\n"
-    "keeper.lockdown.probe = lambda *_: {}\n"
-    "keeper.probe = lambda channel: keeper.os.write(channel, b'{\"measured\": true}')\n"
-    "keeper.main()\n"
+UNGUARDED = (  # the sandbox's fork server without its guards
+    "from rl_swarm.scoring.sandbox import fork_server as server\n"
+    "assert all(map(callable, (server.move, server.lock, server.probe, server.lockdown.probe)))\n"
+    "server.move = server.lock = lambda *_: None\n"
+    "server.lockdown.probe = lambda *_: {}\n"
+    "server.probe = lambda channel: server.os.write(channel, b'{\"measured\": true}')\n"
+    "server.main()\n"
 )
 
 
@@ -185,11 +185,10 @@ def run(count: int, tests: int, workers: int, repeats: int) -> list[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--programs", type=int, default=2000, help="a twentieth where each test is a process")
     parser.add_argument("--tests", type=int, choices=[1, 2, 3], default=3, help="of a program")
     parser.add_argument("--workers", type=int, default=2, help="programs at a time")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each, of which the best counts")
     args = parser.parse_args()
     results = run(args.programs, args.tests, args.workers, args.repeats)
@@ -202,18 +201,20 @@ def main() -> None:
         }
         for result in results
     }
-    if args.json:
-        text = json.dumps(figures, indent=2)
-        print(text) if args.json == "-" else Path(args.json).write_text(text + "\n")
+    write_json(args.json, figures)
     if args.json != "-":
-        print("| what | programs per second | per minute | processor time a program | times as many |")
-        print("| --- | ---: | ---: | ---: | ---: |")
-        for name, row in figures.items():
-            print(
-                f"| {name} | {row['per_second']:,.0f} | {60 * row['per_second']:,.0f} "
-                f"| {'not known' if 'bubblewrap' in name else format(row['processor_ms'], '.1f') + ' ms'} "
-                f"| {row['times']:.1f} |"
-            )
+        header = ["what", "programs per second", "per minute", "processor time a program", "times as many"]
+        rows = [
+            [
+                name,
+                f"{row['per_second']:,.0f}",
+                f"{60 * row['per_second']:,.0f}",
+                "not known" if "bubblewrap" in name else f"{row['processor_ms']:.1f} ms",
+                f"{row['times']:.1f}",
+            ]
+            for name, row in figures.items()
+        ]
+        print_table(header, rows)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from benchmarks.learner.systems import pad_of
-from benchmarks.lib.command import options, print_table, progress, write_json
+from benchmarks.lib.command import learner_parser, print_table, progress, write_json
 from rl_swarm.errors import UserError
 from rl_swarm.node.swarm import SHARED
 from rl_swarm.node.worker import SWITCH_SECONDS
@@ -264,7 +264,7 @@ def show(results: list[dict[str, Any]], ratio: float) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__ or "")
+    parser = learner_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=8, help="that share the device (default: 8)")
     parser.add_argument("--random", choices=["llama", "gpt2"], help="random weights of this family, no --model")
     args = parser.parse_args()

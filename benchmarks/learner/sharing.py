@@ -1,14 +1,12 @@
 """Measures what sharing is worth: the default swarm with and without it, with the same seed, rounds and answers.
 
-    python -m benchmarks.learner.sharing [--seeds 42 43 44] [--rounds 120] [--out DIR] [--json]
+    python -m benchmarks.learner.sharing [--seeds 42 43 44] [--rounds 120] [--out DIR] [--json FILE]
 
 Every run is the real `rl-swarm up`, four processes on this machine. With sharing a node trains on 4 own
 and 4 external groups a round, without on its 4 own, in one update; both generate 4 x 8 answers. The held-out score is
 sampled at temperature 1 on questions that training never sees.
 """
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.command import parser_of, print_table, write_json
 from rl_swarm.monitor.run_reader import RunView
 
 ARMS = {"4/4 sharing": 4, "4/0 alone": 0}
@@ -59,11 +58,10 @@ def mean(values: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--out", type=Path, default=None, help="keep the runs here; those that exist are not run again")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     out = (args.out or Path(tempfile.mkdtemp(prefix="sharing-"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -73,19 +71,29 @@ def main() -> None:
         for seed in args.seeds
         for arm, external in ARMS.items()
     ]
-    if args.json:
-        print(json.dumps(results, indent=2))
-        return
-    print(
-        "| seed | arm | held-out before | after | times | greedy | fresh local | training set | tasks improved | time |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for r in results:
-        print(
-            f"| {r['seed']} | {r['arm']} | {r['start']:.3f} | {r['end']:.3f} | {r['end'] / r['start']:.1f} "
-            f"| {r['greedy_start']:.2f} → {r['greedy_end']:.2f} | {r['fresh_local']:.3f} | {r['training_set']:.3f} "
-            f"| {r['tasks_improved']} of {len(r['by_task'])} | {r['seconds']:.0f} s |"
-        )
+    if args.json != "-":
+        show(results)
+    write_json(args.json, results)
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    header = ["seed", "arm", "held-out before", "after", "times", "greedy", "fresh local", "training set"]
+    rows = [
+        [
+            str(r["seed"]),
+            r["arm"],
+            f"{r['start']:.3f}",
+            f"{r['end']:.3f}",
+            f"{r['end'] / r['start']:.1f}",
+            f"{r['greedy_start']:.2f} → {r['greedy_end']:.2f}",
+            f"{r['fresh_local']:.3f}",
+            f"{r['training_set']:.3f}",
+            f"{r['tasks_improved']} of {len(r['by_task'])}",
+            f"{r['seconds']:.0f} s",
+        ]
+        for r in results
+    ]
+    print_table([*header, "tasks improved", "time"], rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.learner.shared_gpu import load
-from benchmarks.lib.command import options, positive, print_table, progress, write_json
+from benchmarks.lib.command import learner_parser, positive, print_table, progress, write_json
 from rl_swarm.settings import Settings
 
 GIGABYTE = 10**9
@@ -56,7 +56,7 @@ def step(budget: int, args: argparse.Namespace, pipe: Connection) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__ or "")
+    parser = learner_parser(__doc__)
     parser.add_argument("--random", choices=["llama", "gpt2"], help="random weights of that family's usual size")
     parser.add_argument("--budgets", default="2048,3072,4608,5120,5376,6144,9216,20000", help="with commas")
     args = parser.parse_args()
@@ -81,8 +81,7 @@ def main() -> None:
     fastest = min(row["seconds"] for row in rows)
     for row in rows:
         row["ratio"] = round(row["seconds"] / fastest, 2)
-    if args.json:
-        write_json(args.json, {"budgets": rows})
+    write_json(args.json, {"budgets": rows})
     if args.json != "-":
         print_table(list(rows[0]), [list(map(str, row.values())) for row in rows])
 

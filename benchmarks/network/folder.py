@@ -1,6 +1,6 @@
 """Measures what a folder swarm costs: calls, bytes and seconds, with 4 nodes and 2 stages per round.
 
-    python -m benchmarks.network.folder [--rounds 100] [--bucket] [--json]
+    python -m benchmarks.network.folder [--rounds 100] [--bucket] [--json FILE]
 
 Exchange, coordinator, conductor and selection are the real ones; only the model is missing: a node "generates"
 by sleeping and publishes text made from a seed (8 questions x 8 completions, prompts of about 400 characters,
@@ -18,8 +18,6 @@ which counts the requests that it gets.
 The same content as plain JSON, in the layout of the system we replace, is measured in the same run.
 """
 
-import argparse
-import json
 import logging
 import os
 import platform
@@ -35,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.command import parser_of, print_table, write_json
 from benchmarks.network.synthetic_rollouts import QUESTIONS, Arithmetic, plain_json
 from rl_swarm.network.address import locate
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
@@ -331,7 +330,7 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
             },
             "reports": tally.about("rewards") / stages,
             "state": tally.about("state") / stages,
-            "signs_of_life": tally.about("peers") / stages,
+            "heartbeats": tally.about("peers") / stages,
             "everything": tally.about() / stages,
         },
         "megabytes_per_100_rounds": {
@@ -346,52 +345,55 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
     }
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
-    print(
-        "| scenario | rollout calls per stage (written + found + not there yet) | all calls per stage "
-        "(reports, state, signs of life) | MB per 100 rounds | plain JSON | share | s added per stage |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+def show(results: list[dict[str, Any]]) -> None:
+    header = ["scenario", "rollout calls per stage (written + found + not there yet)"]
+    header += ["all calls per stage (reports, state, heartbeats)", "MB per 100 rounds", "plain JSON", "share"]
+    rows = []
     for r in results:
         calls, size = r["calls_per_stage"], r["megabytes_per_100_rounds"]
         kinds = [calls["rollouts_by_kind"].get(kind, 0.0) for kind in ("write", "read", "nothing there")]
-        print(
-            f"| {r['scenario']} | {calls['rollouts']:.1f} ({' + '.join(f'{kind:.1f}' for kind in kinds)}) "
-            f"| {calls['everything']:.1f} ({calls['reports']:.1f}, {calls['state']:.1f}, {calls['signs_of_life']:.1f}) "
-            f"| {size['rollouts_written']:.1f} | {size['plain_json_written']:.1f} "
-            f"| {100 * r['bytes_of_plain_json']:.0f} % | {r['seconds_added_per_stage']:.2f} |"
+        others = [calls[what] for what in ("reports", "state", "heartbeats")]
+        rows.append(
+            [
+                r["scenario"],
+                f"{calls['rollouts']:.1f} ({' + '.join(f'{kind:.1f}' for kind in kinds)})",
+                f"{calls['everything']:.1f} ({', '.join(f'{count:.1f}' for count in others)})",
+                f"{size['rollouts_written']:.1f}",
+                f"{size['plain_json_written']:.1f}",
+                f"{100 * r['bytes_of_plain_json']:.0f} %",
+                f"{r['seconds_added_per_stage']:.2f}",
+            ]
         )
-    print(
-        f"| the system we replace | {REPLACED['calls per stage']} | | {REPLACED['MB per 100 rounds']} | | "
-        f"| {REPLACED['seconds per stage']} |"
-    )
+    replaced = [REPLACED[what] for what in ("calls per stage", "MB per 100 rounds", "seconds per stage")]
+    rows.append(["the system we replace", replaced[0], "", replaced[1], "", "", replaced[2]])
+    print_table([*header, "s added per stage"], rows)
 
 
 def print_requests() -> None:
-    """What is asked of an S3 server."""
+    """Play the last two scenarios in a bucket, and print the requests at its S3 server."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
     from stores import BUCKET, S3
 
     server = S3()
     os.environ.update(server.environ)
     server.make_bucket(BUCKET)
-    print("| scenario | requests per stage | GET | PUT | LIST | others | seconds added per stage |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = []
     for scenario in SCENARIOS[-2:]:
         server.requests.clear()
         name = scenario.name.partition(",")[0]
         result = measure(replace(scenario, latency=0.0), 0, f"s3://{BUCKET}/{name}")
         each = {kind: count / result["stages"] for kind, count in server.requests.items()}
         kinds = [each.pop(kind, 0.0) for kind in ("GET", "PUT", "LIST")] + [sum(each.values())]
-        shown = " | ".join(f"{count:.1f}" for count in [sum(kinds), *kinds])
-        print(f"| {name} | {shown} | {result['seconds_added_per_stage']:.2f} |")
+        counts = [f"{count:.1f}" for count in [sum(kinds), *kinds]]
+        rows.append([name, *counts, f"{result['seconds_added_per_stage']:.2f}"])
+    header = ["scenario", "requests per stage", "GET", "PUT", "LIST", "others", "seconds added per stage"]
+    print_table(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--bucket", action="store_true")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     quiet_at_the_end()
     if args.bucket:
@@ -401,10 +403,9 @@ def main() -> None:
     for scenario in SCENARIOS:
         with tempfile.TemporaryDirectory(prefix="folder-") as folder:
             results.append(measure(scenario, args.rounds, folder))
-    if args.json:
-        print(json.dumps({"results": results, "replaced": REPLACED}, indent=2))
-    else:
-        print_table(results)
+    if args.json != "-":
+        show(results)
+    write_json(args.json, {"results": results, "replaced": REPLACED})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.lib.command import print_table, progress, write_json
+from benchmarks.lib.command import add_json, print_table, progress, write_json
 
 GROWTH, APART = 1.2, 0.2  # what bytes per node may grow by, and how far the simulation may be off
 KINDS = {  # of bytes in the simulation
@@ -193,7 +193,7 @@ def main() -> None:
         one.add_argument("--churn", action="store_true", help="also with a third coming and going in ten rounds")
         one.add_argument("--seed", type=int, default=1, help="of the simulation")
         one.add_argument("--check", action="store_true", help="exit status 1 if a bar is missed")
-        one.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
+        add_json(one)
     args = parser.parse_args()
     results, good = args.run(args)
     write_json(args.json, {"what": args.what, "cores": os.cpu_count(), "results": results})

@@ -15,7 +15,6 @@ any question, the rewards that are claimed, as much as anybody sends. With defen
 Both also run without attackers: the baseline. What an attack aims at stands in its row; 0 is no success.
 """
 
-import argparse
 import logging
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.command import print_table, progress, write_json
+from benchmarks.lib.command import parser_of, print_table, progress, write_json
 from benchmarks.robustness.attack_outcome import Outcome, Size
 from benchmarks.robustness.attack_types import AIMS, ATTACKS, Attack
 
@@ -149,7 +148,7 @@ def print_figures(figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK.rounds} rounds instead of {Size.rounds}")
     parser.add_argument("--attacks", help=f"some of {', '.join(ATTACKS)} (default: all)")
     parser.add_argument("--model", default="tiny", help="of the honest nodes (default: tiny)")
@@ -160,7 +159,6 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=Size.held_out, help="questions to look at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="swarms at a time")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - prints them and no table")
     options = parser.parse_args()
     from benchmarks.lib.gauge import machine
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.lib.command import progress
 from benchmarks.robustness.fault_network import Line, Wires
 from benchmarks.robustness.fault_plan import ON_THE_LINE, WORDS, Fault, Network, node_names
 from benchmarks.robustness.fault_verdict import START_SECONDS, End, History, Run, Start
@@ -508,7 +509,3 @@ def last_words(process: Process) -> str:
     lines = (process.folder / "output.log").read_text(errors="replace").strip().splitlines()
     errors = [line for line in lines[-200:] if line.startswith(("rl-swarm: ", "Traceback"))]
     return (errors or lines or ["it said nothing"])[-1]
-
-
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

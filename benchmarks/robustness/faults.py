@@ -27,8 +27,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.lib.command import parser_of, print_table, progress, write_json
 from benchmarks.robustness.fault_plan import WORDS, Kind, Network, draw, left_out, names_of, plan_of
-from benchmarks.robustness.fault_runner import KILLED, Bench, progress
+from benchmarks.robustness.fault_runner import KILLED, Bench
 from benchmarks.robustness.fault_verdict import History, violations
 
 INSIDE = "FAULTS_INSIDE"  # set in the namespaces
@@ -99,15 +100,16 @@ def figures_of(bench: Bench, broken: list[str], seconds: float) -> dict[str, Any
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    print(
-        "| fault | times | nodes | until the next finished round: median | worst |\n| --- | ---: | ---: | ---: | ---: |"
-    )
-    for row in figures["faults"]:
-        waits = [
-            f"{row[f'{which}_seconds']} s" if row["median_seconds"] is not None else "-"
-            for which in ("median", "worst")
+    rows = [
+        [
+            WORDS[row["kind"]],
+            str(row["times"]),
+            str(row["nodes"]),
+            *("-" if row["median_seconds"] is None else f"{row[f'{q}_seconds']} s" for q in ("median", "worst")),
         ]
-        print(f"| {WORDS[row['kind']]} | {row['times']} | {row['nodes']} | {' | '.join(waits)} |")
+        for row in figures["faults"]
+    ]
+    print_table(["fault", "times", "nodes", "until the next finished round: median", "worst"], rows)
     print(
         f"\n{figures['network']}: {figures['nodes']} nodes, {figures['rounds']} rounds, {figures['node_rounds']} "
         "node-rounds in "
@@ -126,7 +128,7 @@ def can_unshare() -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser_of(__doc__)
     options.add_argument("--network", choices=get_args(Network), default="folder")
     options.add_argument("--nodes", type=int, default=16)
     options.add_argument("--rounds", type=int, default=75)
@@ -136,7 +138,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--plan", metavar="FILE", help="the faults, instead of those drawn from the seed")
     options.add_argument("--show", action="store_true", help="print the plan and do nothing")
     options.add_argument("--folder", help="keep everything there (default: a temporary folder)")
-    options.add_argument("--json", metavar="FILE", help="write the figures there")
     options.add_argument("--no-namespaces", action="store_true", help="only what needs none")
     return options
 
@@ -176,9 +177,9 @@ def main() -> None:
             sys.exit(130)
         broken = violations(bench.run)
         figures = figures_of(bench, broken, time.monotonic() - started)
-    print_figures(figures)
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    if options.json != "-":
+        print_figures(figures)
+    write_json(options.json, figures)
     for sentence in broken:
         print(sentence)
     print(f"{len(broken)} violations" if broken else "nothing stuck, nothing lost, all agree on who is who")

@@ -17,7 +17,6 @@ played afterwards. The exit code is 1, with a sentence for every bar that is mis
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.command import parser_of, print_table, progress, write_json
 from benchmarks.robustness.siege_swarms import (
     Beside,
     Swarm,
@@ -46,10 +46,6 @@ from benchmarks.robustness.siege_verdict import Side, Siege, doubts, empty, lowe
 FIRST_ROUND = 2  # from which the siege begins
 LOOK_SECONDS = 0.5  # between readings of processor time, which the harmless processes follow
 WEIGH_SECONDS = 5.0  # between readings of memory and looks at the dashboard
-
-
-def progress(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
@@ -230,13 +226,13 @@ def plain_scores(options: argparse.Namespace, folder: Path, at: int) -> list[flo
 
 
 def print_siege(siege: Siege, used: dict[str, float]) -> None:
+    rows: list[list[str]] = []
+
     def row(name: str, *cells: str) -> None:
-        print(f"| {name} | {' | '.join(cells)} |")
+        rows.append([name, *cells])
 
     attack, control = siege.attack, siege.control
     both = (attack, control)
-    row("", "attacked", "control")
-    row("---", "---:", "---:")
     row("rounds per minute", *(f"{side.pace:.2f}" for side in both))
     row("rounds", *(f"{side.rounds} in {side.minutes:.1f} min" for side in both))
     row("of them ended without everybody", *(str(side.late_rounds) for side in both))
@@ -253,6 +249,7 @@ def print_siege(siege: Siege, used: dict[str, float]) -> None:
     row("processor time beside it", *(f"{side.beside_seconds:.0f} s" for side in both))
     refused = [", ".join(f"{why} {count}" for why, count in side.refused.items()) or "none" for side in both]
     row("refused", *refused)
+    print_table(["", "attacked", "control"], rows)
     print(f"\nratio of rounds per minute: {siege.ratio:.3f}")
     if siege.plain:
         lowest = lowest_score([*siege.plain, *([control.score] if control.score is not None else [])])
@@ -262,7 +259,7 @@ def print_siege(siege: Siege, used: dict[str, float]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser_of(__doc__)
     options.add_argument("--network", choices=["folder", "p2p"], default="p2p")
     options.add_argument("--minutes", type=float, default=10.0, help="of the siege")
     options.add_argument("--nodes", type=int, default=8, help="honest ones, of each swarm")
@@ -276,7 +273,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--settle", type=float, default=10.0, help="seconds of the attack before it is measured")
     options.add_argument("--kinds", nargs="+", metavar="KIND", help="only these of the hostile processes")
     options.add_argument("--folder", help="keep everything there (default: a temporary folder)")
-    options.add_argument("--json", metavar="FILE", help="write the figures there")
     return options
 
 
@@ -288,17 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         siege, used, _ = play(options, folder)
         if options.scatter and siege.round is not None:
             siege = Siege(**{**vars(siege), "plain": plain_scores(options, folder, siege.round)})
-    print_siege(siege, used)
+    if options.json != "-":
+        print_siege(siege, used)
     broken, unsure = [*violations(siege), *empty(siege)], list(doubts(siege))
-    if options.json:
-        figures = {
-            **asdict(siege),
-            "ratio": siege.ratio,
-            "hostile_seconds": used,
-            "violations": broken,
-            "doubts": unsure,
-        }
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    extra = {"ratio": siege.ratio, "hostile_seconds": used, "violations": broken, "doubts": unsure}
+    write_json(options.json, {**asdict(siege), **extra})
     for sentence in [*(f"MISSED: {text}" for text in broken), *(f"note: {text}" for text in unsure)]:
         print(sentence)
     print("every bar was met" if not broken else f"{len(broken)} missed")
