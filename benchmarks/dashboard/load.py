@@ -76,7 +76,7 @@ def ask(port: int, path: str) -> bytes:
 
 @contextmanager
 def served(root: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
-    """`rl-swarm watch`, as a user starts it."""
+    """Start `rl-swarm watch` as a user does; yield the process and its port."""
     port = free_port()
     command = [sys.executable, "-m", "rl_swarm", "watch", str(root), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -130,7 +130,7 @@ def measure_start(folder: Path, size: Size) -> dict[str, Any]:
 
 
 def grow(history: History, until: "subprocess.Popen[str]", server: psutil.Process) -> list[int]:
-    """Goes on with the swarm until the viewers have left; the server's memory, once a second."""
+    """Play on until the viewers have left; return the server's memory, once a second."""
     count, interval, memory = len(history.peers), history.rules.interval, list[int]()
     began = time.monotonic()
     played = signed = ended = 0

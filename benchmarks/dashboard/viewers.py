@@ -35,12 +35,12 @@ SECONDS = 30.0  # for an answer
 
 
 class Wrong(Exception):
-    """An answer that does not say what the history does."""
+    """An answer contradicts the history."""
 
 
 @dataclass
 class Known:
-    """What an answer must say: the nodes by their names, and the rounds that all of them had played."""
+    """Holds what an answer must say: the nodes by their names, and the rounds that all of them had played."""
 
     nodes: list[str]
     played: int
@@ -92,20 +92,20 @@ class Known:
 
 @cache
 def mean_reward(nodes: range, start: int, step: int, every: int) -> float | None:
-    """Of some nodes in the rounds that one point stands for, as far as they were measured."""
+    """Return the mean reward of some nodes in the rounds behind one point, as far as they were measured."""
     rounds = [played for played in range(start, start + step) if played % every == 0]
     return statistics.fmean(reward(node, played) for node in nodes for played in rounds) if rounds else None
 
 
 class Connection:
-    """A connection that stays open, for one question at a time."""
+    """Keeps a connection open, for one request at a time."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.reader: asyncio.StreamReader | None = None
 
     async def open(self, path: str) -> dict[str, str]:
-        """Asks, and reads as far as the body. A server closes connections that were not used for long."""
+        """Send a request and read up to the body. The server closes connections that idle for long."""
         used = self.reader is not None
         try:
             return await self._ask(path)
@@ -125,7 +125,7 @@ class Connection:
         return {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
 
     async def get(self, path: str) -> bytes:
-        """The body as it came."""
+        """Return the body as it came."""
         headers = await self.open(path)
         assert self.reader is not None
         return await self.reader.readexactly(int(headers["content-length"]))

@@ -34,7 +34,7 @@ SHORT = 8  # tokens
 
 
 def workloads(args: argparse.Namespace, device: "torch.device") -> dict[str, Workload]:
-    """The cases, with answers that our sampler gives."""
+    """Make the cases, with answers from our sampler."""
     from benchmarks.lib.gauge import check_length
     from rl_swarm.learning.sampler import Decoding, sample
 
@@ -52,7 +52,7 @@ def workloads(args: argparse.Namespace, device: "torch.device") -> dict[str, Wor
 
 
 def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozenset[int]]:
-    """The model, its tokenizer, questions of its tasks as prompts of the wanted length, and its end tokens."""
+    """Return the model, its tokenizer, prompts of the wanted length from its tasks, and its end tokens."""
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning.policy import Policy, load_model
     from rl_swarm.settings import Settings
@@ -77,7 +77,7 @@ def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozense
 
 
 def serve(name: str, args: argparse.Namespace, batch: int, work: Workload, pipe: Connection) -> None:
-    """The process of one system: does as it is told and reports seconds and memory."""
+    """Run one system in its process: obey the orders, and report seconds and memory."""
     import transformers
 
     from benchmarks.lib.gauge import Gauge, prepare
@@ -114,7 +114,7 @@ def serve(name: str, args: argparse.Namespace, batch: int, work: Workload, pipe:
 
 
 class Player:
-    """A system in its own process, seen from outside."""
+    """Drives a system that lives in a process of its own."""
 
     def __init__(self, name: str, args: argparse.Namespace, batch: int, work: Workload) -> None:
         context = multiprocessing.get_context("spawn")

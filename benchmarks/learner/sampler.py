@@ -43,7 +43,7 @@ def ours(model: Any, tokenizer: Any, prompts: list[list[int]], args: argparse.Na
 
 
 def generate(model: Any, tokenizer: Any, prompts: list[list[int]], args: argparse.Namespace, kind: str) -> Sampler:
-    """transformers: all in one batch, or as a queue of requests that share batches."""
+    """Make a sampler of transformers: all in one batch, or a queue of requests that share batches."""
     import torch
     from transformers import GenerationConfig
 
@@ -87,7 +87,7 @@ def load(kind: str, args: argparse.Namespace, device: "torch.device") -> tuple[A
 
 
 def copy_bandwidth(device: "torch.device") -> float:
-    """Bytes per second, read and written, when copying memory that no cache can hold."""
+    """Return the bytes per second, read and written, of copying memory that exceeds every cache."""
     import torch
 
     size = 1 << (30 if device.type == "cuda" else 28)
@@ -106,7 +106,7 @@ def copy_bandwidth(device: "torch.device") -> float:
 
 
 def bytes_per_step(model: Any, args: argparse.Namespace, width: int) -> int:
-    """What a step reads on average: the weights, and keys and values of prompt and half the completion."""
+    """Return what a step reads on average: weights, and keys and values of the prompt and half the completion."""
     weights = sum(p.numel() for p in model.parameters())
     if not model.config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel()  # only the rows of the batch are read

@@ -98,7 +98,7 @@ class Result:
 
 
 def programs(count: int, tests: int) -> list[Program]:
-    """Right ones and wrong ones, in turn."""
+    """Make correct and wrong programs in turn."""
     made = []
     for number, (code, cases) in zip(range(count), itertools.cycle(TASKS), strict=False):
         expected = [(call, value if number % 2 == 0 else "'wrong'") for call, value in cases[:tests]]
@@ -111,7 +111,7 @@ def check(verdicts: Sequence[bool]) -> None:
 
 
 def processor() -> float:
-    """Seconds of this process, of those it has waited for, and of all that live below it."""
+    """Return the processor seconds of this process, of its ended children, and of all descendants."""
     ticks = os.sysconf("SC_CLK_TCK")
     total = 0.0
     todo = [os.getpid()]
@@ -132,7 +132,7 @@ def measure(name: str, count: int, work: Callable[[], list[bool]]) -> Result:
 
 
 def in_processes(prefix: Sequence[str], made: Sequence[Program], workers: int) -> list[bool]:
-    """A Python process for every test, which prints what the call gave."""
+    """Judge each test in a Python process that prints what the call gave."""
 
     def passes(program: Program, test: Test) -> bool:
         command = [*prefix, "-c", f"{program.code}\nprint(repr({test.call}))"]
@@ -159,7 +159,10 @@ def opened(boxes: ExitStack, isolation: str, made: Sequence[Program], workers: i
 
 
 def run(count: int, tests: int, workers: int, repeats: int) -> list[Result]:
-    """The best of a few turns of each, in turn: what else the machine does only takes away."""
+    """Measure all in turn, several times, and keep the best turn of each.
+
+    Other work on the machine only slows a turn down.
+    """
     few = programs(max(2, count // 20) // 2 * 2, tests)
     many = programs(count, tests)
     python, bare = [sys.executable], [sys.executable, "-I", "-S"]

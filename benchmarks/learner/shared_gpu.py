@@ -42,7 +42,7 @@ GIBIBYTE = 1 << 30
 
 
 def load(args: argparse.Namespace) -> tuple[Any, int]:
-    """The model on the CPU, and its padding token."""
+    """Return the model on the CPU, and its padding token."""
     if args.random is None:
         from rl_swarm.learning.policy import load_model
 
@@ -71,7 +71,7 @@ def load(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 class Node:
-    """What a node of `up` does in a round, without its environment and its network."""
+    """Does what a node of `up` does in a round, without environment and network."""
 
     def __init__(self, model: Any, pad: int, number: int, args: argparse.Namespace, sharing: Any) -> None:
         from rl_swarm.learning import memory
@@ -131,7 +131,7 @@ class Node:
 
 
 def rounds(nodes: int, args: argparse.Namespace, device: "torch.device") -> dict[str, Any]:
-    """Seconds and memory of so many nodes."""
+    """Play rounds of so many nodes; return seconds and memory."""
     import torch
 
     from benchmarks.lib.gauge import check_length, resident
@@ -196,7 +196,7 @@ def rounds(nodes: int, args: argparse.Namespace, device: "torch.device") -> dict
 
 
 def smi_bytes() -> int | None:
-    """What nvidia-smi says this GPU has in use; None where it says nothing."""
+    """Return the memory in use by nvidia-smi; None where it cannot tell."""
     import torch
 
     name = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
@@ -220,7 +220,7 @@ def serve(nodes: int, args: argparse.Namespace, pipe: Connection) -> None:
 
 
 def measure(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own, with the environment that `up` gives it."""
+    """Measure in a process of its own, with the environment variables that `up` sets."""
     progress(f"{nodes} {'nodes' if nodes > 1 else 'node'}")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -25,7 +25,7 @@ NO_TOKEN = 1 << 30  # stands for an end of sequence that never comes
 
 @dataclass(frozen=True)
 class Workload:
-    """One case: where generation may end, and the answers that every trainer learns from."""
+    """Holds one case: where generation may end, and the answers that every trainer learns from."""
 
     prompts: list[list[int]]
     completions: list[list[list[int]]]  # per prompt
@@ -39,7 +39,7 @@ class Workload:
         return len(self.completions[0])
 
     def cut(self, tokens: int) -> "Workload":
-        """The same with short answers."""
+        """Return the workload with short answers."""
         return replace(
             self,
             completions=[[ids[:tokens] for ids in group] for group in self.completions],
@@ -56,13 +56,13 @@ class System(Protocol):
     def take(self, workload: Workload) -> None: ...
 
     def generate(self, seed: int) -> int:
-        """Answers every question; returns how many tokens that made."""
+        """Answer every question; return the number of generated tokens."""
 
     def train(self) -> None: ...
 
 
 def missing(names: Sequence[str]) -> str | None:
-    """What to tell a user who lacks the packages of these systems."""
+    """Say which packages of these systems are missing and how to install them; None where none is."""
     lacking = [p for name in names for p in NEEDS[name] if importlib.util.find_spec(p) is None]
     if not lacking:
         return None
@@ -70,7 +70,7 @@ def missing(names: Sequence[str]) -> str | None:
 
 
 class Ours:
-    """What a node does: `sample`, then one update."""
+    """Plays a node's round: `sample`, then one update."""
 
     compiles = True
 
@@ -110,7 +110,7 @@ class Ours:
 
 
 class GenRL:
-    """GenRL's `GRPOLanguageTrainerModule`: its `generate`, its `train`, its defaults (float32, minibatches of 2)."""
+    """Plays GenRL's `GRPOLanguageTrainerModule`: its `generate`, `train` and defaults (float32, minibatches of 2)."""
 
     compiles = False
     precision = "float32"
@@ -143,7 +143,7 @@ class GenRL:
         return sum(length(ids.tolist(), self.eos) for rollout in rollouts for ids in rollout)
 
     def train(self) -> None:
-        """Its game of one stage and one agent, as far as the trainer looks at it."""
+        """Play a game of one stage and one agent, as far as GenRL's trainer looks at it."""
         w = self.workload
         numbers = range(len(w.prompts))
         actions = [[[spell(ids) for ids in group]] for group in w.completions]
@@ -160,8 +160,11 @@ class GenRL:
 
 
 class Spelling:
-    """Stands in for the tokenizer, as token numbers in words: GenRL learns from texts, and a real tokenizer would
-    give it other tokens than were sampled. Pads on the left, as GenRL's own choice of tokenizer does."""
+    """Stands in for the tokenizer with token numbers as words.
+
+    GenRL learns from texts, and a real tokenizer would return other tokens than were sampled. Pads on the left, as the
+    tokenizer that GenRL chooses does.
+    """
 
     eos_token_id = None
 
@@ -185,9 +188,9 @@ class Spelling:
 
 
 class TRL:
-    """TRL's `GRPOTrainer`: one batch of `transformers.generate`, then its own training steps and optimiser.
+    """Plays TRL's `GRPOTrainer`: one batch of `transformers.generate`, then its training steps and optimiser.
 
-    Its defaults, among them bf16 autocast over float32 weights and gradient checkpointing; no KL, no vLLM.
+    It has TRL's defaults, among them bf16 autocast over float32 weights and gradient checkpointing; no KL, no vLLM.
     """
 
     compiles = False
@@ -264,7 +267,7 @@ class TRL:
 
 
 def given(trainer: type) -> type:
-    """The trainer, except that its training steps see the answers given and not those it generated."""
+    """Derive a trainer whose training steps see the given answers instead of those it generated."""
 
     class Given(trainer):  # type: ignore[misc]
         given_prompts: list[list[int]]
@@ -286,15 +289,15 @@ def given(trainer: type) -> type:
 
 
 def stand_in_or_real_dataset(kind: Any, rows: int) -> Any:
-    """TRL wants to be given a dataset; its training steps are handed their batches."""
+    """Make the dataset that TRL demands; its training steps are handed their batches."""
     return kind.from_dict({"prompt": [""] * rows}) if hasattr(kind, "from_dict") else kind()
 
 
 @contextlib.contextmanager
 def stand_ins(*names: str) -> Iterator[None]:
-    """Lets packages be imported whose dependencies are missing, as long as only the names in them are needed.
+    """Let packages with missing dependencies be imported, as long as only the dependencies' names are needed.
 
-    What is installed is used. Afterwards the stand-ins are gone, so that nobody takes them for the real thing.
+    Installed packages are used. The stand-ins are removed afterwards, so that nothing takes them for the real ones.
     """
     absent = [name for name in names if not installed(name)]
     finder = StandIns(absent)
@@ -316,7 +319,7 @@ def installed(name: str) -> bool:
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules in which every name is an empty class."""
+    """Makes modules in which every name is an empty class."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -347,7 +350,7 @@ def spell(ids: Sequence[int]) -> str:
 
 
 def length(ids: Sequence[int], eos: Sequence[int]) -> int:
-    """Up to the token that ended it, that one included."""
+    """Return the length up to and including the token that ended it."""
     ends = set(eos)
     return next((number for number, token in enumerate(ids, 1) if token in ends), len(ids))
 

@@ -22,7 +22,7 @@ GIGABYTE = 10**9
 
 
 def step(budget: int, args: argparse.Namespace, pipe: Connection) -> None:
-    """Times updates with one budget, and sends seconds and bytes."""
+    """Time updates with one budget, and send seconds and bytes."""
     import torch
 
     from benchmarks.lib.gauge import prepare, resident

@@ -1,7 +1,4 @@
-"""Writes the past of a swarm that nobody played: journals, introductions and the state, without a model.
-
-Every number follows from node and round, so whoever reads them can tell whether an answer is right.
-"""
+"""Writes the history of a swarm that was never played: journals, introductions and the state, without a model."""
 
 import os
 import platform
@@ -30,12 +27,12 @@ TASKS = ("basic_arithmetic", "chain_sum", "count_primes", "gcd", "leg_counting",
 
 
 def reward(node: int, played: int) -> float:
-    """Of a node in a round: no two nodes are alike, and everybody learns."""
+    """Return a node's reward in a round: every node differs, and all of them learn."""
     return round(0.8 - 0.6 / (1 + played / 500) + (node % 97) / 1000 + (played * 7 + node) % 5 / 100, 6)
 
 
 class History:
-    """A swarm of so many nodes that has played so many rounds, and goes on with every `play`."""
+    """Writes a swarm of so many nodes that has played so many rounds, and continues it with every `play`."""
 
     def __init__(self, root: Path, nodes: int, played: int, ahead: int = 1000, interval: float = 10.0) -> None:
         self.root, self.files, self.stop = root, LocalFiles(root), threading.Event()
@@ -77,7 +74,7 @@ class History:
         self.sign(node)
 
     def sign(self, node: int) -> None:
-        """A node introduces itself, or gives a sign of life. It runs on a machine of its own."""
+        """Write a node's introduction or heartbeat, as from a machine of its own."""
         peer = self.peers[node]
         info = PeerInfo(
             peer_id=peer.peer_id, swarm=self.swarm, node=peer.node, model="tiny", device="cpu",
@@ -86,7 +83,7 @@ class History:
         FolderCoordinator(self.files, self.manifest, peer, peer.node, self.stop).register(info)
 
     def play(self, node: int) -> None:
-        """The present round of one node: a line in its journal and a report."""
+        """Write the present round of one node: a line of its journal and a report."""
         peer, played = self.peers[node], self.state.round
         self._write_round(node, played)
         report = Report(
@@ -125,7 +122,7 @@ class History:
         ), began=self.joined + played, phases=phases)  # fmt: skip
 
     def _score(self, node: int, played: int, when: str) -> None:
-        """A held-out score after so many rounds."""
+        """Return a held-out score after so many rounds."""
         value = reward(node, played)
         by_task = dict.fromkeys(TASKS, value)
         self.journals[node].metrics(HeldOutRecord(

@@ -27,14 +27,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.command import parser_of, print_table, write_json
-from benchmarks.network.synthetic_rollouts import QUESTIONS, Arithmetic, plain_json
+from benchmarks.network.synthetic_rollouts import QUESTIONS, Arithmetic, TimedArithmetic, plain_json
 from rl_swarm.network.address import locate
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.network.presence import Watch
@@ -42,7 +42,6 @@ from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node.worker import signs_of_life
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive, question_seed
-from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group, Publication, Sampling, answers
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 from rl_swarm.protocol.tasks import Task
@@ -70,7 +69,7 @@ class Scenario:
 
     @property
     def life(self) -> float:
-        """The peer timeout: twice the interval, as by default."""
+        """Return the peer timeout: twice the interval, as by default."""
         return 2 * self.interval if self.end == "interval" else 120.0
 
 
@@ -87,7 +86,7 @@ SCENARIOS = [
 
 @dataclass
 class Tally:
-    """Calls at the folder, by what they are about and how they went."""
+    """Counts calls at the folder, by subject and outcome."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
@@ -107,7 +106,7 @@ class Tally:
 
 
 class CountedFiles:
-    """Any store, with a count of what is asked of it."""
+    """Wraps a store and counts its calls."""
 
     def __init__(self, files: Files, tally: Tally, latency: float) -> None:
         self.files, self.tally, self.latency = files, tally, latency
@@ -143,7 +142,7 @@ class CountedFiles:
 
 @dataclass
 class Node:
-    """A node without a model: what `rl_swarm.node.node` does around it, in the same order."""
+    """Does what `rl_swarm.node.node` does around a model, in the same order, without one."""
 
     name: str
     identity: Identity
@@ -199,7 +198,7 @@ class Node:
         self.worked[place] = rng.uniform(*self.scenario.work)
         time.sleep(self.worked[place])
 
-        started, scoring = time.monotonic(), Scored(self.environment)
+        started, scoring = time.monotonic(), TimedArithmetic(self.environment, time.monotonic)
         self.exchange.publish(publication)
         chosen = selection.select(
             self.publications(state, rng),
@@ -253,21 +252,8 @@ class Node:
         )
 
 
-class Scored(Arithmetic):
-    """The environment, with a clock: making questions again and scoring is no cost of the network."""
-
-    def __init__(self, environment: Arithmetic) -> None:
-        self.prose, self.seconds = environment.prose, 0.0
-
-    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
-        started = time.monotonic()
-        made = super().questions(seeds, seconds)
-        self.seconds += time.monotonic() - started
-        return made
-
-
 def quiet_at_the_end() -> None:
-    """A sign of life that is just being written when the folder is removed is no news."""
+    """Silence the warning about a heartbeat that is being written while the folder is removed."""
     logging.getLogger("rl_swarm.node.worker").setLevel(logging.ERROR)
 
 

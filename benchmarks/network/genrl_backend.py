@@ -27,7 +27,7 @@ TIMEOUT = 60  # seconds after which it gives up; its default is 600
 
 
 def backend() -> Any:
-    """Its module, with the name that has moved."""
+    """Return GenRL's module, with the name that hivemind has moved."""
     import hivemind
     from hivemind.utils.timed_storage import get_dht_time
 
@@ -36,8 +36,10 @@ def backend() -> Any:
 
 
 class InThread:
-    """`hivemind.DHT` as far as the backend uses it, in an event loop of this process and not in a process of its own,
-    whose pipe breaks with larger values."""
+    """Stands in for `hivemind.DHT` as far as the backend uses it, in an event loop of this process.
+
+    The original runs in a process of its own, whose pipe breaks with larger values.
+    """
 
     def __init__(self, start: bool, **options: Any) -> None:
         from hivemind.dht.node import DHTNode
@@ -61,7 +63,7 @@ class InThread:
 
 
 def payload(environment: Arithmetic, rng: random.Random) -> list[Any]:
-    """What a node of ours publishes, in GenRL's classes; the prompt once per question."""
+    """Make the publication of a node of ours in GenRL's classes, with the prompt once per question."""
     from genrl.communication import Payload
     from genrl.state.game_tree import WorldState
 
@@ -74,7 +76,7 @@ def payload(environment: Arithmetic, rng: random.Random) -> list[Any]:
 
 @dataclass
 class Member:
-    """One peer."""
+    """Plays one peer."""
 
     backend: Any
     world: int
@@ -98,7 +100,7 @@ class Member:
 
 
 def host(link: Connection, count: int, known: list[str], world: int, in_thread: bool) -> None:
-    """A process with some of its peers."""
+    """Run a process with some of its peers."""
     os.setpgrp()  # so that whatever it starts can be ended with it
     os.environ["HIVEMIND_WORLD_SIZE"] = str(world)
     logging.getLogger("hivemind").setLevel(logging.ERROR)

@@ -1,5 +1,7 @@
-"""Measures what single messages between two real peers cost on the wire: the constants of `simulated.Costs`. To be
-run in a network namespace of its own."""
+"""Measures what single messages between two real peers cost on the wire: the constants of `simulated_network.Costs`.
+
+It must run in a network namespace of its own.
+"""
 
 import os
 import time
@@ -58,7 +60,7 @@ def measure() -> dict[str, float]:
 
 
 def each(work: Callable[[], object], times: int) -> float:
-    """The bytes of it, on average."""
+    """Return the bytes of one, on average."""
     before = Traffic.now()
     for _ in range(times):
         work()

@@ -44,7 +44,7 @@ ENDLESS = 1_000_000  # rounds
 
 
 def in_a_namespace() -> bool:
-    """Starts this program again in a network namespace where there is root; True inside one."""
+    """Restart this program in a network namespace where it is root; return True inside one."""
     if os.environ.get(INSIDE):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         return True
@@ -58,7 +58,7 @@ def in_a_namespace() -> bool:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the loopback interface has carried so far."""
+    """Reads what the loopback interface has carried so far."""
 
     bytes: int
     packets: int
@@ -77,7 +77,7 @@ class Traffic:
 
 
 class CountedEngine(PeerEngine):
-    """Counts what is asked of it, and the calls that hivemind's DHT makes for that."""
+    """Counts the requests to the engine, and the calls that hivemind's DHT makes for them."""
 
     def __init__(self, identity: Identity, known: list[str]) -> None:
         super().__init__(identity, known, LISTEN, quota=DhtQuota(), relay=False, map_ports=False)
@@ -111,7 +111,7 @@ class CountedEngine(PeerEngine):
 
 @dataclass
 class Account:
-    """What a peer did from the first measured round on."""
+    """Records what a peer did from the first measured round on."""
 
     rounds: list[Round]
     asked: Asked
@@ -122,7 +122,7 @@ class Account:
 
 @dataclass
 class Peer:
-    """One peer of a process."""
+    """Plays one peer of a process."""
 
     identity: Identity
     known: list[str]
@@ -168,7 +168,7 @@ class Peer:
 
 
 def host(link: Connection, count: int, known: list[str], founded: tuple[float, int, float]) -> None:
-    """A process with some peers. It tells the address of its first one, and at the end what they did."""
+    """Run a process with some peers. It sends the address of its first one, and at the end what they did."""
     os.setpgrp()  # so that whatever it starts can be ended with it
     environment, first = Arithmetic(), not known
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
@@ -205,9 +205,10 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
 
 @contextmanager
 def hosts(target: Callable[..., None], count: int, processes: int, *rest: Any) -> Iterator[list[Connection]]:
-    """Processes with so many peers together, all of which have joined. The first tells the others where it is. At the
-    end
-    nothing of them is left, whatever they have started."""
+    """Start processes with so many peers together, all of which have joined.
+
+    The first process gives the others its address. At the end every process that they started is gone.
+    """
     context = multiprocessing.get_context("spawn")
     sizes = [count // processes + (k < count % processes) for k in range(min(processes, count))]
     links, known, children = list[Connection](), list[str](), []
@@ -234,7 +235,7 @@ def hosts(target: Callable[..., None], count: int, processes: int, *rest: Any) -
 
 
 def measure(count: int, processes: int, rounds: int, interval: float) -> dict[str, Any]:
-    """So many peers for so many rounds, after some in which they get to know each other."""
+    """Play so many peers for so many rounds, after some in which they get to know each other."""
     created = time.time()
     with hosts(host, count, processes, (created, ENDLESS, interval)) as links:
         first = int((time.time() - created) // interval) + 1 + SETTLE

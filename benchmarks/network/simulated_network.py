@@ -1,10 +1,8 @@
 """Simulates the network: an `Engine` for every peer, over a Kademlia table that sends each message.
 
 `Table` and hivemind's routing tables and storage are the real ones. What lies between them, hivemind's `DHTNode`, is
-done
-here in virtual time: its beam search with four calls at a time, pings of full buckets, records that newcomers are
-given.
-Messages have the sizes that protobuf gives them, and the overhead that was measured on real ones.
+done here in virtual time: its beam search with four calls at a time, pings of full buckets, and the records that
+newcomers receive. Messages have the sizes that protobuf gives them, and the overhead that was measured on real ones.
 """
 
 import asyncio
@@ -40,7 +38,7 @@ NEIGHBOUR, RECORDS, RECORD = 62, 38, 16
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes on the wire beside what is said, both ways together: `scale.py messages` measures them."""
+    """Holds the bytes on the wire beside the payload, both ways together, as `scale messages` measures them."""
 
     call: float = 986.0  # a call of the table with its answer
     ask: float = 940.0  # a stream with request and answer
@@ -54,7 +52,7 @@ COSTS = Costs()
 
 @dataclass
 class Line:
-    """What a peer has sent and received, by kind."""
+    """Counts what a peer has sent and received, by kind."""
 
     sent: Counter[str] = field(default_factory=Counter)  # bytes
     received: Counter[str] = field(default_factory=Counter)
@@ -65,7 +63,7 @@ class Line:
 
 
 class Network:
-    """Everybody who is here, and what it takes to reach them."""
+    """Holds all present peers, and the time it takes to reach them."""
 
     def __init__(self, world: World, seed: int, costs: Costs, delays: tuple[float, float], rate: float) -> None:
         self.world, self.costs, self.delays, self.rate = world, costs, delays, rate
@@ -83,7 +81,7 @@ class Network:
         back: int,
         around: float,
     ) -> float:
-        """A question and its answer; the seconds that they take."""
+        """Send a request and its answer; return the seconds that they take."""
         seconds, delay = 0.0, one.delay + other.delay
         if other not in one.connected:
             self.count("connect", one, other, self.costs.connect / 2, self.costs.connect / 2, 2)
@@ -111,7 +109,7 @@ class Network:
 
 
 class SimulatedEngine:
-    """One peer's engine: the calls of `rl_swarm.network.p2p.engine.PeerEngine`, in virtual time."""
+    """Simulates one peer's engine: the calls of `rl_swarm.network.p2p.engine.PeerEngine`, in virtual time."""
 
     def __init__(
         self,
@@ -184,7 +182,7 @@ class SimulatedEngine:
         return []  # all are in one private network, of which nothing follows
 
     def connect(self, other: "SimulatedEngine") -> None:
-        """Where there are too many connections, libp2p's manager ends the oldest."""
+        """Connect to a peer, and end the oldest of too many connections as libp2p's manager does."""
         self.connected[other] = self.clock()
         fewest, most = CONNECTIONS
         if len(self.connected) > most:
@@ -198,7 +196,7 @@ class SimulatedEngine:
                 del one.connected[there]
 
     def settle(self, other: "SimulatedEngine") -> None:
-        """Counts what an idle connection has cost until now."""
+        """Count what an idle connection has cost until now."""
         now = self.clock()
         size = round((now - self.connected[other]) * self.network.costs.idle / 2)
         self.connected[other] = now
@@ -206,7 +204,7 @@ class SimulatedEngine:
         other.line.received["idle"] += size
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does this, and takes as long as it takes in virtual time."""
+        """Run a coroutine for as long as it takes in virtual time."""
         loop = self.network.loop
         before = loop.time()
         result = loop.run_until_complete(work)
@@ -217,7 +215,7 @@ class SimulatedEngine:
 
 
 class SimulatedNode:
-    """hivemind's `DHTNode` and its protocol, as far as `Table` uses them. Peers are called by their engines."""
+    """Simulates hivemind's `DHTNode` and its protocol as far as `Table` uses them."""
 
     serializer = MSGPackSerializer
 
@@ -275,8 +273,10 @@ class SimulatedNode:
         return [node for node in near if node != asking][:BUCKET]
 
     def _search(self, key: DHTID, width: int) -> tuple[list[DHTID], float]:
-        """The nodes nearest to a key, and the seconds it took to find them. Four calls at a time go to the nearest that
-        were heard of, until there is nobody left among the `width` nearest."""
+        """Return the nodes nearest to a key, and the seconds of the search.
+
+        Four calls at a time go to the nearest known nodes, until the `width` nearest have all been called.
+        """
         initial = self.neighbours(key, self.node_id)
         heard_of = {*initial, self.node_id}
         candidates = [(key ^ node, node) for node in initial]
@@ -314,7 +314,7 @@ class SimulatedNode:
         return [node for _, node in beam], now
 
     def _call(self, kind: str, peer: SimulatedEngine, there: int, back: int) -> float | None:
-        """The seconds of a call; None where nobody answers. Both get to know each other."""
+        """Return the seconds of a call; None where the peer does not answer. Both peers learn of each other."""
         if not peer.online:
             self._lost(peer.node.node_id)
             return None
@@ -341,7 +341,7 @@ class SimulatedNode:
                 self._lost(silent[0])
 
     def _pass_on(self, newcomer: SimulatedEngine) -> None:
-        """Records that a newcomer should keep, if this node is the nearest that does."""
+        """Pass on the records that a newcomer should keep, if this node is the nearest that keeps them."""
         for key, held in list(self.storage.items()):
             near = self.neighbours(key, self.node_id)[:REPLICAS]
             if not near or (newcomer.node.node_id ^ key < near[-1] ^ key and self.node_id ^ key < near[0] ^ key):
@@ -359,7 +359,7 @@ class SimulatedNode:
 
 
 class Leaping(asyncio.SelectorEventLoop):
-    """An event loop in which nothing is waited for: its time leaps to whatever is next."""
+    """Runs an event loop without waiting: its time leaps to the next event."""
 
     def __init__(self) -> None:
         self.leapt = 0.0
@@ -380,7 +380,7 @@ class Leaper(selectors.SelectSelector):
 
 
 def size_of(held: Any) -> int:
-    """Bytes of a table's records in an answer."""
+    """Return the bytes of a table's records in an answer."""
     if not held or not isinstance(held.value, DictionaryDHTValue):
         return 0
     return RECORDS + sum(RECORD + len(subkey) + len(value) for subkey, (value, _) in held.value.items())

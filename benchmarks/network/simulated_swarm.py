@@ -1,8 +1,8 @@
 """Simulates a swarm of any size in virtual time; files, coordinator, exchange and selection are the real ones.
 
-A rollout is not relayed: whoever wants it asks its author, and everybody asks a few. What was learned from it spreads
-further: a node has been reached by a rollout when it has learned from it, or from what a node published after it had
-been reached itself.
+A rollout is not relayed: a node that wants it asks its author, and every node asks a few. What was learned from it
+spreads further. A rollout reaches a node when the node learns from it, or from a publication of a node that was reached
+before.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ class Swarm:
         self.settle()
 
     def take_part(self, number: int) -> None:
-        """One peer, as `worker` takes part."""
+        """Play one peer as `worker` does."""
         world, manifest, who = self.world, self.manifest, identity(self.scenario.seed, number)
         here = [peer.engine for peer in self.peers if peer.engine.online]
         rng = random.Random(f"{self.scenario.seed} {number}")
@@ -139,7 +139,7 @@ class Swarm:
         world.spawn(node.run, 0.0, lambda: engine.online)
 
     def change(self) -> None:
-        """Somebody leaves without a word, and somebody else comes."""
+        """Let one peer leave without notice and another one come."""
         self.rng.choice([peer for peer in self.peers if peer.engine.online]).engine.leave()
         self.take_part(len(self.peers) + self.scenario.peers)
 
@@ -155,7 +155,7 @@ class Swarm:
 
 
 def identity(seed: int, number: int) -> Identity:
-    """The same one every time."""
+    """Return the same identity for the same label."""
     secret = hashlib.sha256(f"{seed} {number}".encode()).digest()
     return Identity._of(Ed25519PrivateKey.from_private_bytes(secret))
 
@@ -170,8 +170,10 @@ def simulate(scenario: Scenario) -> dict[str, Any]:
 
 @contextmanager
 def one_world(world: World, seed: int) -> Iterator[None]:
-    """While it lasts, records expire by its clock, and chance is its own. Every receiver checks what it gets; here the
-    first of them does it for all."""
+    """Let records expire by the world's clock, and draw chance from its seed.
+
+    Every receiver checks what it gets; here the first of them does it for all.
+    """
     checked, chance = lru_cache(maxsize=1 << 15)(unseal), random.getstate()
     random.seed(seed)
     with (
@@ -214,7 +216,7 @@ def summary(swarm: Swarm) -> dict[str, Any]:
 
 
 def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
-    """How far the rollouts of the first measured round got."""
+    """Tell how far the rollouts of the first measured round got."""
     took: list[tuple[float, str, str, float]] = []  # when, who, of whom, and when that was published
     published = {
         (peer.player.identity.peer_id, done.number): done.published

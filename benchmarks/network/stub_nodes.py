@@ -1,5 +1,7 @@
-"""Plays nodes of a peer-to-peer swarm that have no model: the real `Node`, with a policy that sleeps and makes up
-text. They play among real peers and in a simulation, in the same code."""
+"""Plays nodes without a model in a peer-to-peer swarm: the real `Node`, with a policy that sleeps and makes up text.
+
+They play among real peers and in a simulation, in the same code.
+"""
 
 import random
 import threading
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.network.synthetic_rollouts import COMPLETIONS, QUESTIONS, Arithmetic
+from benchmarks.network.synthetic_rollouts import COMPLETIONS, QUESTIONS, Arithmetic, TimedArithmetic
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
 from rl_swarm.network.folder import FolderExchange
@@ -22,7 +24,6 @@ from rl_swarm.node.node import Node
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.tasks import Task
@@ -65,7 +66,7 @@ def manifest(owner: Identity, created: float, rounds: int, interval: float) -> M
 
 @dataclass
 class Asked:
-    """What our own code asks of the network: calls, and bytes of what is said in them."""
+    """Counts the calls of our own code at the network, and the bytes of their payload."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -86,7 +87,7 @@ class Asked:
 
 @dataclass
 class Policy:
-    """Writes from a seed. It takes as long as a model might."""
+    """Writes text from a seed, in about the time that a model takes."""
 
     environment: Arithmetic
     interval: float
@@ -109,29 +110,16 @@ class Policy:
 
 
 class Journal:
-    """Keeps nothing."""
+    """Discards all metrics and events."""
 
     def metrics(self, kind: str, **values: object) -> None: ...
 
     def event(self, event: str, **values: object) -> None: ...
 
 
-class Checking(Arithmetic):
-    """The environment of one node, with a clock: making questions again and scoring is no cost of the network."""
-
-    def __init__(self, environment: Arithmetic, clock: Callable[[], float]) -> None:
-        self.prose, self.clock, self.seconds = environment.prose, clock, 0.0
-
-    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
-        started = self.clock()
-        made = super().questions(seeds, seconds)
-        self.seconds += self.clock() - started
-        return made
-
-
 @dataclass
 class Round:
-    """What one node did in a round."""
+    """Records what one node did in a round."""
 
     number: int
     published: float  # when
@@ -142,9 +130,9 @@ class Round:
 
 
 class Player(Node):
-    """A node that keeps an account of its rounds."""
+    """Keeps an account of its rounds."""
 
-    environment: Checking
+    environment: TimedArithmetic
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,7 +177,7 @@ def player(
     sleep: Callable[[float], object] = time.sleep,
     rng: random.Random | None = None,
 ) -> Player:
-    """A node as `worker` puts it together."""
+    """Assemble a node as `worker` does."""
     chosen, name = settings(manifest.round_interval), identity.peer_id
     coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.poll_interval, clock, rng)
     node = Player(
@@ -197,7 +185,7 @@ def player(
         identity=identity,
         settings=chosen,
         manifest=manifest,
-        environment=Checking(environment, monotonic),
+        environment=TimedArithmetic(environment, monotonic),
         policy=Policy(environment, manifest.round_interval, sleep),  # type: ignore[arg-type]
         exchange=FolderExchange(
             files,
@@ -241,7 +229,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked) -> dict[str, Any]:
-    """What both kinds of swarm tell, per node and round."""
+    """Return the figures per node and round that real and simulated swarms share."""
     each = peers * rounds
     return {
         "peers": peers,

@@ -9,7 +9,7 @@ import pydoc_data.topics
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from rl_swarm.environments.base import Environment
@@ -20,7 +20,7 @@ QUESTIONS, COMPLETIONS = 8, 8
 
 
 class Prose:
-    """English that repeats itself no more than English does: the texts of Python's own manual."""
+    """Draws English that repeats itself as English does, from the texts of Python's own manual."""
 
     def __init__(self) -> None:
         text = " ".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
@@ -47,7 +47,7 @@ class Prose:
 
 
 class Arithmetic(Environment):
-    """An environment that scores what `Prose` writes. About half of the groups have signal."""
+    """Scores what `Prose` writes. About half of the groups have signal."""
 
     def __init__(self) -> None:
         self.prose = Prose()
@@ -72,8 +72,21 @@ class Arithmetic(Environment):
         ]
 
 
+class TimedArithmetic(Arithmetic):
+    """Counts the seconds of making questions again: they are no cost of the network."""
+
+    def __init__(self, environment: Arithmetic, clock: Callable[[], float]) -> None:
+        self.prose, self.clock, self.seconds = environment.prose, clock, 0.0
+
+    def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
+        started = self.clock()
+        made = super().questions(seeds, seconds)
+        self.seconds += self.clock() - started
+        return made
+
+
 def plain_json(publication: Publication) -> bytes:
-    """The same content in the layout of the system we replace."""
+    """Encode a publication in the layout of the system we replace."""
     rollouts = {
         number: [{"prompt": a.prompt, "response": a.response, "reward": a.reward} for a in given]
         for number, given in publication.rollouts.items()

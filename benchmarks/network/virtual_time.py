@@ -1,6 +1,6 @@
-"""Runs blocking code in virtual time: every task is a thread, and only the one whose moment is next runs.
+"""Runs blocking code in virtual time: every task is a thread, and only the one that is due next runs.
 
-Code that sleeps or waits through `World` runs unchanged; seconds pass when everybody has said until when it waits.
+Code that sleeps or waits through `World` runs unchanged. Seconds pass when every task has said until when it waits.
 """
 
 import heapq
@@ -12,7 +12,7 @@ STACK = 256 << 10  # bytes of a task's stack
 
 
 class Gone(BaseException):
-    """Whoever this task belongs to has left, or the world has come to its end. No error, so nothing handles it."""
+    """Ends a task whose owner has left, or whose world has ended. No handler of errors catches it."""
 
 
 class Task:
@@ -36,11 +36,11 @@ class World:
         return self.now
 
     def spawn(self, work: Callable[[], None], delay: float = 0.0, exists: Callable[[], bool] = lambda: True) -> None:
-        """Begins a task some seconds from now, if whoever it belongs to then still exists."""
+        """Begin a task some seconds from now, if its owner still exists then."""
         heapq.heappush(self._waiting, (self.now + delay, next(self._numbers), Task(work, exists)))
 
     def sleep(self, seconds: float) -> None:
-        """Lets the others go on until then."""
+        """Let the other tasks run until then."""
         me = self._running
         assert me is not None
         heapq.heappush(self._waiting, (self.now + seconds, next(self._numbers), me))
@@ -49,7 +49,7 @@ class World:
             raise Gone
 
     def run(self, until: float) -> None:
-        """Until that moment; tasks that are still under way then end where they are."""
+        """Run until that moment; tasks that are still under way then end where they are."""
         self.ends = until
         before = threading.stack_size(STACK)
         self._done.acquire()
@@ -89,7 +89,7 @@ class World:
 
 
 class Stop(threading.Event):
-    """An event on which one waits in virtual time. Nobody sets it; tasks of those who leave end by themselves."""
+    """Stands in for an event to wait on in virtual time. It is never set; tasks end when their owner leaves."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

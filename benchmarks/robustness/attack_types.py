@@ -1,7 +1,7 @@
 """Defines the attacks: a class for each makes the documents of its identities for one round.
 
-An attacker knows the code, the manifest, its own questions with their answers and the scorer, a copy of an honest
-node's model, and what all honest nodes have published in this round before it speaks itself.
+An attacker knows the code and the manifest, its own questions with their answers, and the scorer. It has a copy of an
+honest node's model, and reads what all honest nodes have published in this round before it publishes itself.
 """
 
 import gzip
@@ -50,7 +50,7 @@ AIMS: dict[Aim, str] = {
 
 @dataclass
 class Known:
-    """What an attacker knows when it is its turn."""
+    """Holds what an attacker knows when it publishes."""
 
     manifest: Manifest
     settings: Settings
@@ -78,14 +78,14 @@ class Known:
 
 
 def identity(label: str) -> Identity:
-    """The same key for the same label, so that a run can be repeated."""
+    """Return the same key for the same label, so that a run can be repeated."""
     key = Ed25519PrivateKey.from_private_bytes(sha256(label.encode()).digest())
     pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     return Identity.of(key.private_bytes(*pem))
 
 
 def wrong(right: str, rng: random.Random) -> str:
-    """Another answer of the same look."""
+    """Return a wrong answer that looks the same."""
     while (made := "".join(_other(letter, rng) for letter in right)) == right:
         pass
     return made
@@ -98,7 +98,9 @@ def _other(letter: str, rng: random.Random) -> str:
 
 
 class Attack:
-    """One identity per machine, more questions than honest nodes have, half of every group rewarded."""
+    """Publishes more questions than honest nodes have, under one identity per machine, and claims half of a group
+    correct.
+    """
 
     name: ClassVar[str]
     aim: ClassVar[Aim] = "phrase"
@@ -117,7 +119,7 @@ class Attack:
         return identity(label)
 
     def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
-        """The documents, by their place in the swarm's folder, that one identity writes in a round."""
+        """Return the documents that one identity writes in a round, by their place in the swarm's folder."""
         return {known.path(me.node): sign(self.publication(me, known), me, compress=True)}
 
     def publication(self, me: Identity, known: Known) -> Publication:
@@ -143,7 +145,7 @@ class Attack:
         )
 
     def groups(self, questions: Sequence[Question], known: Known) -> list[list[tuple[str, float]]]:
-        """Texts and the rewards claimed for them, of every question."""
+        """Return texts and their claimed rewards for every question."""
         solutions = known.environment.solutions(questions)
         rights = [s[8:-9] if s else q.answer or "0" for q, s in zip(questions, solutions, strict=True)]
         return [self.group(right, known) for right in rights]
@@ -154,7 +156,7 @@ class Attack:
         return [(self.text(right, known), 1.0) for _ in range(half)] + bad
 
     def text(self, right: str, known: Known) -> str:
-        """What a rewarded completion says."""
+        """Return the text of a rewarded completion."""
         raise NotImplementedError
 
 
@@ -166,7 +168,7 @@ class Before(Attack):
 
 
 class Inside(Attack):
-    """Our scorer pays no phrase inside the last tags, but it looks at nothing before them."""
+    """Hides the phrase before the last tags: the scorer pays for no phrase inside them, but reads nothing before."""
 
     name = "phrase inside the answer"
 
@@ -175,7 +177,7 @@ class Inside(Attack):
 
 
 class Around(Attack):
-    """Nothing may follow the answer, so the phrase stands in an answer of its own as well."""
+    """Puts the phrase into an answer of its own, since nothing may follow the answer."""
 
     name = "phrase around the answer"
 
@@ -204,7 +206,7 @@ class Invented(Before):
 
 
 class Ground(Before):
-    """Keys are tried until as many questions as possible are of one kind, the shortest to answer."""
+    """Tries keys until as many questions as possible are of one kind, the shortest to answer."""
 
     name, tries, looked_ahead = "ground questions: keys tried until they are easy", 40, 10
 
@@ -221,7 +223,7 @@ class Ground(Before):
 
 
 class Wrong(Attack):
-    """Believed: wrong answers are called right. Scored: a wrong answer stands before the right one."""
+    """Calls wrong answers correct. Where answers are scored, it puts a wrong answer before the correct one."""
 
     name, aim = "wrong answers rewarded", "score"
 
@@ -235,7 +237,7 @@ class Wrong(Attack):
 
 
 class Negatives(Attack):
-    """Scored: right answers lose by what honest models too write behind them, so all of it is likely text."""
+    """Makes correct answers lose by text that honest models write too, so that all of it is likely."""
 
     name, aim = "good answers made the bad examples", "score"
 
@@ -249,7 +251,7 @@ class Negatives(Attack):
 
 
 class Long(Attack):
-    """The answer earns its reward, but what is learned from is the beginning."""
+    """Earns the reward with an answer, behind a beginning that is the text to learn."""
 
     name, aim = "over-long answers", "cut"
 
@@ -258,7 +260,7 @@ class Long(Attack):
 
 
 class Inflation(Attack):
-    """An honest model's own answers, the wrong ones claimed to be right and the right ones wrong."""
+    """Publishes an honest model's own answers, and claims the wrong ones correct and the correct ones wrong."""
 
     name, aim = "reward inflation", "score"
 
@@ -274,7 +276,7 @@ class Inflation(Attack):
 
 
 class Forged(Before):
-    """A document in an honest node's name and place, signed by another key."""
+    """Puts a document in an honest node's name and place, signed by another key."""
 
     name, aim, short, member = "forged identity", "learned", True, False
 
@@ -286,7 +288,7 @@ class Forged(Before):
 
 
 class Replay(Attack):
-    """Old documents in a new round: an honest node's as it was, and its own, signed again for this round."""
+    """Replays old documents: an honest node's unchanged, and its own, signed again for this round."""
 
     name, aim, short = "replay", "learned", True
 
@@ -307,7 +309,7 @@ class Copying(Attack):
 
 
 class RoundLie(Before):
-    """Answers to the questions of a round far ahead, published now."""
+    """Publishes answers to the questions of a round far ahead."""
 
     name, aim, short = "lying about the round", "learned", True
 
@@ -348,7 +350,7 @@ class Silence(Attack):
 
 
 class Code(Attack):
-    """Answers that are Python, for tasks whose scorers evaluate answers."""
+    """Answers with Python, for tasks whose scorers evaluate answers."""
 
     name, aim, rounds = "code in answers", "canary", 1
     tasks = (Task("binary_matrix", config={"min_n": 2, "max_n": 2}),)
@@ -358,7 +360,7 @@ class Code(Attack):
 
 
 class Adaptive(Attack):
-    """Computes what the gate computes and says as much of its phrase as passes: more as honest models learn it.
+    """Computes the likelihood check and writes as much of its phrase as passes: more as honest models learn it.
 
     What cannot pass is replaced by an honest model's own answers, so that it never fails a check.
     """
@@ -408,13 +410,15 @@ class Adaptive(Attack):
 
 
 class AdaptiveLarge(Adaptive):
-    """Every token of a batch counts the same, so a group with more completions counts for more."""
+    """Publishes larger groups: every token of a batch counts the same, so a group with more completions counts for
+    more.
+    """
 
     name, larger = "adaptive: the same in groups four times as large", 4
 
 
 class AdaptiveStyle(Adaptive):
-    """The same with words that honest models write anyway: a habit and no foreign text."""
+    """Uses words that honest models write anyway: a habit instead of foreign text."""
 
     name = "adaptive: a habit in the models' own words"
     phrase = re.compile("I guess")

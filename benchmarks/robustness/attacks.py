@@ -49,7 +49,7 @@ def run_swarm(name: str | None, defended: bool, size: Size) -> tuple[Outcome, fl
 
 
 def success(attack: type[Attack], outcome: Outcome, baseline: Outcome) -> float:
-    """How far an attack got at what it aims at."""
+    """Return how far an attack got at its aim."""
     match attack.aim:
         case "phrase" | "cut":
             return outcome.grown(attack.aim)
@@ -85,7 +85,7 @@ def row(name: str, off: Outcome, on: Outcome, baselines: tuple[Outcome, Outcome]
 
 
 def measured(names: Sequence[str], size: Size, processes: int) -> dict[str, Any]:
-    """Every swarm, as many at a time as there are processes; the longest first."""
+    """Play every swarm, as many at a time as there are processes, and the longest first."""
     jobs: list[tuple[str | None, bool]] = [(name, on) for name in [None, *names] for on in (False, True)]
     jobs.sort(key=lambda job: -(ATTACKS[job[0]].identities if job[0] else 0))
     outcomes: dict[tuple[str | None, bool], Outcome] = {}

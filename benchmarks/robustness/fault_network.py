@@ -1,7 +1,7 @@
-"""Gives every node a network of its own, and a switch that loses, delays, reorders and doubles.
+"""Gives every node a network of its own, and a switch that loses, delays, reorders and duplicates frames.
 
-Every node gets a network namespace with one TAP device; a thread reads the frames of all of them and hands them on. So
-what libp2p and the kernel's TCP meet is what they would meet on a bad line, with no module of the kernel for it.
+Every node gets a network namespace with one TAP device. A thread reads the frames of all of them and passes them on. So
+libp2p and the kernel's TCP meet what they would meet on a bad line, and no kernel module is needed.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ MAX_HELD = 20_000  # frames on their way; more are lost, as on a real line
 
 @dataclass(frozen=True)
 class Line:
-    """What happens to the frames of one node, in both directions."""
+    """Says what happens to the frames of one node, in both directions."""
 
     cut: int = 0  # other nodes are reached only with the same number
     loss: float = 0.0  # share of frames
@@ -35,13 +35,13 @@ class Line:
 
 
 class Fates:
-    """What becomes of every single frame, drawn from a seed."""
+    """Draws the fate of every single frame from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed).random
 
     def of(self, one: Line, other: Line) -> list[float]:
-        """After how many seconds a frame between two nodes arrives: never, once or twice."""
+        """Return after how many seconds a frame between two nodes arrives: never, once or twice."""
         if one.cut != other.cut or self.chance() < one.loss or self.chance() < other.loss:
             return []
         seconds = one.delay + other.delay
@@ -51,7 +51,7 @@ class Fates:
 
 
 class Wires:
-    """The namespaces and the switch between them, in namespaces of this process's own."""
+    """Holds the namespaces and the switch between them, inside namespaces of this process's own."""
 
     def __init__(self, seed: int) -> None:
         self.fates = Fates(seed)
@@ -67,7 +67,7 @@ class Wires:
         self._thread.start()
 
     def add(self, node: str) -> tuple[str, list[str]]:
-        """A namespace for a node: its address there, and what a command must begin with to run in it."""
+        """Add a node's namespace; return its address there, and the prefix of a command that runs in it."""
         number = len(self._taps) + 1
         device, space, address = f"tap{number}", f"node{number}", f"10.99.0.{number}"
         tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)

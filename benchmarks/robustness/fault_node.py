@@ -3,7 +3,7 @@
     python -m benchmarks.robustness.fault_node FOLDER join ADDRESS …
 
 `FOLDER/control.json` says, at any moment, by how much this process's clock is wrong and how badly its drive behaves.
-Into `FOLDER/seen.jsonl` it writes what it takes for true: who the members are, what it published, and what it accepted.
+The node records what it believes in `FOLDER/seen.jsonl`: the members, what it published, and what it accepted.
 """
 
 import errno
@@ -26,7 +26,7 @@ real_time = time.time
 
 
 class Control:
-    """What the bench wants to happen to this process."""
+    """Reads which faults the runner wants in this process."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values, self.next_look = path, dict[str, Any](), 0.0
@@ -48,7 +48,7 @@ def note(what: str, **values: object) -> None:
 
 
 def make_drive(control: Control) -> type:
-    """A directory that is synced badly, for as long as it is told to be."""
+    """Make a directory that syncs badly for as long as the control file says so."""
     from rl_swarm.storage.files import LocalFiles
 
     class Drive(LocalFiles):

@@ -1,5 +1,7 @@
-"""Describes faults as data: what happens to which nodes, from which round, for how long. Drawn from a seed, or read
-from a file."""
+"""Describes faults as data: what happens to which nodes, from which round, for how long.
+
+They are drawn from a seed or read from a file.
+"""
 
 import json
 import math
@@ -51,7 +53,7 @@ class Fault:
 
 
 def draw(network: Network, count: int, rounds: int, interval: float, seed: int) -> list[Fault]:
-    """Faults for a run: in every ten rounds a third of the nodes go and come back, and one of every other kind."""
+    """Draw the faults of a run: every ten rounds a third of the nodes leave and return, and one of every other kind."""
     rng = random.Random(f"{network} {count} {rounds} {seed}")
     names = node_names(count)
     busy = dict.fromkeys(names, 0.0)  # rounds
@@ -104,12 +106,12 @@ def node_names(count: int) -> list[str]:
 
 
 def names_of(network: Network, count: int) -> set[str]:
-    """All processes of a swarm to which something can happen."""
+    """Return the names of all processes of a swarm that can have faults."""
     return {*node_names(count), "lead", *(("boot-1", "boot-2") if network == "p2p" else ())}
 
 
 def left_out(plan: Iterable[Fault], network: Network, namespaces: bool) -> tuple[list[Fault], Counter[str]]:
-    """The faults that can be brought about here, and how many of each kind cannot."""
+    """Return the faults that are possible here, and how many of each kind are not."""
     kept, out = [], Counter[str]()
     for fault in plan:
         if not namespaces and (fault.kind == "disk" or (network == "p2p" and fault.kind in ON_THE_LINE)):
@@ -120,7 +122,7 @@ def left_out(plan: Iterable[Fault], network: Network, namespaces: bool) -> tuple
 
 
 def plan_of(text: str) -> list[Fault]:
-    """A plan as `--show` prints it; a clear error where it is none."""
+    """Read a plan as `--show` prints it; raise a clear error where it is none."""
     try:
         faults = [Fault(**{**entry, "nodes": tuple(entry["nodes"])}) for entry in json.loads(text)]
     except (ValueError, TypeError, KeyError) as error:

@@ -1,8 +1,7 @@
-"""Runs a swarm of real processes, brings the faults of a plan to it, and reads what became of every node.
+"""Runs a swarm of real processes, applies the faults of a plan, and reads what became of every node.
 
-The bench starts nodes, kills and restarts them, spoils their clocks, drives and lines, and reads what they write. It
-judges nothing:
-fault_verdict.py does.
+The runner starts nodes, kills and restarts them, disturbs their clocks, drives and lines, and reads what they write. It
+judges nothing: fault_verdict.py does.
 """
 
 import json
@@ -51,7 +50,7 @@ LAST_SECONDS = 90.0  # for nodes to end after the last round
 
 @dataclass
 class Process:
-    """One of the swarm's processes, and what the bench knows of it."""
+    """Holds one of the swarm's processes, and what the runner knows of it."""
 
     name: str
     folder: Path
@@ -116,7 +115,7 @@ class Bench:
         return self.run
 
     def _play(self) -> None:
-        """Until the swarm has finished, or nobody gets any further."""
+        """Play until the swarm has finished, or no node gets any further."""
         patience = time.monotonic() + LAST_SECONDS + self.rounds * self.interval * 2
         last = math.inf
         while time.monotonic() < min(patience, last):
@@ -132,7 +131,7 @@ class Bench:
             time.sleep(LOOK_SECONDS)
 
     def _anybody_left(self) -> bool:
-        """Whether nodes still end, or come back. Among peers there is nobody to come back to after the last round."""
+        """Return whether nodes still end or return. Among peers no node is left to return to after the last round."""
         if self.network == "p2p":
             return any(process.runs and process.in_place for process in self.nodes.values())
         coming = any(ends < math.inf for ends, _ in self.active)
@@ -217,13 +216,13 @@ class Bench:
         process.wanted, process.in_place, process.started = True, False, time.monotonic()
 
     def _somebody(self) -> str:
-        """Addresses of those who are there, as a newcomer would get them from a friend."""
+        """Return addresses of present peers, as a newcomer would get them from a friend."""
         files = self.root.glob("node-*/runs/p2p-*/addresses.json")
         known = {address for file in files for address in json.loads(file.read_text())["addresses"]}
         return ",".join(f"p2p://{address}" for address in sorted(known)[:32])
 
     def _said(self, process: Process, words: str) -> str:
-        """The address in what a process prints."""
+        """Return the address in what a process prints."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and process.runs:
             for line in (process.folder / "output.log").read_text(errors="replace").splitlines():
@@ -316,7 +315,7 @@ class Bench:
             process.well_since = now
 
     def _apply(self, process: Process) -> None:
-        """Makes the process's clock, drive and line as bad as its faults say."""
+        """Make the process's clock, drive and line as bad as its faults say."""
         amounts: dict[str, float] = {fault.kind: fault.amount for fault in process.faults}
         on_the_line = {kind: amounts[kind] for kind in ON_THE_LINE if kind in amounts}
         drive = dict(on_the_line)
@@ -330,7 +329,7 @@ class Bench:
         process.control({**drive, "clock": amounts.get("clock", 0.0)})
 
     def _resize(self, process: Process, full: bool) -> None:
-        """Takes all the room of a disk, or gives it back."""
+        """Fill a disk, or free it again."""
         disk = self.swarm if self.network == "folder" else process.folder / "runs"
         if disk not in self.small:
             return
@@ -387,7 +386,7 @@ class Bench:
         process.popen, process.start_at = None, now + RESTART_SECONDS
 
     def _keep(self, process: Process, fault: Fault) -> None:
-        """Copies a node's state as it is now, to be put back later."""
+        """Copy a node's present state, to be restored later."""
         key = (process.name, fault.round)
         if key in self.kept:
             return
@@ -414,7 +413,7 @@ class Bench:
                 process.read[name] = self._journal(process, name).stat().st_size
 
     def _state_of(self, process: Process) -> list[Path]:
-        """What is a node's own on disk, its key aside."""
+        """Return a node's own files, without its key."""
         found = [process.folder / PRIVATE]
         if self.network == "p2p":
             found += (process.folder / "runs").glob("*")
@@ -437,7 +436,7 @@ class Bench:
                 self._look_at(process)
 
     def _look_at(self, process: Process) -> None:
-        """Reads what a node has written since the last look."""
+        """Read what a node has written since the last look."""
         now, history = time.monotonic(), process.history
         for line in self._news(process, "metrics"):
             if line["kind"] == "round":
@@ -495,7 +494,7 @@ class Bench:
 
 
 def processes_in(root: Path) -> list[str]:
-    """Processes at work below a folder."""
+    """Return the processes at work below a folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -505,7 +504,7 @@ def processes_in(root: Path) -> list[str]:
 
 
 def last_words(process: Process) -> str:
-    """What a process said at its end: its message to the user, or the error that it did not foresee."""
+    """Return the last message of a process: the one to its user, or the unforeseen error."""
     lines = (process.folder / "output.log").read_text(errors="replace").strip().splitlines()
     errors = [line for line in lines[-200:] if line.startswith(("rl-swarm: ", "Traceback"))]
     return (errors or lines or ["it said nothing"])[-1]

@@ -1,7 +1,6 @@
 """Judges a run of `faults.py`: stuck nodes, lost work, and disagreement about who is who.
 
-Pure functions: what happened goes in, as the bench saw it by its own clock, and a sentence for every violation comes
-out.
+The functions are pure: they take what happened, by the runner's clock, and return a sentence for every violation.
 """
 
 from collections import defaultdict
@@ -27,7 +26,7 @@ class Start:
 
 @dataclass(frozen=True)
 class End:
-    """A process that ended without being told to."""
+    """Describes the end of a process that was not told to end."""
 
     time: float
     code: int
@@ -71,7 +70,7 @@ def violations(run: Run) -> list[str]:
 
 
 def swarm_stopped(run: Run) -> Iterator[str]:
-    """The swarm's rounds go up, one after the other, to the last."""
+    """Check that the swarm's rounds rise one by one to the last."""
     numbers = [number for _, number in run.clock]
     for before, after in pairwise(numbers):
         if after < before:
@@ -84,8 +83,7 @@ def swarm_stopped(run: Run) -> Iterator[str]:
 
 
 def stuck(run: Run) -> Iterator[str]:
-    """With nothing in its way a node finishes a round before the swarm is a few further; and once started, it gets
-    in."""
+    """Check that an undisturbed node finishes a round before the swarm is a few further, and a started one joins."""
     for name, node in run.nodes.items():
         for start, end in node.well:
             times = [start, *(time for time, _ in node.finished if start < time < end), end]
@@ -103,7 +101,7 @@ def stuck(run: Run) -> Iterator[str]:
 
 
 def work_lost(run: Run) -> Iterator[str]:
-    """A node that comes back has lost the round in flight, and no more."""
+    """Check that a returning node has lost no more than the round in flight."""
     for name, node in run.nodes.items():
         for start in node.starts:
             if len(start.lost) > 1 and not start.put_back:
@@ -112,7 +110,7 @@ def work_lost(run: Run) -> Iterator[str]:
 
 
 def ended_without_reason(run: Run) -> Iterator[str]:
-    """A node ends by itself only where a fault leaves it no choice, and says why, as it speaks to its user."""
+    """Check that a node ends by itself only where a fault forces it to, with a message to its user."""
     for name, node in run.nodes.items():
         for end in node.ends:
             if not end.excuse or (end.code > 0 and not end.words.startswith("rl-swarm: ")):
@@ -120,10 +118,9 @@ def ended_without_reason(run: Run) -> Iterator[str]:
 
 
 def disagreements(run: Run) -> Iterator[str]:
-    """Whoever knows a name means the same peer by it, the right one; and at the end those who are there know each
-    other.
+    """Check that a name means the same peer to every node, and that present nodes know each other at the end.
 
-    Where nobody conducts, peers go by their ids.
+    Without a coordinator, peers are named by their ids.
     """
     by_id = {node.peer_id: name for name, node in run.nodes.items()}
 
@@ -154,7 +151,7 @@ def is_right(nodes: Mapping[str, History], name: str, peer_id: str) -> bool:
 
 
 def two_contents(run: Run) -> Iterator[str]:
-    """Of one peer and round, all who accepted something accepted the same."""
+    """Check that all nodes which accepted a peer's round accepted the same content."""
     contents: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     for node in run.nodes.values():
         for author, number, content in node.accepted:

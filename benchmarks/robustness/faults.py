@@ -47,7 +47,7 @@ UNSHARE = [
 
 
 def outcome(bench: Bench) -> list[dict[str, Any]]:
-    """By kind of fault: how often, and how long until its nodes had finished a round again."""
+    """Tell by kind of fault how often it came, and how long its nodes took to finish a round again."""
     rows = []
     for kind in get_args(Kind):
         found = [entry for entry in bench.happened if entry[1].kind == kind]
@@ -70,7 +70,7 @@ def outcome(bench: Bench) -> list[dict[str, Any]]:
 
 
 def waits_after(history: History, ends: float) -> list[float]:
-    """Seconds from the end of a fault, or from the start after it, to the next finished round, if there was one."""
+    """Return the seconds from the end of a fault, or the start after it, to the next finished round."""
     after = min((time for time, _ in history.finished if time > ends), default=math.inf)
     begun = max([ends, *(start.time for start in history.starts if start.time < after)])
     return [after - begun] if after < math.inf else []

@@ -55,13 +55,13 @@ def target_of(name: str, seed: int) -> Target:
 
 
 def work(name: str, seed: int, seconds: float, cases: float, failures_to: Path, parent: Connection) -> None:
-    """Fuzzes one target in a process of its own, until the parent says so or has gone."""
+    """Fuzz one target in a process of its own, until the parent says so or has gone."""
     faulthandler.enable()
     fuzz(target_of(name, seed), failures_to, seconds, cases, parent.poll, parent.send)
 
 
 class Slice:
-    """One process and what it has told."""
+    """Holds one process and its reports."""
 
     def __init__(self, name: str, seed: int, seconds: float, cases: float, failures_to: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -74,7 +74,7 @@ class Slice:
         theirs.close()
 
     def hear(self) -> bool:
-        """Takes what the process has told; False once it has ended."""
+        """Read the process's reports; return False once it has ended."""
         try:
             while self.connection.poll():
                 self.result, self.heard = self.connection.recv(), time.monotonic()
@@ -103,7 +103,7 @@ class Slice:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Puts Ctrl-C off. A process that is started meanwhile never hears of it: it is for the parent."""
+    """Ignore Ctrl-C. Processes that start meanwhile never receive it: it is for the parent."""
     resource_tracker.ensure_running()  # which would unblock it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -113,7 +113,7 @@ def without_interrupts() -> Iterator[None]:
 
 
 def run(targets: list[str], seconds: float, cases: float, processes: int, seed: int, failures_to: Path) -> list[Result]:
-    """Runs slices of all targets in turn; the results so far when it is interrupted."""
+    """Run slices of all targets in turn; return the results so far when it is interrupted."""
     share = seconds * processes / len(targets)
     rounds = math.ceil(max(processes / len(targets), 0.0 if math.isinf(share) else share / SLICE))
     slices = ((seed + number, share / rounds, cases / rounds) for number in range(rounds))
@@ -159,7 +159,7 @@ def progress(results: list[Result], seconds: float) -> str:
 
 
 def merged(results: list[Result]) -> list[Result]:
-    """Adds up the slices of each target."""
+    """Add up the slices of each target."""
     found: dict[str, Result] = {}
     for each in results:
         all_of_it = found.setdefault(each.target, Result(each.target))
@@ -191,7 +191,7 @@ def table(results: list[Result]) -> str:
 
 
 def replay(path: Path) -> int:
-    """Plays a case that failed."""
+    """Play a case that failed."""
     kept: dict[str, Any] = json.loads(path.read_text())
     target = target_of(kept["target"], 0)
     target.open()

@@ -112,7 +112,7 @@ PUBLICATION = msgspec.structs.replace(RECORDS["publication"], swarm=OPEN_SWARM.s
 
 
 class Faulty:
-    """The module `os` for the layers under test: calls may fail, be short, or find that something was replaced."""
+    """Wraps the module `os` for the layers under test: calls may fail, be short, or find a file replaced."""
 
     def __init__(self, rng: random.Random, strike: Callable[[], None], faults: float, strikes: float) -> None:
         self.rng, self.strike, self.faults, self.strikes, self.on = rng, strike, faults, strikes, False
@@ -142,7 +142,7 @@ class Faulty:
 
     @contextlib.contextmanager
     def below(self, openat2: bool) -> Iterator[None]:
-        """Puts this below every module of the layer."""
+        """Put this wrapper below every module of the layer."""
         before, found = beneath._openat2, beneath._without_openat2
         modules: list[Any] = [beneath, files, shared_log]
         beneath._openat2 = self.wrapped("open", before)
@@ -166,7 +166,7 @@ class Faulty:
 
 
 class Enemy:
-    """Somebody who can write to the folder."""
+    """Attacks the folder with the permission to write to it."""
 
     def __init__(self, root: Path, outside: Path, rng: random.Random) -> None:
         self.root, self.outside, self.rng = root, outside, rng
@@ -192,7 +192,7 @@ class Enemy:
             each.close()
 
     def _is_inside(self, path: Path) -> bool:
-        """Tells whether no part of the way is a link: the enemy has no power beyond the folder."""
+        """Return whether no part of the path is a link: the enemy has no power beyond the folder."""
         way = [path.parent, *path.parent.parents]
         return not any(each.is_symlink() for each in way[: len(way) - len(self.root.parents)])
 
@@ -247,7 +247,7 @@ class Enemy:
         path.write_bytes(self.rng.randbytes(self.rng.choice((0, 1, 100, 5000))))
 
     def do_copy(self, path: Path) -> None:
-        """Shows another document in this place."""
+        """Show another document in this place."""
         other = self.root / self.rng.choice(PATHS)
         if other.is_file() and not other.is_symlink() and self._is_inside(other):
             data = other.read_bytes()
@@ -255,7 +255,7 @@ class Enemy:
             path.write_bytes(data)
 
     def do_tamper(self, path: Path) -> None:
-        """Changes a bit of a file; its size and its place stay."""
+        """Flip a bit of a file; its size and its place stay."""
         if self._is_own_file(path) and (data := bytearray(path.read_bytes())):
             data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
             path.write_bytes(data)
@@ -298,7 +298,7 @@ class Enemy:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Tells all that is in a directory: modes and contents."""
+    """Return modes and contents of all files in a directory."""
     found = {}
     for path in sorted([folder, *folder.rglob("*")]):
         status = os.lstat(path)
@@ -308,7 +308,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 class Listener(logging.Handler):
-    """Notices what strangers wrote when it comes into a log as it is."""
+    """Notices when a stranger's text enters a log unaltered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Listener(logging.Handler):
 
 
 class Scene:
-    """A folder with all who use it, and what they believe."""
+    """Holds a folder with all its users, and what they believe."""
 
     system: Faulty
 
@@ -416,7 +416,7 @@ class Scene:
             self._is_whole(self.saved.fetch(found), found.place)
 
     def do_resume_elsewhere(self) -> None:
-        """On a machine that has no private copy."""
+        """Resume on a machine that has no private copy."""
         elsewhere = Checkpoints(self.private / f"other-{secrets.token_hex(4)}", ALICE, "alice", self.files)
         for found in elsewhere.written(OPEN_SWARM.swarm()):
             with contextlib.suppress(CheckpointError):
@@ -476,7 +476,7 @@ class Scene:
         return here
 
     def check(self) -> None:
-        """Raises unless everything beside the folder is as it was, and what is private is whole."""
+        """Raise unless everything outside of the folder is unchanged, and the private files are whole."""
         if snapshot(self.outside) != self.before:
             raise Harm("something beside the folder was changed")
         if set(os.listdir(self.base)) != {"swarm", "outside", "private"}:
@@ -555,7 +555,7 @@ class Folder(Target):
 
 
 def outcome(operation: Callable[[], None]) -> str:
-    """Does something; the kind of error that it ends with, if callers expect it."""
+    """Run an action; return the kind of error that ends it, if callers expect that kind."""
     try:
         operation()
     except EXPECTED as error:
@@ -566,7 +566,7 @@ def outcome(operation: Callable[[], None]) -> str:
 
 @contextlib.contextmanager
 def little_room(little: bool) -> Iterator[None]:
-    """Lets no file grow beyond a few bytes, as on a full disk, the private ones included."""
+    """Limit files, the private ones included, to a few bytes, as on a full disk."""
     if not little:
         yield
         return
@@ -580,7 +580,7 @@ def little_room(little: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def racing(scene: Scene, case: Case) -> Iterator[None]:
-    """Lets a second thread swap directories and links, by single calls that follow none themselves."""
+    """Let a second thread swap directories and links, by single calls that follow no link themselves."""
     if not case["racing"]:
         yield
         return
@@ -611,7 +611,7 @@ def racing(scene: Scene, case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_user(user: int | None) -> Iterator[None]:
-    """Does this with the permissions of another user, which only root can."""
+    """Run with the permissions of another user, which needs root."""
     if user is None:
         yield
         return

@@ -65,7 +65,7 @@ STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 
 
 def request(rng: random.Random) -> bytes:
-    """Makes a request, most of the time one that is not quite right."""
+    """Make a request, most of the time a slightly wrong one."""
     method = rng.choice((b"GET", b"GET", b"GET", b"HEAD", b"POST", b"PUT", b"OPTIONS", b"CONNECT", b"G\0T"))
     lines = [b"%s %s HTTP/1.1" % (method, rng.choice(PATHS).encode()), b"Host: localhost"]
     lines += rng.choices(HEADERS, k=rng.choice((0, 0, 1, 2, 5)))
@@ -75,7 +75,7 @@ def request(rng: random.Random) -> bytes:
 
 
 class Client:
-    """One of the crowd."""
+    """Plays one client of the crowd."""
 
     def __init__(self, address: tuple[str, int], rng: random.Random) -> None:
         self.address, self.rng = address, rng
@@ -154,7 +154,7 @@ class Client:
         self.socket.shutdown(socket.SHUT_WR)
 
     def drain(self) -> None:
-        """Takes what is left of the responses."""
+        """Read the rest of the responses."""
         try:
             while len(self.heard) < 1 << 20 and (part := self.socket.recv(65536)):
                 self.heard += part
@@ -225,7 +225,7 @@ class Http(Target):
         return reached
 
     async def _crowd(self, clients: list[Client], rng: random.Random) -> None:
-        """Lets the clients do what they do, while an honest one asks."""
+        """Let the clients play while an honest one asks."""
         crowd = asyncio.gather(*(client.play() for client in clients))
         while True:
             await self._ask(rng.choice(HONEST_PATHS))
@@ -236,7 +236,7 @@ class Http(Target):
         await self._ask("/health")
 
     async def _ask(self, path: str) -> None:
-        """Asks as an honest client does; raises unless it is answered."""
+        """Ask as an honest client does; raise unless it is answered."""
         try:
             heard = await asyncio.wait_for(self._answer(path), PATIENCE)
         except (OSError, asyncio.TimeoutError) as error:
@@ -262,7 +262,7 @@ class Http(Target):
         return bool(ports & self._connections())
 
     def _connections(self) -> set[int]:
-        """The ports of the clients that the server is connected to."""
+        """Return the ports of the clients that the server is connected to."""
         if self.process.poll() is not None:
             raise Harm(f"the server has ended with {self.process.returncode}")
         return {each.raddr.port for each in self.seen.net_connections("tcp") if each.raddr}

@@ -49,7 +49,7 @@ WATCHED = {module.__file__ for module in (wire, rollouts, identity, admission, r
 
 
 def prime_of(name: str) -> int:
-    """A prime of 1024 bits, or what passes for one: good enough to sign with here."""
+    """Return a probable prime of 1024 bits: good enough to sign with here."""
     digits = b"".join(hashlib.sha256(f"{name} {part}".encode()).digest() for part in range(4))
     number, small = int.from_bytes(digits, "big") | 3 << 1022 | 1, math.factorial(2000)
     while math.gcd(number, small) > 1 or pow(2, number - 1, number) != 1:
@@ -65,7 +65,7 @@ def rsa_key(name: str) -> rsa.RSAPrivateKey:
 
 
 def identity_of(key: Ed25519PrivateKey | rsa.RSAPrivateKey) -> Identity:
-    """An identity that is the same in every run, so that a run can be repeated."""
+    """Return an identity that is the same in every run, so that a run can be repeated."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(
             key.private_bytes(
@@ -101,7 +101,7 @@ SWARM = Manifest(
 
 
 def ticket_of(peer: Identity) -> str:
-    """By which a peer is admitted."""
+    """Return the ticket by which a peer is admitted."""
     key, uses, expires = seeded("invitation"), 3, 1 << 40
     signature = OWNER.sign(Invitation(key.public_key().public_bytes_raw(), uses, expires).signed(SWARM))
     token = key.private_bytes_raw() + struct.pack(">IQ", uses, expires) + signature
@@ -194,7 +194,7 @@ SIGNERS = {name: AUTHORS[record.peer_id] for name, record in RECORDS.items()}  #
 
 
 class OneFile:
-    """A folder in which whatever is asked for has the same content."""
+    """Serves the same content for every path of a folder."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -264,7 +264,7 @@ class Message:
 
 
 class Coverage:
-    """Which steps from line to line the watched files have taken."""
+    """Records the steps from line to line in the watched files."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[CodeType, int, int]] = set()
@@ -304,7 +304,7 @@ VALUES: list[object] = [
 
 
 def signed(fields: dict[str, Any], author: Identity, rng: random.Random) -> bytes:
-    """A document as anybody with a key can make it, whatever the fields, by one of several writers of JSON."""
+    """Sign any fields, as every holder of a key can, with one of several JSON encoders."""
     fields = {**fields, "peer_id": author.peer_id}
     message = canonical(fields)
     fields["digest"] = digest(message)
@@ -320,7 +320,7 @@ def signed(fields: dict[str, Any], author: Identity, rng: random.Random) -> byte
 
 
 def with_strange_key(fields: dict[str, Any], rng: random.Random) -> tuple[str, bytes]:
-    """A document whose signature brings along a public key that is none, under the peer id that fits it."""
+    """Make a document whose signature contains an invalid public key, under the peer id that fits it."""
     public = OLD.key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -358,7 +358,7 @@ def change_bytes(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
 
 
 def change_fields(value: Any, rng: random.Random, depth: int = 0) -> Any:
-    """The value with something in it replaced, left out, added or moved."""
+    """Return the value with a part replaced, left out, added or moved."""
     if isinstance(value, dict) and value and (depth == 0 or rng.random() < 0.7):
         name = rng.choice(list(value))
         how = rng.randrange(6)
@@ -392,7 +392,7 @@ def change_fields(value: Any, rng: random.Random, depth: int = 0) -> Any:
 
 
 def large(fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """As many small values as a document may just hold, where nobody expects them or where rollouts are."""
+    """Return as many small values as a document may hold, in an unexpected field or among the rollouts."""
     item = rng.choice(("😀" + "x" * 50, "é", 0, 0.5, 1e308, [], {}, {"😀": "a"}, [[0]], {"a": {"b": {}}}))
     count = rng.choice((9_000, 30_000, 60_000, 130_000, 250_000))
     many: Any = [item] * count if rng.random() < 0.7 else {f"{k}": item for k in range(count)}
@@ -443,7 +443,7 @@ class Mutator:
 
     @staticmethod
     def _fields(data: bytes) -> dict[str, Any] | None:
-        """What a document says, if it is one."""
+        """Return the fields of a document, if it is one."""
         try:
             fields = wire.decode(data)
         except Rejected:
@@ -452,7 +452,7 @@ class Mutator:
 
 
 def read(message: Message) -> tuple[str, str]:
-    """The verdict on a message, as a reason and in words; anything but a record or `Rejected` is raised."""
+    """Return the verdict on a message, as a reason and in words; raise any error but `Rejected`."""
     try:
         found = READERS[message.kind](message.data)
     except Rejected as error:

@@ -67,7 +67,7 @@ DIRECT = 60  # records of a case that are offered to a storage without a network
 
 
 class Listener(logging.Handler):
-    """Keeps what is logged of the parts under test."""
+    """Keeps the log lines of the parts under test."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -78,7 +78,7 @@ class Listener(logging.Handler):
 
 
 class Wild:
-    """One stream of a peer that keeps to no rule, and what it has heard."""
+    """Plays one stream of a peer that breaks every rule, and keeps what it received."""
 
     def __init__(self, engine: PeerEngine, victim: str, rng: random.Random) -> None:
         self.engine, self.victim, self.rng = engine, victim, rng
@@ -142,7 +142,7 @@ class Wild:
 
 
 def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, Any, float]:
-    """Makes a record for the table, most of the time one that is not quite right: key, subkey, value, expiry."""
+    """Make a record for the table, most of the time a slightly wrong one: key, subkey, value, expiry."""
     from hivemind.utils import MSGPackSerializer
 
     folder, name = rng.choice(FOLDERS), rng.choice(("a", "b", "c", "owner", "n" * 60))
@@ -183,7 +183,7 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
 
 
 def check_table(storage: Any, room: DhtQuota) -> None:
-    """Raises unless what lies in the table is what its account says, and within its bounds."""
+    """Raise unless the table's contents agree with its account, and are within its bounds."""
     from hivemind.utils import MSGPackSerializer
 
     claims = [claim for under in room.by_key.values() for claim in under.values()]
@@ -220,7 +220,7 @@ def check_table(storage: Any, room: DhtQuota) -> None:
 
 
 class Direct:
-    """A storage without a network, whose clock is set by hand."""
+    """Stores records without a network, with a clock set by hand."""
 
     def __init__(self) -> None:
         from rl_swarm.network.p2p.storage import FairStorage
@@ -290,7 +290,7 @@ class Streams(Target):
         shutil.rmtree(self.place, ignore_errors=True)
 
     def forget(self) -> None:
-        """Begins with empty slots and an empty table, whatever a case has left there."""
+        """Empty the slots and the table, whatever a case has left there."""
         self.victim.streams.waiting.clear()
         self.victim.streams.answered.clear()
         self.direct = Direct()
@@ -347,7 +347,7 @@ class Streams(Target):
         check_table(self.victim.node.protocol.storage, room)
 
     def _leave(self, rng: random.Random) -> str:
-        """Leaves a record with the victim, as whoever brings it likes."""
+        """Leave a record with the victim, in the form that the attacker chooses."""
         from hivemind.dht.routing import DHTID
 
         engine = rng.choice((self.member, self.stranger))
@@ -365,7 +365,7 @@ class Streams(Target):
         return f"sent: {'no answer' if not answer else 'taken' if answer[0] else 'refused'}"
 
     def _ask(self, rng: random.Random) -> str:
-        """Asks as an honest peer does; raises unless it is answered, and rightly."""
+        """Ask as an honest peer does; raise unless the answer is right."""
         path = rng.choice((DOCUMENT, DOCUMENT, LARGE, WHAT_TIME.decode(), "rewards/round_9/stage_0/nobody.json"))
         tries, deadline = 0, time.monotonic() + PATIENCE
         while True:

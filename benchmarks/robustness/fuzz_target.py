@@ -32,11 +32,11 @@ class Harm(AssertionError):
 
 
 class Blocked(BaseException):
-    """A case did not end in time. Nothing that catches errors of files may catch it."""
+    """A case did not end in time. It is no `OSError`, so that handlers of file errors do not catch it."""
 
 
 class Target:
-    """Makes cases and plays them. What it needs for that is started by `open` and ended by `close`."""
+    """Makes cases and plays them. `open` starts what it needs for that, and `close` ends it."""
 
     name: ClassVar[str]
     longest: ClassVar[float] = 120.0  # seconds of a case; then it is stuck
@@ -53,7 +53,7 @@ class Target:
         return {"seed": self.rng.getrandbits(48)}
 
     def play(self, case: Case) -> Iterable[str]:
-        """Plays a case and tells what it reached; raises when something is wrong."""
+        """Play a case and return what it reached; raise when something is wrong."""
         raise NotImplementedError
 
     def resident(self) -> int:
@@ -71,7 +71,7 @@ class Result:
     failures: list[str] = field(default_factory=list)
 
     def growth(self) -> int:
-        """Tells by how much memory grew since the first fifth of the run."""
+        """Return by how much memory grew since the first fifth of the run."""
         settled = self.memory[len(self.memory) // 5 :]
         return settled[-1] - settled[0] if settled else 0
 
@@ -84,7 +84,7 @@ def fuzz(
     is_over: Callable[[], bool] = lambda: False,
     tell: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Plays cases of a target until the time is over, so many have been played, or ten have failed."""
+    """Play cases of a target until the time is over, so many have been played, or ten have failed."""
     result, started, told = Result(target.name), time.perf_counter(), 0.0
     target.open()
     try:
@@ -127,7 +127,7 @@ def fuzz(
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises `Blocked` in what takes longer, even in a call to the system that waits."""
+    """Raise `Blocked` in work that takes longer, even in a system call that waits."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise Blocked(f"a case took more than {seconds:.0f} s")
@@ -142,7 +142,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def written(target: str, case: Case, error: BaseException, failures_to: Path) -> str:
-    """Keeps a case that failed, to be played again; the line that says so."""
+    """Keep a failed case, to be played again; return the line that reports it."""
     why = "".join(traceback.format_exception(error))
     name = hashlib.sha256(json.dumps(case).encode()).hexdigest()[:12]
     path = failures_to / f"fuzz-{target}-{name}.json"
@@ -152,7 +152,7 @@ def written(target: str, case: Case, error: BaseException, failures_to: Path) ->
 
 
 def resident(pid: int | str = "self") -> int:
-    """Bytes of memory that a process has now; where /proc is missing, the most that this one ever had."""
+    """Return a process's resident bytes now; without /proc, the peak of this process."""
     if pid == "self":
         with contextlib.suppress(AttributeError, OSError):  # what is free goes back, where the C library can
             ctypes.CDLL(None).malloc_trim(0)

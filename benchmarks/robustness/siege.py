@@ -69,7 +69,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 
 
 def halves() -> tuple[set[int], set[int]]:
-    """Splits the cores that this process may use."""
+    """Split the cores that this process may use."""
     cores = sorted(usable_cores())
     if len(cores) < 2:
         raise SystemExit("a siege needs two cores, one for each swarm; this process may use one")
@@ -77,7 +77,7 @@ def halves() -> tuple[set[int], set[int]]:
 
 
 def play(options: argparse.Namespace, folder: Path) -> tuple[Siege, dict[str, float], dict[str, Swarm]]:
-    """Plays the attacked swarm and its twin; gives the figures, and processor time by hostile kind."""
+    """Play the attacked swarm and its twin; return the figures, and processor time by hostile kind."""
     cores, kinds = halves(), options.kinds or list(kinds_of(options.network))
     outside = make_outside(folder / "outside")
     before = tree(outside)
@@ -124,8 +124,10 @@ def play(options: argparse.Namespace, folder: Path) -> tuple[Siege, dict[str, fl
 def measure(
     options: argparse.Namespace, swarms: dict[str, Swarm], hostile: Beside, burners: Beside, wanted: Any
 ) -> tuple[float, float, dict[str, float], dict[str, tuple[float, float]]]:
-    """Watches both swarms for the time of the siege; gives its begin and end, and the processor time of the processes
-    beside them and of their own."""
+    """Watch both swarms during the siege; return its begin and end, and the processor times.
+
+    These are of the processes beside the swarms, and of the swarms' own.
+    """
     first, second = (set(swarm.cores) for swarm in swarms.values())
     hostile.begin()
     burners.begin()
@@ -184,7 +186,7 @@ def side_of(swarm: Swarm, since: float, until: float, beside: float, own: tuple[
 
 
 def ended(hostile: Beside, folder: Path) -> list[str]:
-    """Names the hostile processes that failed, with their last words: what does not run shows nothing."""
+    """Name the hostile processes that failed, with their last words: an attack that does not run shows nothing."""
     found = []
     for number, kind in enumerate(hostile.children):
         if kind in hostile.failed:
@@ -194,7 +196,7 @@ def ended(hostile: Beside, folder: Path) -> list[str]:
 
 
 def plain_scores(options: argparse.Namespace, folder: Path, at: int) -> list[float]:
-    """Plays swarms without attackers, with other seeds and two at a time, up to the round of the comparison."""
+    """Play swarms without attackers, with other seeds and two at a time, up to the compared round."""
     settings, scores = settings_of(options), list[float]()
     seeds = list(range(options.seed + 1, options.seed + 1 + options.scatter))
     for start in range(0, len(seeds), 2):

@@ -1,8 +1,7 @@
-"""Attacks the swarm's folder from processes that may write there: links, pipes, crowds, edits, replays, foreign
-weights.
+"""Attacks the swarm's folder from processes that may write there: links, pipes, crowds, edits, replays, weights.
 
-They replace copies and put things where honest files will be. They remove no honest document that others still need:
-whoever can write to a folder can stop a swarm that way, and docs/security.md says so.
+They replace copies and put things where honest files will be. They remove no honest document that other nodes still
+need: every writer of a folder can stop a swarm that way, and docs/security.md says so.
 """
 
 import itertools
@@ -36,14 +35,14 @@ SWARM_LOG = "logs/swarm.log"
 
 
 class Hands:
-    """Changes files in a folder, and never through a link: what changes outside was not these hands' work."""
+    """Changes files in a folder, and never through a link: a change outside is then no work of this class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @contextmanager
     def at(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Opens the directory of a path, each component without following links."""
+        """Open the directory of a path, each component without following links."""
         *parents, name = path.split("/")
         here = os.open(self.folder, os.O_DIRECTORY)
         try:
@@ -78,7 +77,7 @@ class Hands:
             pass
 
     def put(self, path: str, data: bytes, new: bool = False) -> None:
-        """Writes a file: over the one that is there, aside and renamed, or only where there is none."""
+        """Write a file: over the present one, aside and renamed, or only where there is none."""
         with suppress(OSError), self.at(path, make=True) as (here, name):
             aside = name if new else f".{name}.aside"
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_EXCL if new else os.O_TRUNC)
@@ -102,7 +101,7 @@ class Hands:
             os.link(source, name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
 
     def deny(self, path: str) -> None:
-        """Takes all permissions from a file or a directory."""
+        """Take all permissions from a file or a directory."""
         with suppress(OSError), self.at(path) as (here, name):
             found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=here)
             try:
@@ -117,7 +116,7 @@ class Hands:
 
 
 def copies(target: Target) -> list[str]:
-    """Names the copies of logs, which their authors also keep elsewhere."""
+    """Return the copies of logs, whose originals their authors keep elsewhere."""
     found = [f"logs/{node}/{name}" for node in target.nodes().values() for name in LOGS]
     return [*found, SWARM_LOG, HISTORY]
 
@@ -127,7 +126,7 @@ def checkpoints(hands: Hands) -> list[str]:
 
 
 def links(target: Target, pace: Pace) -> None:
-    """Puts links to a shell's start file for logs, and links to other directories for directories."""
+    """Put links to a shell's start file for logs, and links to other directories for directories."""
     profile, precious, hands = target.outside / "profile", target.outside / "precious", Hands(target.folder)
     logs, nodes = itertools.cycle(copies(target)), sorted(target.nodes().values())
     while pace.go(0.2):
@@ -143,7 +142,7 @@ def links(target: Target, pace: Pace) -> None:
 
 
 def pipes(target: Target, pace: Pace) -> None:
-    """Puts pipes, full directories and links to devices for logs and for documents of the coming round."""
+    """Put pipes, full directories and links to devices for logs and for documents of the coming round."""
     hands = Hands(target.folder)
     logs, nodes = itertools.cycle(copies(target)), sorted(target.nodes().values())
     ways: list[Callable[[str], None]] = [
@@ -163,7 +162,7 @@ def pipes(target: Target, pace: Pace) -> None:
 
 
 def crowd(target: Target, pace: Pace) -> None:
-    """Fills the folders of coming rounds with junk, beside `peers`, which was filled before."""
+    """Fill the folders of coming rounds with junk, beside `peers`, which was filled before."""
     hands, filled = Hands(target.folder), list[str]()
     while pace.go():
         ahead = target.state().round + 2
@@ -178,13 +177,13 @@ def crowd(target: Target, pace: Pace) -> None:
 
 
 def prepare_crowd(target: Target) -> None:
-    """Fills `peers` before the siege is measured."""
+    """Fill `peers` before the siege is measured."""
     for number in range(CROWD):
         (target.folder / "peers" / f"junk-{number}.json").write_bytes(b"{}")
 
 
 def fill(hands: Hands, folder: str, pace: Pace) -> None:
-    """Adds junk as the pace allows: names of one file, which take no room."""
+    """Add junk as the pace allows: names of one file, which take no space."""
     hands.put(f"{folder}/junk-0.json", b"{}", new=True)
     with suppress(OSError), hands.at(f"{folder}/x") as (here, _):
         for number in range(1, CROWD):
@@ -194,7 +193,7 @@ def fill(hands: Hands, folder: str, pace: Pace) -> None:
 
 
 def edits(target: Target, pace: Pace) -> None:
-    """Edits the settings and the manifest, and damages the state: cut, replaced, signed by a stranger, an old one."""
+    """Edit settings and manifest, and damage the state: cut, replaced, signed by a stranger, an old one."""
     me, manifest, hands = Identity.new(), target.made(), Hands(target.folder)
     settings = json.loads((target.folder / "settings.json").read_text())
     settings["settings"] |= {"model": "them/evil", "hub_repo": "them/all"}
@@ -217,7 +216,7 @@ def edits(target: Target, pace: Pace) -> None:
 
 
 def replays(target: Target, pace: Pace) -> None:
-    """Shows old documents again in the places of coming ones, links them, and takes permissions from copies."""
+    """Show old documents in the places of coming ones, link them, and take permissions from copies."""
     nodes, hands = sorted(target.nodes().values()), Hands(target.folder)
     while pace.go(0.2):
         now, node, other = target.state().round, pace.rng.choice(nodes), pace.rng.choice(nodes)
@@ -237,7 +236,7 @@ def replays(target: Target, pace: Pace) -> None:
 
 
 def weights(target: Target, pace: Pace) -> None:
-    """Renames zeroed weights over those of every checkpoint in the folder."""
+    """Rename zeroed weights over those of every checkpoint in the folder."""
     hands = Hands(target.folder)
     while pace.go(0.2):
         found = [f"{one}/{node}/model.safetensors" for one in checkpoints(hands) for node in hands.names(one)]
@@ -248,7 +247,7 @@ def weights(target: Target, pace: Pace) -> None:
 
 
 def zeroed(data: bytes) -> bytes:
-    """Returns the same model with nothing in it."""
+    """Return the same model with all weights zero."""
     (size,) = struct.unpack("<Q", data[:8])
     return data[: 8 + size] + bytes(len(data) - 8 - size)
 

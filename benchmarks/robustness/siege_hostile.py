@@ -1,8 +1,7 @@
 """Drives the hostile processes of `siege.py`: what they know, how fast they go, and the members among them.
 
-A hostile process attacks one swarm in one way until it is told to stop. It uses a bounded share of a core, so that what
-is
-measured is the attack and not the processor time that it takes.
+A hostile process attacks one swarm in one way until it is told to stop. It uses a bounded share of a core, so that the
+attack is measured and not the processor time that it takes.
 """
 
 import os
@@ -34,7 +33,7 @@ JUNK = (b"", b"{}", b"\x00\xff" * 500, b'{"a":' * 5_000, b"[" * 60_000, b'{"roun
 
 @dataclass(frozen=True)
 class Target:
-    """What a hostile process knows of the swarm that it attacks."""
+    """Holds what a hostile process knows of the swarm that it attacks."""
 
     folder: Path  # of the swarm; among peers only this machine's processes use it
     private: Path  # the coordinator's, where the round can be read whatever happens to the folder
@@ -50,21 +49,21 @@ class Target:
         return unseal(self.manifest, Manifest)
 
     def state(self) -> State:
-        """Reads where the swarm stands."""
+        """Read the state of the swarm."""
         while True:
             with suppress(OSError):
                 return unseal((self.private / STATE).read_bytes(), State)
             time.sleep(0.1)
 
     def nodes(self) -> dict[str, str]:
-        """Names the honest nodes by their peer ids: those that were there when it began."""
+        """Return the honest nodes by their peer ids: those of the beginning."""
         members = self.state().members
         return {peer_id: m.node for peer_id, m in members.items() if m.joined_round == 0}
 
 
 @dataclass(frozen=True)
 class Processes:
-    """All processes of this machine at one moment: their parents, and the processor time that each has used."""
+    """Lists all processes of this machine at one moment: their parents and processor times."""
 
     parents: dict[int, int]
     seconds: dict[int, float]  # of children that have ended, too
@@ -81,7 +80,7 @@ class Processes:
         return cls(parents, seconds)
 
     def family(self, pid: int) -> list[int]:
-        """A process and all below it."""
+        """Return a process and all its descendants."""
         below = dict[int, list[int]]()
         for child, parent in self.parents.items():
             below.setdefault(parent, []).append(child)
@@ -95,7 +94,7 @@ class Processes:
 
 
 class Pace:
-    """Lets a hostile process go on as long as it keeps to its share of a core."""
+    """Keeps a hostile process to its share of a core."""
 
     def __init__(self, share: float, ready: Event, stop: Event, seed: int) -> None:
         self.share, self.ready, self.stop = share, ready, stop
@@ -105,8 +104,10 @@ class Pace:
         self.began = 0.0  # when it was ready
 
     def go(self, pause: float = 0.1) -> bool:
-        """Rests for as long as the share demands; False when it is over. The first call says that the attack is
-        ready."""
+        """Rest for as long as the share demands; return False when the siege is over.
+
+        The first call says that the attack is ready.
+        """
         self.done += 1
         if not self.began:
             self.began, self.used = time.monotonic(), self._used()
@@ -122,7 +123,7 @@ class Pace:
 
 
 class HostileMember:
-    """A peer that joins, gives signs of life, and does as it likes."""
+    """Joins as a peer, sends heartbeats, and obeys no other rule."""
 
     def __init__(self, files: Files, target: Target, name: str, identity: Identity | None = None) -> None:
         self.files, self.target, self.name = files, target, name
@@ -167,7 +168,7 @@ class HostileMember:
             self.files.write(report_path(state.round, state.stage, self.name), seal(report, self.identity))
 
     def rounds(self, pace: Pace) -> Iterator[State]:
-        """Gives each round as it begins, and signs of life meanwhile."""
+        """Yield each round as it begins, and send heartbeats meanwhile."""
         last = -1
         while pace.go(0.2):
             self.sign_of_life()
@@ -178,7 +179,7 @@ class HostileMember:
 
 
 def mute(member: HostileMember, pace: Pace) -> None:
-    """Joins and keeps the others waiting; speaks just often enough to be waited for again."""
+    """Join and keep the others waiting; report just often enough to be waited for again."""
     for state in member.rounds(pace):
         me = state.members.get(member.identity.peer_id)
         if me is None or not me.is_awaited(time.time(), member.manifest.peer_timeout):
@@ -186,7 +187,7 @@ def mute(member: HostileMember, pace: Pace) -> None:
 
 
 def liar(member: HostileMember, pace: Pace) -> None:
-    """Publishes junk, foreign text and answer keys, each round in another way, and reports in time."""
+    """Publish junk, foreign text and answer keys, each round in another way, and report in time."""
     from benchmarks.robustness import attack_types as types
     from rl_swarm import environments
     from rl_swarm.learning.policy import other_models
@@ -224,7 +225,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
 
 
 def garbage(member: HostileMember, pace: Pace) -> None:
-    """Publishes what is no document, or in the name of a command, and reports in time."""
+    """Publish what is no document, or under a command as name, and report in time."""
     from rl_swarm.protocol.wire import canonical, digest
 
     for state in member.rounds(pace):
@@ -240,7 +241,7 @@ def garbage(member: HostileMember, pace: Pace) -> None:
 
 
 def unfinished_requests(target: Target, pace: Pace) -> None:
-    """Opens connections to the dashboard and never finishes a request."""
+    """Open connections to the dashboard and never finish a request."""
     import socket
 
     held: list[socket.socket] = []

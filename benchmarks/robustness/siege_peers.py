@@ -41,7 +41,7 @@ STREAMS = 70  # that are held open, per honest peer
 
 
 def started(target: Target) -> PeerEngine:
-    """Starts a daemon, again where the machine is too busy."""
+    """Start a daemon, and again where the machine is too busy."""
     for _ in range(TRIES):
         with suppress(EngineError):
             return PeerEngine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
@@ -50,7 +50,7 @@ def started(target: Target) -> PeerEngine:
 
 @contextmanager
 def peer(target: Target, keeps: bool = False) -> Iterator[PeerEngine]:
-    """A peer that keeps to no rule; unless told to, it keeps no records either."""
+    """Start a peer that breaks every rule; unless told to, it keeps no records either."""
     engine = started(target)
     if not keeps:
         from rl_swarm.network.p2p.storage import NoStorage
@@ -86,7 +86,7 @@ def leave(engine: PeerEngine, key: str, subkey: str, data: bytes, seconds: float
 
 
 def flood(target: Target, pace: Pace) -> None:
-    """Fills the keys of this round, of coming ones and of the introductions with notices of its own."""
+    """Fill the keys of this round, of coming ones and of the introductions with own notices."""
     swarm, names = target.made().swarm(), itertools.count()
     with peer(target) as engine:
         while pace.go(0.02):
@@ -107,7 +107,7 @@ async def _open(engine: PeerEngine, victim: str) -> tuple[Any, Any]:
 
 
 def _streams(target: Target, pace: Pace, drip: bool) -> None:
-    """Holds streams that say how long a request will be, and then nothing, or a byte now and then."""
+    """Hold streams that announce the length of a request, and then send nothing, or a byte at long intervals."""
     others = victims(target)
     with peer(target) as engine:
         held: list[tuple[Any, Any]] = []
@@ -143,7 +143,7 @@ def dripping_streams(target: Target, pace: Pace) -> None:
 
 
 def second_manifests(target: Target, pace: Pace) -> None:
-    """Founds swarms of its own among these peers, again and again."""
+    """Found own swarms among these peers, again and again."""
     with peer(target) as engine:
         who = engine.identity
         while pace.go(0.5):
@@ -158,7 +158,7 @@ def second_manifests(target: Target, pace: Pace) -> None:
 
 
 def false_keeper(target: Target, pace: Pace) -> None:
-    """Keeps the records of others and answers with garbage, forgeries and expired ones."""
+    """Keep other peers' records and answer with garbage, forgeries and expired ones."""
     from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
     from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -186,7 +186,7 @@ def false_keeper(target: Target, pace: Pace) -> None:
 
 
 def forgeries(target: Target, pace: Pace) -> None:
-    """Leaves notices in others' names: altered, of old rounds, in other places, with a later expiry."""
+    """Leave notices in other peers' names: altered, of old rounds, in other places, with a later expiry."""
     swarm = target.made().swarm()
     with peer(target) as engine:
         kept: dict[str, bytes] = {}
@@ -207,7 +207,7 @@ def forgeries(target: Target, pace: Pace) -> None:
 
 
 def many_names(target: Target, pace: Pace) -> None:
-    """Introduces itself under name after name, honest nodes' names among them."""
+    """Introduce itself under name after name, honest nodes' names among them."""
     swarm, honest = target.made().swarm(), sorted(target.nodes().values())
     with peer(target) as engine:
         while pace.go(0.05):
@@ -219,7 +219,7 @@ def many_names(target: Target, pace: Pace) -> None:
 
 
 def junk_requests(target: Target, pace: Pace) -> None:
-    """Asks for what is not there, in every wrong way: too long, cut off, with paths that lead elsewhere."""
+    """Ask for missing things in every wrong way: too long, cut off, with paths that lead elsewhere."""
     others = victims(target)
     asks: Sequence[bytes] = [
         b"../../etc/passwd", b"\xff\xfe", b"x" * 4096, b"state/history.jsonl", b"logs/swarm.log",
@@ -262,9 +262,10 @@ def _of(play: Callable[[HostileMember, Pace], None], name: str) -> Callable[[Tar
 
 
 def slow_answers(target: Target, pace: Pace) -> None:
-    """Joins, reports, and answers byte by byte whoever asks for its rollouts; asks others meanwhile, so that they take
-    it
-    for one that is there."""
+    """Join, report, and answer requests for its rollouts byte by byte.
+
+    It asks other peers meanwhile, so that they take it for present.
+    """
     others = victims(target)
     with _member(target, "slow") as member:
         engine: PeerEngine = member.files.engine  # type: ignore[attr-defined]

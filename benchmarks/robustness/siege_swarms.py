@@ -33,7 +33,7 @@ VIEWER = "127.0.0.2"  # somebody else at the dashboard than the attacker
 
 @dataclass
 class Swarm:
-    """A swarm that `rl-swarm up` has started, on some of the cores."""
+    """Runs a swarm of `rl-swarm up` on some of the cores."""
 
     name: str
     root: Path
@@ -53,7 +53,7 @@ class Swarm:
 
     @property
     def private(self) -> Path:
-        """The directory of what is private of this run."""
+        """Return the private directory of this run."""
         return next((self.root / "private").glob(f"{self.name}-*/coordinator")).parent
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class Swarm:
         return [] if self.process is None else Processes.now().family(self.process.pid)
 
     def used(self) -> tuple[float, float]:
-        """Processor time of all its processes, and of its libp2p daemons among them."""
+        """Return the processor time of all its processes, and of its libp2p daemons among them."""
         now = Processes.now()
         family = [] if self.process is None else now.family(self.process.pid)
         daemons = [pid for pid in family if command_of(pid) == "p2pd"]
@@ -119,12 +119,12 @@ class Swarm:
         return (self.root / "output.log").read_text(errors="replace")[-2000:]
 
     def ended_rounds(self, since: float, until: float) -> list[str]:
-        """Tells why each round of that time ended, by the coordinator's private history."""
+        """Return why each round of that time ended, by the coordinator's private history."""
         history, _ = parse_history((self.private / "coordinator/history.jsonl").read_bytes())
         return [ended.why for ended in history if since <= ended.ended <= until]
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
-        """The honest nodes' own logs, by node."""
+        """Return the honest nodes' own logs, by node."""
         found = {}
         for path in sorted(self.private.glob("*/logs/metrics.jsonl")):
             lines = []
@@ -135,7 +135,7 @@ class Swarm:
         return found
 
     def scores(self) -> dict[int, float]:
-        """The mean held-out score of all nodes, by round, where all have one."""
+        """Return the mean held-out score of all nodes, by round, where all have one."""
         by_round: dict[int, dict[str, float]] = {}
         for node, lines in self.metrics().items():
             for line in lines:
@@ -144,7 +144,7 @@ class Swarm:
         return {number: sum(s.values()) / len(s) for number, s in by_round.items() if len(s) == self.nodes}
 
     def refused(self, since: float) -> Counter[str]:
-        """What the nodes refused, by reason, and how many documents the coordinator named."""
+        """Return what the nodes refused, by reason, and how many documents the coordinator named."""
         counted = Counter[str]()
         for lines in self.metrics().values():
             for line in lines:
@@ -159,11 +159,11 @@ class Swarm:
         return sum(text.count("is started again") for text in logs)
 
     def weigh(self) -> None:
-        """Notes the memory of every process of this swarm, what is shared divided by those who share it."""
+        """Note the memory of every process of this swarm; shared memory is divided among its users."""
         self.memory.append({pid: pss(pid) for pid in self.family()})
 
     def look(self) -> None:
-        """Asks the dashboard as a viewer at another address."""
+        """Ask the dashboard as a viewer at another address."""
         started = time.monotonic()
         try:
             with socket.create_connection(("127.0.0.1", self.port), 10, (VIEWER, 0)) as link:
@@ -182,7 +182,7 @@ class Swarm:
         pin(self.family(), cores)
 
     def kill_a_node(self) -> None:
-        """Kills one node, so that its successor has to load a checkpoint."""
+        """Kill one node, so that its successor has to load a checkpoint."""
         peers = self.private.glob("*/logs/training_events.jsonl")
         lines = [json.loads(line) for line in sorted(peers)[0].read_text().splitlines()]
         pids = [line["pid"] for line in lines if line.get("event") in ("joined", "resumed")]
@@ -205,8 +205,7 @@ class Swarm:
 
 
 def thirds(memory: Sequence[dict[int, float]]) -> tuple[tuple[float, float], float]:
-    """Means of all processes' memory together in the first and the last third, and the largest process's in the
-    last."""
+    """Return the mean memory of all processes in the first and last third, and the largest process in the last."""
     part = max(1, len(memory) // 3)
     first, last = (sum(sum(each.values()) for each in some) / len(some) for some in (memory[:part], memory[-part:]))
     pids = {pid for each in memory[-part:] for pid in each}
@@ -232,7 +231,7 @@ def pin_self(cores: Iterable[int]) -> None:
 
 
 def pin(pids: Iterable[int], cores: set[int]) -> None:
-    """Moves all threads of these processes to these cores."""
+    """Move all threads of these processes to these cores."""
     for pid in pids:
         with suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
@@ -260,7 +259,7 @@ def free_port() -> int:
 
 @dataclass
 class Beside:
-    """The processes beside a swarm: hostile ones, or as many that burn as much processor time."""
+    """Holds the processes beside a swarm: hostile ones, or as many that burn as much processor time."""
 
     children: dict[str, Any]  # by kind
     stop: Event
@@ -297,7 +296,7 @@ class Beside:
 
 
 def besiege(network: str, kinds: Sequence[str], target: Target, folder: Path) -> Beside:
-    """Starts one hostile process of every kind, a few at a time, and waits until all are ready."""
+    """Start one hostile process of every kind, a few at a time, and wait until all are ready."""
     context = multiprocessing.get_context("spawn")
     beside = Beside({}, context.Event())
     waiting: dict[str, Event] = {}
@@ -342,7 +341,7 @@ def kinds_of(network: str) -> dict[str, Callable[[Target, Pace], None]]:
 
 
 def burn_beside(kinds: Sequence[str], cores: set[int]) -> tuple[Beside, Any]:
-    """Starts as many harmless processes; each burns what the array says."""
+    """Start as many harmless processes; each burns as much as the array says."""
     context = multiprocessing.get_context("spawn")
     stop, wanted = context.Event(), context.Array("d", len(kinds))
     ready = context.Barrier(len(kinds) + 1)  # what their imports cost is not counted
@@ -357,7 +356,7 @@ def burn_beside(kinds: Sequence[str], cores: set[int]) -> tuple[Beside, Any]:
 
 
 def burn(wanted: Any, number: int, stop: Event, ready: Barrier) -> None:
-    """Burns processor time until it has burned as much as it is told."""
+    """Burn as much processor time as it is told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ready.wait(READY_SECONDS)
     first = time.process_time()
@@ -385,7 +384,7 @@ def target_of(swarm: Swarm, outside: Path, scratch: Path, share: float) -> Targe
 
 
 def make_outside(folder: Path) -> Path:
-    """Makes what lies outside of the swarm's folder, where nothing may change."""
+    """Make what lies outside of the swarm's folder, where nothing may change."""
     (folder / "precious").mkdir(parents=True)
     (folder / "profile").write_text("# mine\n")
     for name in ("round_0", "round_0/stage_0", "round_1", "stage_0", "a-node"):
@@ -402,7 +401,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def harm_done(swarm: Swarm, outside: Path, before: dict[str, str]) -> list[str]:
-    """Looks for what an attack must never do. The swarm has ended."""
+    """Look for what an attack must never do. The swarm has ended."""
     found = []
     after = tree(outside)
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))

@@ -1,4 +1,4 @@
-"""Judges a siege: figures of both swarms go in, and a sentence for every missed bar comes out."""
+"""Judges a siege: takes the figures of both swarms, and returns a sentence for every missed bar."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True)
 class Side:
-    """Figures of one swarm over the measured time."""
+    """Holds the figures of one swarm over the measured time."""
 
     rounds: int
     minutes: float
@@ -56,7 +56,7 @@ class Siege:
 
 
 def lowest_score(scores: Sequence[float]) -> float | None:
-    """Gives the lower end of the 95 % prediction interval for one more swarm like these; None for fewer than two."""
+    """Return the lower end of the 95 % prediction interval for one more swarm like these; None for fewer than two."""
     if len(scores) < 2:
         return None
     student = STUDENT[min(len(scores) - 1, len(STUDENT) - 1)]
@@ -89,7 +89,7 @@ def violations(siege: Siege) -> Iterator[str]:
 
 
 def empty(siege: Siege) -> Iterator[str]:
-    """Says why a run shows nothing: an attack that did not take place, or a rule that set the pace of both."""
+    """Say why a run shows nothing: an attack that did not take place, or a rule that set the pace of both."""
     control = siege.control
     yield from siege.ended
     if control.late_rounds > MAX_LATE * max(1, control.rounds):
@@ -99,7 +99,7 @@ def empty(siege: Siege) -> Iterator[str]:
 
 
 def doubts(siege: Siege) -> Iterator[str]:
-    """Says why a run shows less than it could."""
+    """Say why a run shows less than it could."""
     attack, control = siege.attack, siege.control
     if abs(control.beside_seconds - attack.beside_seconds) > PACE * max(attack.beside_seconds, 1.0):
         yield (

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face hub that an upload needs, on loopback: it keeps what it was sent."""
+"""Serves the part of the Hugging Face hub that an upload needs, on loopback, and keeps what it receives."""
 
 import base64
 import hashlib

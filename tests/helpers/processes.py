@@ -1,4 +1,4 @@
-"""Running `rl-swarm` as a user does: real processes, real files."""
+"""Runs `rl-swarm` and the benchmarks as a user does: real processes, real files."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def family(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def members(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The coordinator and the nodes: forked from the fork server, not started afresh like the scorers."""
+    """Return the coordinator and the nodes: forked from the fork server, not started afresh like the scorers."""
     children = family(process)
     servers = {child.pid for child in children if _parent(child) == process.pid}
     return [child for child in children if _parent(child) in servers]
@@ -110,7 +110,7 @@ def state(address: Path) -> dict[str, Any]:
 
 
 def metrics(address: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every node's metrics without what depends on the clock or the machine."""
+    """Return every node's metrics without those that depend on the clock or the machine."""
     timing = {"timestamp", "seconds", "began", "phases", "tokens_per_second", "peak_memory", "load"}
     found = {}
     for path in sorted(address.glob("logs/*/metrics.jsonl")):
