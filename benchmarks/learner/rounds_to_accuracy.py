@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.lib.command import print_table
 
 LEVELS = (0.25, 0.5)
-ROUND, REWARD = 0, 1
+REWARD = 1  # column of a row
 
 
 def rounds_until(rows: Sequence[Sequence[float]], level: float, window: int) -> int | None:

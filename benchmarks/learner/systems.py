@@ -13,7 +13,7 @@ import tempfile
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -48,19 +48,6 @@ class Workload:
         )
 
 
-class System(Protocol):
-    compiles: bool  # or records anything at a first run, and needs one of full size
-    precision: str
-    model: Any
-
-    def take(self, workload: Workload) -> None: ...
-
-    def generate(self, seed: int) -> int:
-        """Answer every question; return the number of generated tokens."""
-
-    def train(self) -> None: ...
-
-
 def missing(names: Sequence[str]) -> str | None:
     """Say which packages of these systems are missing and how to install them; None where none is."""
     lacking = [p for name in names for p in NEEDS[name] if importlib.util.find_spec(p) is None]
@@ -72,7 +59,7 @@ def missing(names: Sequence[str]) -> str | None:
 class Ours:
     """Plays a node's round: `sample`, then one update."""
 
-    compiles = True
+    compiles = True  # or records at its first run, which therefore has full size
 
     def __init__(self, model: str, device: "torch.device", workload: Workload, batch: int) -> None:
         from rl_swarm.learning.devices import prefers_bfloat16
