@@ -113,7 +113,7 @@ def serve(name: str, args: argparse.Namespace, batch: int, work: Workload, pipe:
         pipe.send(RuntimeError(f"{name} failed:\n{traceback.format_exc()}"))
 
 
-class Player:
+class SystemProcess:
     """Drives a system that lives in a process of its own."""
 
     def __init__(self, name: str, args: argparse.Namespace, batch: int, work: Workload) -> None:
@@ -151,31 +151,31 @@ class Player:
 
 def measure(args: argparse.Namespace, cases: dict[str, Workload], device: "torch.device") -> dict[str, Any]:
     batch = args.trl_batch or (8 if device.type == "cpu" else args.questions * args.completions)
-    players = {}
+    processes = {}
     progress(f"loading {', '.join(args.systems)}")
     for name in args.systems:
-        players[name] = Player(name, args, batch, cases[args.cases[0]])
-    for player in players.values():
-        player.wait()
+        processes[name] = SystemProcess(name, args, batch, cases[args.cases[0]])
+    for process in processes.values():
+        process.wait()
     results: dict[str, Any] = {}
     for case in args.cases:
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in players}
-        for name, player in players.items():
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
+        for name, process in processes.items():
             if not SYSTEMS[name].compiles:  # a short warm-up is enough
-                player.take(cases[case].cut(SHORT))
-                player.play(args.seed)
-            player.take(cases[case])
+                process.take(cases[case].cut(SHORT))
+                process.play(args.seed)
+            process.take(cases[case])
         for turn in range(args.repeats + 1):
-            for name, player in players.items():
+            for name, process in processes.items():
                 if not turn and not SYSTEMS[name].compiles:
                     continue
-                run = player.play(args.seed + turn)
+                run = process.play(args.seed + turn)
                 runs[name] += [run] if turn else []
                 what = f"run {turn} of {args.repeats}" if turn else "warm-up"
                 progress(f"{case} {name} {what}: {run['generate_s']:.2f} s + {run['train_s']:.2f} s")
         results[case] = {
             name: {
-                "precision": players[name].precision,
+                "precision": processes[name].precision,
                 **{key: statistics.median(run[key] for run in of) for key in of[0]},
                 "tokens_per_s": statistics.median(run["tokens"] / run["generate_s"] for run in of),
                 "rounds_s": [run["round_s"] for run in of],
@@ -184,14 +184,14 @@ def measure(args: argparse.Namespace, cases: dict[str, Workload], device: "torch
             for name, of in runs.items()
         }
         for figures in results[case].values():
-            if "ours" in players:
+            if "ours" in processes:
                 base = results[case]["ours"]
                 figures["ratio"] = figures["round_s"] / base["round_s"]
                 figures["cpu_ratio"] = figures["round_cpu_s"] / base["round_cpu_s"]
                 figures["generate_ratio"] = figures["generate_s"] / base["generate_s"]
                 figures["train_ratio"] = figures["train_s"] / base["train_s"]
-    for player in players.values():
-        player.leave()
+    for process in processes.values():
+        process.leave()
     return results
 
 

@@ -22,7 +22,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.stub_nodes import Asked, Player, Round, figures, introduction, manifest, player, settings
+from benchmarks.network.stub_nodes import (
+    RequestCounts,
+    Round,
+    StubNode,
+    figures,
+    introduction,
+    manifest,
+    settings,
+    stub_node,
+)
 from benchmarks.network.synthetic_rollouts import Arithmetic
 from rl_swarm.network.p2p import joining
 from rl_swarm.network.p2p.engine import PeerEngine
@@ -81,7 +90,7 @@ class CountedEngine(PeerEngine):
 
     def __init__(self, identity: Identity, known: list[str]) -> None:
         super().__init__(identity, known, LISTEN, quota=DhtQuota(), relay=False, map_ports=False)
-        self.asked, self.calls = Asked(), Asked()
+        self.asked, self.calls = RequestCounts(), RequestCounts()
 
     async def _start(self) -> None:
         await super()._start()
@@ -110,12 +119,12 @@ class CountedEngine(PeerEngine):
 
 
 @dataclass
-class Account:
+class PeerRecord:
     """Records what a peer did from the first measured round on."""
 
     rounds: list[Round]
-    asked: Asked
-    calls: Asked
+    asked: RequestCounts
+    calls: RequestCounts
     problems: Counter[str]
     members: int
 
@@ -131,7 +140,7 @@ class Peer:
     founded: tuple[Manifest, bytes] | None = None  # by the first
     stop: threading.Event = field(default_factory=threading.Event)
     ready: threading.Event = field(default_factory=threading.Event)
-    player: Player | None = None
+    node: StubNode | None = None
     engine: CountedEngine | None = None
 
     def run(self) -> None:
@@ -145,7 +154,7 @@ class Peer:
                 return
             manifest, signed = found
             files = stack.enter_context(joining.among_peers(engine, self.identity, manifest, signed, self.folder))
-            self.player = node = player(files, manifest, self.identity, self.environment, self.stop)
+            self.node = node = stub_node(files, manifest, self.identity, self.environment, self.stop)
             node.coordinator.knock(None)  # type: ignore[attr-defined]
             watch = Watch(files, node.name, self.identity, manifest.swarm())
             peer = introduction(node, time.time(), platform.node(), os.getpid())
@@ -155,15 +164,15 @@ class Peer:
             with alive, suppress(Stopped):
                 node.run()
 
-    def account(self, rounds: range, before: tuple[Asked, Asked]) -> Account | None:
-        if self.player is None or self.engine is None:
+    def account(self, rounds: range, before: tuple[RequestCounts, RequestCounts]) -> PeerRecord | None:
+        if self.node is None or self.engine is None:
             return None
-        return Account(
-            [done for done in self.player.played if done.number in rounds],
+        return PeerRecord(
+            [done for done in self.node.played if done.number in rounds],
             self.engine.asked - before[0],
             self.engine.calls - before[1],
-            self.player.problems,
-            len(self.player.coordinator.current().members),
+            self.node.problems,
+            len(self.node.coordinator.current().members),
         )
 
 
@@ -191,7 +200,7 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
         starts, ends, rounds = link.recv()
         time.sleep(max(0.0, starts - time.time()))
         before = [
-            (peer.engine.asked.copy(), peer.engine.calls.copy()) if peer.engine else (Asked(), Asked())
+            (peer.engine.asked.copy(), peer.engine.calls.copy()) if peer.engine else (RequestCounts(), RequestCounts())
             for peer in peers
         ]
         time.sleep(max(0.0, ends - time.time()))
@@ -251,10 +260,12 @@ def measure(count: int, processes: int, rounds: int, interval: float) -> dict[st
     return summary(count, rounds, interval, accounts, sent if os.environ.get(INSIDE) else None)
 
 
-def summary(count: int, rounds: int, interval: float, accounts: list[Account], sent: Traffic | None) -> dict[str, Any]:
+def summary(
+    count: int, rounds: int, interval: float, accounts: list[PeerRecord], sent: Traffic | None
+) -> dict[str, Any]:
     each = count * rounds
-    asked = sum((account.asked for account in accounts), Asked())
-    calls = sum((account.calls for account in accounts), Asked())
+    asked = sum((account.asked for account in accounts), RequestCounts())
+    calls = sum((account.calls for account in accounts), RequestCounts())
     return {
         **figures(count, rounds, interval, [done for a in accounts for done in a.rounds], asked),
         "members_known": sum(account.members for account in accounts) / len(accounts),

@@ -18,7 +18,7 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 
-from benchmarks.network.stub_nodes import Asked
+from benchmarks.network.stub_nodes import RequestCounts
 from benchmarks.network.virtual_time import World
 from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MAX_MET, Answer
 from rl_swarm.network.p2p.quota import DhtQuota
@@ -70,7 +70,7 @@ class Network:
         self.rng = random.Random(f"network {seed}")
         self.peers = dict[str, SimulatedEngine]()
         self.nodes = dict[DHTID, SimulatedEngine]()
-        self.loop = Leaping()
+        self.loop = LeapingLoop()
 
     def carry(
         self,
@@ -128,7 +128,7 @@ class SimulatedEngine:
         self.delay = network.rng.uniform(*network.delays) / 2
         self.connected = dict[SimulatedEngine, float]()  # until when idle time is accounted for
         self.met_before = set[str]()
-        self.line, self.asked = Line(), Asked()
+        self.line, self.asked = Line(), RequestCounts()
         self.node = SimulatedNode(self, quota)
         self.table = Table(self.node, self.clock, rng, *([self._timestamp] if quota else []))
         network.peers[identity.peer_id] = network.nodes[self.node.node_id] = self
@@ -358,7 +358,7 @@ class SimulatedNode:
         self.banned[node] = (self.engine.clock() + BAN_SECONDS * 2.0**count, count + 1)
 
 
-class Leaping(asyncio.SelectorEventLoop):
+class LeapingLoop(asyncio.SelectorEventLoop):
     """Runs an event loop without waiting: its time leaps to the next event."""
 
     def __init__(self) -> None:
@@ -370,7 +370,7 @@ class Leaping(asyncio.SelectorEventLoop):
 
 
 class Leaper(selectors.SelectSelector):
-    def __init__(self, loop: Leaping) -> None:
+    def __init__(self, loop: LeapingLoop) -> None:
         super().__init__()
         self.loop = loop
 

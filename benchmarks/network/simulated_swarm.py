@@ -23,7 +23,7 @@ from hivemind.utils import timed_storage
 from msgspec.structs import replace
 
 from benchmarks.network.simulated_network import COSTS, Costs, Line, Network, SimulatedEngine
-from benchmarks.network.stub_nodes import Asked, Player, figures, introduction, manifest, player, quantiles
+from benchmarks.network.stub_nodes import RequestCounts, StubNode, figures, introduction, manifest, quantiles, stub_node
 from benchmarks.network.synthetic_rollouts import Arithmetic
 from benchmarks.network.virtual_time import Stop, World
 from rl_swarm.network.folder import MANIFEST
@@ -58,7 +58,7 @@ class Scenario:
 
 @dataclass
 class Peer:
-    player: Player
+    node: StubNode
     engine: SimulatedEngine
     files: PeerFiles
 
@@ -90,7 +90,7 @@ class Swarm:
             for number in range(round((scenario.rounds + scenario.settle) * scenario.interval / each)):
                 self.world.spawn(self.change, begins - START + (number + self.rng.random()) * each)
         self.measured = begins + scenario.settle * scenario.interval
-        self.before: dict[SimulatedEngine, tuple[Line, Asked]] = {}
+        self.before: dict[SimulatedEngine, tuple[Line, RequestCounts]] = {}
         self.world.spawn(self.remember, self.measured - START)
         self.world.run(begins + (scenario.settle + scenario.rounds) * scenario.interval)
         self.settle()
@@ -107,7 +107,7 @@ class Swarm:
         local = LocalFiles(self.folder / str(number))
         files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, who, local, world.clock, rng)  # type: ignore[arg-type]
         files.serve()
-        node = player(
+        node = stub_node(
             files,
             manifest,
             who,
@@ -189,20 +189,20 @@ def one_world(world: World, seed: int) -> Iterator[None]:
 def summary(swarm: Swarm) -> dict[str, Any]:
     scenario = swarm.scenario
     each = scenario.peers * scenario.rounds
-    sent, received, messages, asked, loads = Counter[str](), Counter[str](), Counter[str](), Asked(), []
+    sent, received, messages, asked, loads = Counter[str](), Counter[str](), Counter[str](), RequestCounts(), []
     for peer in swarm.peers:
-        line, (before, asked_before) = peer.engine.line, swarm.before.get(peer.engine, (Line(), Asked()))
+        line, (before, asked_before) = peer.engine.line, swarm.before.get(peer.engine, (Line(), RequestCounts()))
         sent += line.sent - before.sent
         received += line.received - before.received
         messages += line.messages - before.messages
         asked += peer.engine.asked - asked_before
         loads.append((line.sent - before.sent).total() / scenario.rounds)
-    played = [done for peer in swarm.peers for done in peer.player.played if done.number >= scenario.settle]
+    played = [done for peer in swarm.peers for done in peer.node.played if done.number >= scenario.settle]
     present = [peer for peer in swarm.peers if peer.engine.online]
     return {
         **figures(scenario.peers, scenario.rounds, scenario.interval, played, asked),
         "churn": scenario.churn,
-        "members_known": mean(len(peer.player.coordinator._last.members) for peer in present),  # type: ignore[attr-defined]
+        "members_known": mean(len(peer.node.coordinator._last.members) for peer in present),  # type: ignore[attr-defined]
         "connections": mean(len(peer.engine.connected) for peer in present),
         "bytes": sent.total() / each,
         "received": received.total() / each,
@@ -210,7 +210,7 @@ def summary(swarm: Swarm) -> dict[str, Any]:
         "messages": messages.total() / each,
         "bytes_by_kind": {kind: size / each for kind, size in sorted(sent.items())},
         "messages_by_kind": {kind: count / each for kind, count in sorted(messages.items())},
-        "rejected": dict(sum((peer.player.problems for peer in swarm.peers), Counter())),
+        "rejected": dict(sum((peer.node.problems for peer in swarm.peers), Counter())),
         "reach": reach(swarm),
     }
 
@@ -219,14 +219,12 @@ def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
     """Tell how far the rollouts of the first measured round got."""
     took: list[tuple[float, str, str, float]] = []  # when, who, of whom, and when that was published
     published = {
-        (peer.player.identity.peer_id, done.number): done.published
-        for peer in swarm.peers
-        for done in peer.player.played
+        (peer.node.identity.peer_id, done.number): done.published for peer in swarm.peers for done in peer.node.played
     }
     read = Counter[tuple[str, int]]()
     for peer in swarm.peers:
-        me = peer.player.identity.peer_id
-        for done in peer.player.played:
+        me = peer.node.identity.peer_id
+        for done in peer.node.played:
             read.update({(of, number) for of, number, _ in done.read})
             at = done.published + done.collect_s
             took += [(at, me, of, published[of, number]) for of, number in set(done.took) if (of, number) in published]

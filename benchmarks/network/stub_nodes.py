@@ -65,7 +65,7 @@ def manifest(owner: Identity, created: float, rounds: int, interval: float) -> M
 
 
 @dataclass
-class Asked:
+class RequestCounts:
     """Counts the calls of our own code at the network, and the bytes of their payload."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -75,14 +75,14 @@ class Asked:
         self.calls[kind] += 1
         self.bytes[kind] += size
 
-    def copy(self) -> "Asked":
-        return Asked(self.calls.copy(), self.bytes.copy())
+    def copy(self) -> "RequestCounts":
+        return RequestCounts(self.calls.copy(), self.bytes.copy())
 
-    def __add__(self, other: "Asked") -> "Asked":
-        return Asked(self.calls + other.calls, self.bytes + other.bytes)
+    def __add__(self, other: "RequestCounts") -> "RequestCounts":
+        return RequestCounts(self.calls + other.calls, self.bytes + other.bytes)
 
-    def __sub__(self, before: "Asked") -> "Asked":
-        return Asked(self.calls - before.calls, self.bytes - before.bytes)
+    def __sub__(self, before: "RequestCounts") -> "RequestCounts":
+        return RequestCounts(self.calls - before.calls, self.bytes - before.bytes)
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Round:
     read: list[tuple[str, int, float]]  # publications that came: of whom, of which round, when
 
 
-class Player(Node):
+class StubNode(Node):
     """Keeps an account of its rounds."""
 
     environment: TimedArithmetic
@@ -166,7 +166,7 @@ class Player(Node):
         self.problems[reason] += 1
 
 
-def player(
+def stub_node(
     files: PeerFiles,
     manifest: Manifest,
     identity: Identity,
@@ -176,11 +176,11 @@ def player(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
     rng: random.Random | None = None,
-) -> Player:
+) -> StubNode:
     """Assemble a node as `worker` does."""
     chosen, name = settings(manifest.round_interval), identity.peer_id
     coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.poll_interval, clock, rng)
-    node = Player(
+    node = StubNode(
         name=name,
         identity=identity,
         settings=chosen,
@@ -209,11 +209,11 @@ def player(
     return node
 
 
-def introduction(player: Player, joined: float, host: str, pid: int) -> PeerInfo:
+def introduction(node: StubNode, joined: float, host: str, pid: int) -> PeerInfo:
     return PeerInfo(
-        peer_id=player.identity.peer_id,
-        swarm=player.manifest.swarm(),
-        node=player.name,
+        peer_id=node.identity.peer_id,
+        swarm=node.manifest.swarm(),
+        node=node.name,
         model="none",
         device="cpu",
         host=host,
@@ -228,7 +228,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": ordered[len(ordered) // 2], "p95": ordered[int(0.95 * (len(ordered) - 1))]}
 
 
-def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: Asked) -> dict[str, Any]:
+def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: RequestCounts) -> dict[str, Any]:
     """Return the figures per node and round that real and simulated swarms share."""
     each = peers * rounds
     return {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 STACK = 256 << 10  # bytes of a task's stack
 
 
-class Gone(BaseException):
+class TaskEnded(BaseException):
     """Ends a task whose owner has left, or whose world has ended. No handler of errors catches it."""
 
 
@@ -46,7 +46,7 @@ class World:
         heapq.heappush(self._waiting, (self.now + seconds, next(self._numbers), me))
         self._hand_over(me)
         if self.now > self.ends or not me.exists():
-            raise Gone
+            raise TaskEnded
 
     def run(self, until: float) -> None:
         """Run until that moment; tasks that are still under way then end where they are."""
@@ -80,7 +80,7 @@ class World:
         try:
             if self.now <= self.ends and task.exists():
                 task.work()
-        except Gone:
+        except TaskEnded:
             pass
         except Exception as error:  # noqa: BLE001 raised by `run`, in the thread that called it
             self.failure = self.failure or error

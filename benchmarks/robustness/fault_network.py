@@ -34,7 +34,7 @@ class Line:
     duplicate: float = 0.0  # share of frames that come twice
 
 
-class Fates:
+class FrameFates:
     """Draws the fate of every single frame from a seed."""
 
     def __init__(self, seed: int) -> None:
@@ -54,7 +54,7 @@ class Wires:
     """Holds the namespaces and the switch between them, inside namespaces of this process's own."""
 
     def __init__(self, seed: int) -> None:
-        self.fates = Fates(seed)
+        self.fates = FrameFates(seed)
         self.lines: dict[str, Line] = {}
         self._taps: dict[int, tuple[str, int]] = {}  # by number: node and descriptor
         self._carried = 0

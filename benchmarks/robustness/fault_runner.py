@@ -14,16 +14,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks.lib.command import progress
 from benchmarks.robustness.fault_network import Line, Wires
 from benchmarks.robustness.fault_plan import ON_THE_LINE, WORDS, Fault, Network, node_names
-from benchmarks.robustness.fault_verdict import START_SECONDS, End, History, Run, Start
+from benchmarks.robustness.fault_process import Process, last_words, processes_in
+from benchmarks.robustness.fault_verdict import START_SECONDS, End, Run, Start
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import read_lines
@@ -48,41 +47,7 @@ EXCUSED_SECONDS = 15.0  # after a fault in which a node may still end because of
 LAST_SECONDS = 90.0  # for nodes to end after the last round
 
 
-@dataclass
-class Process:
-    """Holds one of the swarm's processes, and what the runner knows of it."""
-
-    name: str
-    folder: Path
-    prefix: list[str]  # what it takes to run in its own network
-    command: list[str]
-    popen: "subprocess.Popen[bytes] | None" = None
-    wanted: bool = False  # to be running
-    start_at: float = 0.0
-    faults: list[Fault] = field(default_factory=list)  # at present
-    excused: tuple[str, float] = ("", -math.inf)  # the last fault that may end a process, and until when
-    well_since: float | None = None
-    started: float = 0.0
-    in_place: bool = False
-    put_back: bool = False
-    read: dict[str, int] = field(default_factory=dict)  # of files, up to which byte
-    history: History = field(default_factory=History)
-
-    @property
-    def runs(self) -> bool:
-        return self.popen is not None and self.popen.poll() is None
-
-    def send(self, number: signal.Signals) -> None:
-        if self.popen is not None and self.popen.poll() is None:
-            self.popen.send_signal(number)
-
-    def control(self, line: dict[str, float]) -> None:
-        aside = self.folder / "control.tmp"
-        aside.write_text(json.dumps(line))
-        aside.replace(self.folder / "control.json")
-
-
-class Bench:
+class FaultRunner:
     def __init__(
         self, network: Network, plan: Sequence[Fault], count: int, rounds: int, interval: float, round_end: str,
         folder: Path, seed: int, namespaces: bool,
@@ -491,20 +456,3 @@ class Bench:
         self.run.left_behind = left
         if self.wires:
             self.wires.close()
-
-
-def processes_in(root: Path) -> list[str]:
-    """Return the processes at work below a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(root):
-                found.append(" ".join(process.cmdline())[:200])
-    return found
-
-
-def last_words(process: Process) -> str:
-    """Return the last message of a process: the one to its user, or the unforeseen error."""
-    lines = (process.folder / "output.log").read_text(errors="replace").strip().splitlines()
-    errors = [line for line in lines[-200:] if line.startswith(("rl-swarm: ", "Traceback"))]
-    return (errors or lines or ["it said nothing"])[-1]

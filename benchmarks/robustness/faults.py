@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 from benchmarks.lib.command import parser_of, print_table, progress, write_json
 from benchmarks.robustness.fault_plan import WORDS, Kind, Network, draw, left_out, names_of, plan_of
-from benchmarks.robustness.fault_runner import KILLED, Bench
+from benchmarks.robustness.fault_runner import KILLED, FaultRunner
 from benchmarks.robustness.fault_verdict import History, violations
 
 INSIDE = "FAULTS_INSIDE"  # set in the namespaces
@@ -46,16 +46,16 @@ UNSHARE = [
 ]
 
 
-def outcome(bench: Bench) -> list[dict[str, Any]]:
+def outcome(runner: FaultRunner) -> list[dict[str, Any]]:
     """Tell by kind of fault how often it came, and how long its nodes took to finish a round again."""
     rows = []
     for kind in get_args(Kind):
-        found = [entry for entry in bench.happened if entry[1].kind == kind]
+        found = [entry for entry in runner.happened if entry[1].kind == kind]
         waits = []
         for ends, fault in found:
             for name in fault.nodes:
-                if name in bench.nodes and ends < math.inf:
-                    waits += waits_after(bench.nodes[name].history, ends)
+                if name in runner.nodes and ends < math.inf:
+                    waits += waits_after(runner.nodes[name].history, ends)
         if found:
             rows.append(
                 {
@@ -76,14 +76,14 @@ def waits_after(history: History, ends: float) -> list[float]:
     return [after - begun] if after < math.inf else []
 
 
-def figures_of(bench: Bench, broken: list[str], seconds: float) -> dict[str, Any]:
-    run = bench.run
+def figures_of(runner: FaultRunner, broken: list[str], seconds: float) -> dict[str, Any]:
+    run = runner.run
     starts = [s for node in run.nodes.values() for s in node.starts[1:] if s.resumed is not None]
     lost = [len(start.lost) for start in starts if not start.put_back]
     return {
-        "network": bench.network,
-        "round_end": bench.round_end,
-        "interval": bench.interval,
+        "network": runner.network,
+        "round_end": runner.round_end,
+        "interval": runner.interval,
         "nodes": len(run.nodes),
         "rounds": run.rounds,
         "node_rounds": run.node_rounds(),
@@ -92,7 +92,7 @@ def figures_of(bench: Bench, broken: list[str], seconds: float) -> dict[str, Any
         "most_lost_by_one": max(lost, default=0),
         "ended_and_started_again": sum(end.excuse != KILLED for node in run.nodes.values() for end in node.ends),
         "killed_from_outside": sum(end.excuse == KILLED for node in run.nodes.values() for end in node.ends),
-        "faults": outcome(bench),
+        "faults": outcome(runner),
         "violations": broken,
         "seconds": round(seconds),
         "cores": os.cpu_count(),
@@ -117,7 +117,7 @@ def print_figures(figures: dict[str, Any]) -> None:
         "at most "
         f"{figures['most_lost_by_one']}; {figures['ended_and_started_again']} ended because of a fault and were "
         "started again, "
-        f"{figures['killed_from_outside']} were killed by others than this bench (memory?)."
+        f"{figures['killed_from_outside']} were killed by others than this runner (memory?)."
     )
 
 
@@ -167,16 +167,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         folder = Path(options.folder or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(
+        runner = FaultRunner(
             options.network, plan, options.nodes, options.rounds, options.interval, round_end, folder, options.seed,
             namespaces,
         )  # fmt: skip
         try:
-            bench.play()
+            runner.play()
         except KeyboardInterrupt:
             sys.exit(130)
-        broken = violations(bench.run)
-        figures = figures_of(bench, broken, time.monotonic() - started)
+        broken = violations(runner.run)
+        figures = figures_of(runner, broken, time.monotonic() - started)
     if options.json != "-":
         print_figures(figures)
     write_json(options.json, figures)

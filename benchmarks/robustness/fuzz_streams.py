@@ -22,16 +22,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.robustness.fuzz_messages import (
-    AUTHORS,
-    OWNER,
-    SWARM,
-    change_bytes,
-    change_fields,
-    identity_of,
-    seeded,
-    signed,
-)
+from benchmarks.robustness.fuzz_messages import change_bytes, change_fields, signed
+from benchmarks.robustness.fuzz_records import AUTHORS, OWNER, SWARM, identity_of, seeded
 from benchmarks.robustness.fuzz_target import Case, Harm, Target
 from rl_swarm.network.folder import MANIFEST, STATE, report_folder, report_path
 from rl_swarm.network.p2p import engine as engines
@@ -77,7 +69,7 @@ class Listener(logging.Handler):
         self.heard.append(self.format(record))
 
 
-class Wild:
+class HostileStream:
     """Plays one stream of a peer that breaks every rule, and keeps what it received."""
 
     def __init__(self, engine: PeerEngine, victim: str, rng: random.Random) -> None:
@@ -321,7 +313,7 @@ class Streams(Target):
         victim, room = self.victim, self.victim.quota
         assert room is not None
         wild = [
-            Wild(rng.choice((self.member, self.stranger)), OWNER.peer_id, random.Random(rng.getrandbits(48)))
+            HostileStream(rng.choice((self.member, self.stranger)), OWNER.peer_id, random.Random(rng.getrandbits(48)))
             for _ in range(case["streams"])
         ]
         playing = [asyncio.run_coroutine_threadsafe(each.play(), each.engine.loop) for each in wild]

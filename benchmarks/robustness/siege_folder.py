@@ -34,7 +34,7 @@ LOGS = ("training_events.jsonl", "metrics.jsonl")
 SWARM_LOG = "logs/swarm.log"
 
 
-class Hands:
+class FolderWriter:
     """Changes files in a folder, and never through a link: a change outside is then no work of this class."""
 
     def __init__(self, folder: Path) -> None:
@@ -121,13 +121,13 @@ def copies(target: Target) -> list[str]:
     return [*found, SWARM_LOG, HISTORY]
 
 
-def checkpoints(hands: Hands) -> list[str]:
+def checkpoints(hands: FolderWriter) -> list[str]:
     return [f"checkpoints/{name}" for name in hands.names("checkpoints")]
 
 
 def links(target: Target, pace: Pace) -> None:
     """Put links to a shell's start file for logs, and links to other directories for directories."""
-    profile, precious, hands = target.outside / "profile", target.outside / "precious", Hands(target.folder)
+    profile, precious, hands = target.outside / "profile", target.outside / "precious", FolderWriter(target.folder)
     logs, nodes = itertools.cycle(copies(target)), sorted(target.nodes().values())
     while pace.go(0.2):
         path, ahead = next(logs), target.state().round + 1
@@ -143,7 +143,7 @@ def links(target: Target, pace: Pace) -> None:
 
 def pipes(target: Target, pace: Pace) -> None:
     """Put pipes, full directories and links to devices for logs and for documents of the coming round."""
-    hands = Hands(target.folder)
+    hands = FolderWriter(target.folder)
     logs, nodes = itertools.cycle(copies(target)), sorted(target.nodes().values())
     ways: list[Callable[[str], None]] = [
         hands.pipe, hands.directory, lambda path: hands.symlink("/dev/zero", path),
@@ -163,7 +163,7 @@ def pipes(target: Target, pace: Pace) -> None:
 
 def crowd(target: Target, pace: Pace) -> None:
     """Fill the folders of coming rounds with junk, beside `peers`, which was filled before."""
-    hands, filled = Hands(target.folder), list[str]()
+    hands, filled = FolderWriter(target.folder), list[str]()
     while pace.go():
         ahead = target.state().round + 2
         for kind in ("rewards", "rollouts"):
@@ -182,7 +182,7 @@ def prepare_crowd(target: Target) -> None:
         (target.folder / "peers" / f"junk-{number}.json").write_bytes(b"{}")
 
 
-def fill(hands: Hands, folder: str, pace: Pace) -> None:
+def fill(hands: FolderWriter, folder: str, pace: Pace) -> None:
     """Add junk as the pace allows: names of one file, which take no space."""
     hands.put(f"{folder}/junk-0.json", b"{}", new=True)
     with suppress(OSError), hands.at(f"{folder}/x") as (here, _):
@@ -194,7 +194,7 @@ def fill(hands: Hands, folder: str, pace: Pace) -> None:
 
 def edits(target: Target, pace: Pace) -> None:
     """Edit settings and manifest, and damage the state: cut, replaced, signed by a stranger, an old one."""
-    me, manifest, hands = Identity.new(), target.made(), Hands(target.folder)
+    me, manifest, hands = Identity.new(), target.made(), FolderWriter(target.folder)
     settings = json.loads((target.folder / "settings.json").read_text())
     settings["settings"] |= {"model": "them/evil", "hub_repo": "them/all"}
     old = hands.get(STATE)
@@ -217,7 +217,7 @@ def edits(target: Target, pace: Pace) -> None:
 
 def replays(target: Target, pace: Pace) -> None:
     """Show old documents in the places of coming ones, link them, and take permissions from copies."""
-    nodes, hands = sorted(target.nodes().values()), Hands(target.folder)
+    nodes, hands = sorted(target.nodes().values()), FolderWriter(target.folder)
     while pace.go(0.2):
         now, node, other = target.state().round, pace.rng.choice(nodes), pace.rng.choice(nodes)
         again = f"again-{pace.done % 20}"
@@ -237,7 +237,7 @@ def replays(target: Target, pace: Pace) -> None:
 
 def weights(target: Target, pace: Pace) -> None:
     """Rename zeroed weights over those of every checkpoint in the folder."""
-    hands = Hands(target.folder)
+    hands = FolderWriter(target.folder)
     while pace.go(0.2):
         found = [f"{one}/{node}/model.safetensors" for one in checkpoints(hands) for node in hands.names(one)]
         for path in pace.rng.sample(found, min(len(found), 2)):

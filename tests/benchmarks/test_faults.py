@@ -174,7 +174,7 @@ def test_a_plan_that_is_none_is_refused(text: str) -> None:
 
 
 def test_the_switch_does_to_frames_what_a_line_says() -> None:
-    fates = wires.Fates(seed=0)
+    fates = wires.FrameFates(seed=0)
     well, Line = wires.Line(), wires.Line
     assert fates.of(well, well) == [0.0]
     assert fates.of(Line(cut=1), well) == fates.of(well, Line(loss=1.0)) == []

@@ -68,7 +68,7 @@ def test_hands_that_attack_a_folder_reach_nothing_outside(tmp_path: Path) -> Non
     folder, outside = tmp_path / "swarm", siege_swarms.make_outside(tmp_path / "outside")
     folder.mkdir()
     (folder / "logs").symlink_to(outside / "precious")
-    before, hands = siege_swarms.tree(outside), siege_folder.Hands(folder)
+    before, hands = siege_swarms.tree(outside), siege_folder.FolderWriter(folder)
     for act in (hands.pipe, hands.directory, hands.clear, hands.deny, lambda path: hands.put(path, b"x")):
         act("logs/round_0/precious.json")
         act("logs/new")
