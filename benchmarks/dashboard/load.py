@@ -39,7 +39,7 @@ from benchmarks.lib.synthetic_run import History
 PARTS = ("start", "load", "beside")
 BARS = {"start": "under 1 s", "load": "median under 100 ms", "memory": "flat", "beside": "at most 3 %"}
 WARM_SECONDS = 600.0  # at most, until a server answers
-SIGN_SECONDS = 15.0  # between signs of life of a node
+HEARTBEAT_SECONDS = 15.0  # between heartbeats of a node
 TICK = 0.1
 MEBIBYTE = 1 << 20
 
@@ -139,7 +139,7 @@ def grow(history: History, until: "subprocess.Popen[str]", server: psutil.Proces
         while played < min(passed * count / interval, (ended + 1) * count):
             history.play(played % count)
             played += 1
-        while signed < passed * count / SIGN_SECONDS:
+        while signed < passed * count / HEARTBEAT_SECONDS:
             history.sign(signed % count)
             signed += 1
         if passed >= (ended + 1) * interval and played == (ended + 1) * count:

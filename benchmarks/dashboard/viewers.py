@@ -2,10 +2,9 @@
 
     python -m benchmarks.dashboard.viewers PORT HISTORY.json [--viewers 200] [--seconds 180]
 
-They ask as the page's JavaScript does: four questions at once, each over a connection of its own, and not again before
-the
-answers are there. Every answer is checked against what the history must say; a body that was found right before is not
-read again. One process with plain sockets, so that it costs little beside the server that is measured.
+They ask as the page's JavaScript does: four requests at once, each over a connection of its own, and again only after
+the answers. Every answer is checked against the history; a body that was correct before is not parsed again. All viewers
+are one process with plain sockets, which costs little beside the server that is measured.
 """
 
 import argparse
@@ -140,7 +139,7 @@ class Connection:
 class Seen:
     pages: list[float] = field(default_factory=list)  # seconds
     received: Counter[str] = field(default_factory=Counter)  # bytes
-    told: int = 0  # times that somebody heard of a change
+    told: int = 0  # changes that viewers were told of, all together
     wrong: Counter[str] = field(default_factory=Counter)
 
 
@@ -194,7 +193,7 @@ class Viewer:
 
 async def watch(port: int, known: Known, viewers: int, seconds: float) -> dict[str, Any]:
     first = Viewer(port, known, seen := Seen())
-    for what, path in PAGE.items():  # the first check of a curve takes seconds, in which nobody could look
+    for what, path in PAGE.items():  # the first check of a curve takes seconds, so it comes before the viewers
         known.check(what, await first.asking[what].get(path))
     people = []
     for _ in range(viewers):

@@ -2,16 +2,17 @@
 
     python -m benchmarks.learner.round [--model smollm2-135m] [--systems ours,genrl,trl] [--json FILE]
 
-GenRL and TRL come with `pip install -c constraints.txt -e '.[bench]'`. A round answers 8 questions 8 times with up
-to 256 tokens, prompts of 128 tokens, and learns from the answers. Every system generates with its own code; then
-all of them learn from one set of answers, drawn beforehand, in which every group carries signal. Each lives in a
-process of its own, and they take turns. Figures are medians. On a machine with other work use `--threads 1`: threads
-that wait for each other then mostly wait for that work.
+GenRL and TRL come with `pip install -c constraints.txt -e '.[bench]'`. A round answers 8 questions 8 times with up to
+256 tokens, prompts of 128 tokens, and learns from the answers. Every system generates with its own code. Then all of
+them learn from one set of answers, drawn beforehand, in which every group has signal. Each system runs in a process of
+its own, and they take turns. Figures are medians. On a machine with other work use `--threads 1`: several threads would
+mostly wait for that work.
 
-Two cases. `natural`: questions of the model's own tasks, with examples before them to make up the length, and
-answers that end where the model ends them. `fixed`: the same questions, every answer of full length, no end. Where
-a batch ends together, as it does in the other two, its longest answer sets the cost. `ratios` in the JSON are
-those of the first case.
+- `natural`: questions of the model's own tasks, behind examples that fill up the length. The model ends its answers.
+- `fixed`: the same questions; every answer has full length.
+
+In the other two systems a batch ends together, so its longest answer sets the cost. `ratios` in the JSON are those of
+the first case.
 """
 
 import argparse
@@ -108,7 +109,7 @@ def serve(name: str, args: argparse.Namespace, batch: int, work: Workload, pipe:
                 }
             )
     except EOFError:
-        return  # nobody is there any more
+        return  # the parent has gone
     except Exception:  # noqa: BLE001 whatever it is, the other side prints it and stops
         pipe.send(RuntimeError(f"{name} failed:\n{traceback.format_exc()}"))
 

@@ -2,20 +2,19 @@
 
     python -m benchmarks.network.folder [--rounds 100] [--bucket] [--json FILE]
 
-Exchange, coordinator, conductor and selection are the real ones; only the model is missing: a node "generates"
-by sleeping and publishes text made from a seed (8 questions x 8 completions, prompts of about 400 characters,
-responses of about 300, English prose and arithmetic). Every call at the folder is counted, also those that find
-nothing. Times are scaled down: an interval of 0.4 s with looks every 0.4/30 s stands for 60 s with looks every
-2 s. In the last two rows looks are as far apart as they really are and every call takes 0.1 s, as on a drive
-across the network; they say what a stage costs in seconds there.
+Exchange, coordinator, round server and selection are the real ones; only the model is missing. A node "generates" by
+sleeping, and publishes text made from a seed: 8 questions x 8 completions, prompts of about 400 characters, responses
+of about 300, English prose and arithmetic. Every call at the folder counts, also one that finds nothing.
 
-What counts as added: out of lock-step the seconds a node spends on publishing, collecting and reporting, and from
-the moment a state is written until it sees it; in lock-step all that a stage takes beyond its slowest node's work.
+Times are scaled down: an interval of 0.4 s with looks every 0.4/30 s stands for 60 s with looks every 2 s. In the last
+two rows looks are as far apart as in reality, and every call takes 0.1 s, as on a drive across the network. These rows
+say how many seconds a stage costs there.
 
-With `--bucket` the last two scenarios are played in a bucket of an S3 server on this machine, the one of the tests,
-which counts the requests that it gets.
+Added seconds, out of lock-step: publishing, collecting and reporting, and the time from writing a state until a node
+sees it. In lock-step: all that a stage takes beyond its slowest node's work.
 
-The same content as plain JSON, in the layout of the system we replace, is measured in the same run.
+With `--bucket` the last two scenarios are played in a bucket of the tests' S3 server on this machine, which counts its
+requests. The same run measures the same content as plain JSON, in the layout of the system we replace.
 """
 
 import logging
@@ -289,16 +288,16 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
     nodes = [node(number) for number in range(NODES)]
     settings = Settings(min_peers=NODES, poll_interval=scenario.poll)
     files = CountedFiles(locate(address).files, tally, scenario.latency)
-    conductor = RoundServer(files, manifest, owner, settings, stop)
+    server = RoundServer(files, manifest, owner, settings, stop)
     with ThreadPoolExecutor(NODES + 1) as pool:
         playing = [pool.submit(node.run) for node in nodes]
-        pool.submit(conductor.run).result()
+        pool.submit(server.run).result()
         for thread in playing:
             thread.result()
 
     stages = manifest.rounds * STAGES
     published = tally.calls["rollouts", "write"]
-    if scenario.end == "lockstep":  # nobody goes on before the slowest has worked
+    if scenario.end == "lockstep":  # all nodes wait for the slowest
         work = sum(max(node.worked[place] for node in nodes) for place in nodes[0].worked)
         added = (tally.stages[-1] - tally.stages[0] - work) / stages
     else:

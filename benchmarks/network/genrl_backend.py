@@ -1,8 +1,8 @@
 """Sends the same payload through GenRL 0.3.0: every peer puts a value under one key of the DHT and fetches all.
 
-It imports `get_dht_time` from where newer versions of hivemind do not have it; that name is supplied, nothing else is
-changed. All peers begin a round at the same moment, which suits it: whoever is early fetches everything again and
-again until the last value is there.
+GenRL imports `get_dht_time` from a module where newer versions of hivemind lack it. That name is supplied, and nothing
+else is changed. All peers begin a round at the same moment, which suits GenRL: an early peer fetches everything again
+and again until the last value is there.
 """
 
 import asyncio

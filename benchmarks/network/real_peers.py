@@ -46,7 +46,7 @@ from rl_swarm.protocol.wire import seal
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
-SETTLE = 6  # rounds until everybody knows enough others
+SETTLE = 6  # rounds until all peers know enough others
 READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
 END_SECONDS = 30.0  # that a process may take to end
 ENDLESS = 1_000_000  # rounds

@@ -29,7 +29,7 @@ from rl_swarm.protocol.identity import Identity
 
 T = TypeVar("T")
 BUCKET, MODULO, WORKERS = 20, 5, 4  # the defaults of DHTNode
-LOST_SECONDS = 3.0  # until a call to somebody who has gone is given up: DHTNode's `wait_timeout`
+LOST_SECONDS = 3.0  # until a call to an absent peer fails: DHTNode's `wait_timeout`
 BAN_SECONDS = 5.0  # for which it is then not called, twice as long every time
 # Bytes of calls and answers without what they carry, of a node in an answer, and of records beside key and value.
 FIND, ANSWER, STORE, STORED, PING = 46, 26, 64, 27, 57
@@ -209,7 +209,7 @@ class SimulatedEngine:
         before = loop.time()
         result = loop.run_until_complete(work)
         self.world.sleep(loop.time() - before)
-        while left := self.table.background:  # which nobody waits for
+        while left := self.table.background:  # no caller waits for it
             loop.run_until_complete(asyncio.wait(left))
         return result
 
@@ -268,8 +268,8 @@ class SimulatedNode:
     def neighbours(self, key: DHTID, asking: DHTID) -> list[DHTID]:
         near = self._nearest.get(key)
         if near is None:
-            everybody = (node for bucket in self.routing.buckets for node in bucket.nodes_to_peer_id)
-            near = self._nearest[key] = heapq.nsmallest(BUCKET + 1, everybody, key=key.__xor__)
+            known = (node for bucket in self.routing.buckets for node in bucket.nodes_to_peer_id)
+            near = self._nearest[key] = heapq.nsmallest(BUCKET + 1, known, key=key.__xor__)
         return [node for node in near if node != asking][:BUCKET]
 
     def _search(self, key: DHTID, width: int) -> tuple[list[DHTID], float]:

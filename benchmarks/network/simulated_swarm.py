@@ -53,7 +53,7 @@ class Scenario:
     delays: tuple[float, float] = (0.01, 0.1)  # seconds from one peer to another, at least and at most
     rate: float = 1.25e6  # bytes a second
     costs: Costs = COSTS
-    settle: int = 10  # rounds before those that are measured, in which everybody gets to know enough others
+    settle: int = 10  # rounds before those that are measured, in which all peers get to know enough others
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Measures whether liars can hurt a swarm: six honest and two malicious machines, with and without the defences.
+"""Measures what malicious peers achieve: six honest and two malicious machines, with and without the defences.
 
     python -m benchmarks.robustness.attacks [--quick] [--attacks before,adaptive] [--json FILE]
 
@@ -7,12 +7,13 @@ Another model, which must have some skill at the tasks (`rl-swarm warmup`), on a
     python -m benchmarks.robustness.attacks --model DIRECTORY --tasks ransom_note,syllogism --device cuda \
         --learning-rate 2e-5
 
-Honest nodes are the real ones: bundled model, scoring process, `Node.play`, signed documents that are read as from a
-shared folder, in lock-step, with the settings of `rl-swarm up` but a higher learning rate and those meant for
-strangers. Attackers (attack_types.py) speak last in every round.
-Every attack meets two swarms. With defences off a node believes what the systems we replace believe: whoever signed,
-any question, the rewards that are claimed, as much as anybody sends. With defences on it is a node as it is.
-Both also run without attackers: the baseline. What an attack aims at stands in its row; 0 is no success.
+Honest nodes are the real ones: bundled model, scoring process, `Node.play`, signed documents read as from a shared
+folder, in lock-step. They have the settings of `rl-swarm up` with a higher learning rate and the defaults for
+strangers. Attackers (attack_types.py) publish last in every round.
+
+Every attack meets two swarms. Without defences a node believes what the systems we replace believe: every signer, every
+question, claimed rewards, any number of rollouts. With defences it is a node as it is. The baseline is both without
+attackers. Each row names the attack's aim; 0 is no success.
 """
 
 import logging
@@ -101,9 +102,8 @@ def measured(names: Sequence[str], size: Size, processes: int) -> dict[str, Any]
             found = outcomes[job]
             progress(
                 f"{job[0] or 'baseline'}, defences {'on' if job[1] else 'off'}: {seconds:.0f} s, held-out "
-                f"{found.held_out:.3f}, phrase {found.grown('phrase'):.2f}, cut {found.grown('cut'):.2f}, hostile "
-                "groups "
-                f"{found.hostile} of {found.external}, refused: {reasons(found.reasons)}"
+                f"{found.held_out:.3f}, phrase {found.grown('phrase'):.2f}, cut {found.grown('cut'):.2f}, "
+                f"hostile groups {found.hostile} of {found.external}, refused: {reasons(found.reasons)}"
             )
     baselines = outcomes[None, False], outcomes[None, True]
     whole = [name for name in names if (name, False) in outcomes and (name, True) in outcomes]

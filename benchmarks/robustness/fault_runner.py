@@ -167,7 +167,7 @@ class FaultRunner:
 
     def _start(self, process: Process) -> None:
         if process.name in self.nodes and not process.history.starts and not self.processes["lead"].runs:
-            process.command[1] = self._somebody() or process.command[1]  # all that it was told of have gone
+            process.command[1] = self._present_peers() or process.command[1]  # all peers that it was told of have gone
         launcher = [sys.executable, str(Path(__file__).with_name("fault_node.py")), str(process.folder)]
         environ = {**os.environ, "NODE_ID": process.name, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environ |= {"TMPDIR": str(self.root), "PYTHONUNBUFFERED": "1"}
@@ -180,7 +180,7 @@ class FaultRunner:
             )  # fmt: skip
         process.wanted, process.in_place, process.started = True, False, time.monotonic()
 
-    def _somebody(self) -> str:
+    def _present_peers(self) -> str:
         """Return addresses of present peers, as a newcomer would get them from a friend."""
         files = self.root.glob("node-*/runs/p2p-*/addresses.json")
         known = {address for file in files for address in json.loads(file.read_text())["addresses"]}
@@ -324,7 +324,7 @@ class FaultRunner:
             if process.popen is not None and not process.runs and process.wanted:
                 self._ended_by_itself(process, now)
             due = process.wanted and not process.runs and now >= process.start_at
-            # Among peers nobody is there any more to come back to.
+            # Among peers no node is left to return to.
             if due and (self.network == "folder" or self.round < self.rounds):
                 if process.name in self.nodes:
                     if starting >= STARTING:
@@ -343,7 +343,7 @@ class FaultRunner:
         excuse = process.faults[0].kind if process.faults else ""
         if not excuse and now < process.excused[1]:
             excuse = process.excused[0]
-        if code == -signal.SIGKILL:  # as the kernel does where memory runs out: a crash that nobody planned
+        if code == -signal.SIGKILL:  # as the kernel does where memory runs out: an unplanned crash
             excuse = KILLED
         end = End(now, code, excuse, last_words(process))
         process.history.ends.append(end)

@@ -79,7 +79,7 @@ def swarm_stopped(run: Run) -> Iterator[str]:
         yield f"the swarm ended at round {numbers[-1] if numbers else -1} of {run.rounds}"
     done = {number for node in run.nodes.values() for _, number in node.finished}
     if run.rounds - 1 not in done:
-        yield "nobody finished the last round"
+        yield "no node finished the last round"
 
 
 def stuck(run: Run) -> Iterator[str]:
@@ -135,7 +135,7 @@ def disagreements(run: Run) -> Iterator[str]:
                     meant[other] = peer
         for other, peer in meant.items():
             yield (
-                f"{name} took {peer} for {other}, who is {run.nodes[other].peer_id if other in run.nodes else 'nobody'}"
+                f"{name} took {peer} for {other}, who is {run.nodes[other].peer_id if other in run.nodes else 'none'}"
             )
     last = run.clock[-1 - LATE_ROUNDS][0] if len(run.clock) > LATE_ROUNDS else float("inf")
     there = {n for n, node in run.nodes.items() if node.left_well and node.well and node.well[-1][0] < last}

@@ -111,13 +111,12 @@ def print_figures(figures: dict[str, Any]) -> None:
     ]
     print_table(["fault", "times", "nodes", "until the next finished round: median", "worst"], rows)
     print(
-        f"\n{figures['network']}: {figures['nodes']} nodes, {figures['rounds']} rounds, {figures['node_rounds']} "
-        "node-rounds in "
-        f"{figures['seconds']} s; {figures['restarts']} restarts lost {figures['rounds_lost']} rounds together and one "
-        "at most "
-        f"{figures['most_lost_by_one']}; {figures['ended_and_started_again']} ended because of a fault and were "
-        "started again, "
-        f"{figures['killed_from_outside']} were killed by others than this runner (memory?)."
+        f"\n{figures['network']}: {figures['nodes']} nodes, {figures['rounds']} rounds, "
+        f"{figures['node_rounds']} node-rounds in {figures['seconds']} s; "
+        f"{figures['restarts']} restarts lost {figures['rounds_lost']} rounds together, "
+        f"and one at most {figures['most_lost_by_one']}; "
+        f"{figures['ended_and_started_again']} ended because of a fault and were started again, "
+        f"{figures['killed_from_outside']} were killed from outside of this runner (memory?)."
     )
 
 

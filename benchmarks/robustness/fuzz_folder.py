@@ -1,10 +1,14 @@
 """Fuzzes the folder: its file layer, logs, checkpoints and documents, while files are replaced and system calls fail.
 
-A case is a node, a coordinator and an enemy in one folder, as root or as an ordinary user. The enemy strikes between
-operations and between the single calls to the system of one operation, so that every race can be played again; in some
+A case is a node, a coordinator and an attacker in one folder, as root or as an ordinary user. The attacker strikes
+between operations, and between the single system calls of one operation, so that every race can be replayed. In some
 cases a second thread renames as well. Calls fail with a full disk, an input error and others, and read or write short.
-It fails when anything beside the folder is changed or read, when a call waits, when a private file is not whole, when
-something is believed that the node did not write, or when an error is none that callers expect.
+A case fails when
+
+- anything outside of the folder is changed or read;
+- a call waits, or raises an error that callers do not expect;
+- a private file is not whole;
+- a reader believes text that the node did not write.
 """
 
 import contextlib
@@ -111,7 +115,7 @@ class Scene:
         self.private.mkdir(mode=0o700)
         self.before = snapshot(self.outside)
         self.stop = threading.Event()
-        self.stop.set()  # whoever waits for something tries twice
+        self.stop.set()  # a waiting call tries twice
         self.files = LocalFiles(self.root)
         self.files.write(MANIFEST, seal(OPEN_SWARM, OWNER))
         self.log = SharedLog(
@@ -275,7 +279,7 @@ class Folder(Target):
 
     def next(self) -> Case:
         rng = self.rng
-        races = rng.random() < 0.1  # then nobody else strikes: the others look before they act
+        races = rng.random() < 0.1  # then nothing else strikes: the other attacks look before they act
         return {
             "seed": rng.getrandbits(48),
             "steps": rng.choice((3, 10, 30)),

@@ -1,9 +1,11 @@
 """Fuzzes the dashboard's real server: slow, broken, pipelined and oversized clients beside honest ones.
 
-A case is a crowd: every client of it plays random steps on a real socket and then closes, resets, or stays. It fails
-when
-an honest client is not answered, when a response is a 5xx other than 503, when a client that stays without finishing is
-not let go, when connections or files of the server stay behind, or when the server writes a traceback.
+A case is a crowd: each client plays random steps on a real socket and then closes, resets, or stays. A case fails when
+
+- an honest client gets no answer, or a response is a 5xx other than 503;
+- a client that stays without finishing is not disconnected;
+- connections or files of the server stay behind;
+- the server writes a traceback.
 """
 
 import asyncio

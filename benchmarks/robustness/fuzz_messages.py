@@ -1,9 +1,9 @@
 """Fuzzes everything that is read from peers, guided by coverage.
 
-Starts from real sealed documents of every kind and changes them: bytes, JSON tokens, or fields, which are then
-signed again, because whoever has a key can sign anything. A message that reaches a line or a verdict that no other
-reached before is kept and changed further. It fails when a reader raises anything but `Rejected`, takes a second, or
-believes what nobody signed.
+It starts from real sealed documents of every kind and changes bytes, JSON tokens or fields. Changed fields are signed
+again, because every holder of a key can sign anything. A message that reaches a new line or a new verdict is kept and
+changed further. A case fails when a reader raises any error but `Rejected`, takes a second, or believes an unsigned
+record.
 """
 
 import base64

@@ -1,10 +1,12 @@
 """Fuzzes streams and records among peers: the protocol as a state machine, over real daemons on loopback.
 
-A case lets a stranger and a member open many streams at once to a peer. Each stream takes random steps: parts of a
-length, of
-a request, garbage, whole requests, waiting past deadlines, reading little, closing, breaking off. Both also leave
-records in the table, changed and signed again. Meanwhile an honest peer asks. It fails when that one is not answered or
-gets something else, when streams, tasks or records exceed their bounds or stay behind, and when anything is logged.
+In a case a stranger and a member open many streams at once to a peer. Each stream takes random steps: parts of a
+length or of a request, garbage, whole requests, waiting past deadlines, reading little, closing, breaking off. Both
+also leave records in the table, changed and signed again. Meanwhile an honest peer asks. A case fails when
+
+- the honest peer gets no answer, or a wrong one;
+- streams, tasks or records exceed their bounds or stay behind;
+- the parts under test log anything.
 """
 
 import asyncio

@@ -237,7 +237,7 @@ def print_siege(siege: Siege, used: dict[str, float]) -> None:
     both = (attack, control)
     row("rounds per minute", *(f"{side.pace:.2f}" for side in both))
     row("rounds", *(f"{side.rounds} in {side.minutes:.1f} min" for side in both))
-    row("of them ended without everybody", *(str(side.late_rounds) for side in both))
+    row("of them ended without all members", *(str(side.late_rounds) for side in both))
     row("memory, first third", *(f"{side.memory[0]:.0f} MiB" for side in both))
     row("memory, last third", *(f"{side.memory[1]:.0f} MiB" for side in both))
     row("the largest process then", *(f"{side.largest:.0f} MiB" for side in both))

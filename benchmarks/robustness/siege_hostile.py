@@ -24,7 +24,7 @@ from rl_swarm.protocol.wire import seal, sign, unseal
 from rl_swarm.storage.files import Files
 
 COMMAND = "$(touch ran)"  # leaves a file where a shell runs it
-SIGN_SECONDS = 10.0  # between a hostile member's signs of life
+HEARTBEAT_SECONDS = 10.0  # between heartbeats of a hostile member
 TICKS = os.sysconf("SC_CLK_TCK")
 LONGEST_REST = 5.0
 LOOK_SECONDS = 5.0  # between looks at what a process's children have used
@@ -134,7 +134,7 @@ class HostileMember:
 
     def sign_of_life(self) -> None:
         if time.monotonic() >= self.next_sign:
-            self.next_sign = time.monotonic() + SIGN_SECONDS
+            self.next_sign = time.monotonic() + HEARTBEAT_SECONDS
             with suppress(OSError):
                 self.coordinator.register(self.introduction())
 

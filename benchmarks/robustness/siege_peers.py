@@ -1,8 +1,7 @@
 """Attacks a swarm as hostile peers: each a libp2p daemon of its own with another way to stop or to fool it.
 
-They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many
-names,
-ask for junk, and join as members that lie, answer slowly or say nothing.
+They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many names,
+and ask for junk. As members they lie, answer slowly or say nothing.
 """
 
 import asyncio

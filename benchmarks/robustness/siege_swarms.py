@@ -28,7 +28,7 @@ END_SECONDS = 20.0  # for the processes beside a swarm
 MEBIBYTE = 1 << 20
 BURN_SECONDS = 0.005  # between a harmless process's looks at what it has to burn
 READY_SECONDS = 120.0  # for the harmless processes to start
-VIEWER = "127.0.0.2"  # somebody else at the dashboard than the attacker
+VIEWER = "127.0.0.2"  # a viewer of the dashboard beside the attacker
 
 
 @dataclass
@@ -421,7 +421,7 @@ def harm_done(swarm: Swarm, outside: Path, before: dict[str, str]) -> list[str]:
             cwd=swarm.root, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if "them/" in told.stdout + told.stderr:
-            found.append("settings that somebody edited are used")
+            found.append("edited settings are used")
     return found
 
 

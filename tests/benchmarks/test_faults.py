@@ -118,7 +118,7 @@ def spoil_the_machine(run: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (spoil_the_last_round, "nobody finished the last round"),
+        (spoil_the_last_round, "no node finished the last round"),
         (spoil_the_swarm, "the swarm ended at round 14 of 20"),
         (spoil_the_clock, "the swarm went back from round 11 to round 5"),
         (spoil_progress, "one was stuck: nothing finished for 70 s"),

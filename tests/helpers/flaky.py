@@ -55,7 +55,7 @@ class Drive:
         self.local, self.faults, self.seed = local, faults, seed
         self.versions: dict[str, list[Version]] = {}
         self.lock = threading.RLock()
-        self.met: Counter[str] = Counter()  # faults that somebody met, by name
+        self.met: Counter[str] = Counter()  # faults that nodes met, by name
 
     def view(self, node: str) -> "View":
         return View(self, node)

@@ -255,7 +255,7 @@ class AmongPeers(InFolder):
         self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
     ) -> Exchange:
         files = self.files(node)
-        if f"peers/{node}.json" not in files.own:  # nobody publishes who has not introduced itself
+        if f"peers/{node}.json" not in files.own:  # a node introduces itself before it publishes
             self.coordinator(node).register(introduction(self.manifest, node))
         return super().exchange(node, stop, poll, max_peers)
 
