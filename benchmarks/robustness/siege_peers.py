@@ -1,6 +1,6 @@
 """Attacks a swarm as hostile peers: each a libp2p daemon of its own with another way to stop or to fool it.
 
-They flood the table, hold streams, found second swarms, keep records falsely, forge and replay notices, take many names,
+They flood the table, hold streams, found second swarms, falsify records, forge and replay notices, take many names,
 and ask for junk. As members they lie, answer slowly or say nothing.
 """
 
