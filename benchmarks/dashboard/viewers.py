@@ -2,8 +2,8 @@
 
     python -m benchmarks.dashboard.viewers PORT HISTORY.json [--viewers 200] [--seconds 180]
 
-They ask as the page's JavaScript does: four requests at once, each over its own connection, and again only after
-the answers. Every answer is checked against the history; a body that was correct before is not parsed again. All viewers
+They ask as the page's JavaScript does: four requests at once, each over its own connection, and again only after the
+answers. Every answer is checked against the history; a body that was correct before is not parsed again. All viewers
 are one process with plain sockets, which costs little beside the server that is measured.
 """
 
