@@ -19,9 +19,15 @@ PAGE = ROOT / "docs" / "files.md"
 BEGIN, END = "<!-- begin: scripts/file_tree.py -->", "<!-- end -->"
 SECTIONS = ("src/rl_swarm", "recipes", "tests", "benchmarks", "notebooks", "docs", "scripts")
 FOLDERS_ALONE = {"tests"}  # whose files speak for themselves
-LISTED = {"src/rl_swarm/web/static"}  # folders that are no packages, and whose files are listed
+LISTED = {"src/rl_swarm/web/static"} | {  # folders that are no packages, and whose files are listed
+    f"benchmarks/{name}" for name in ("dashboard", "learner", "lib", "network", "robustness")
+}
 FOLDERS = {
-    "benchmarks": "Measures speed, cost, robustness and what sharing is worth.",
+    "benchmarks/dashboard": "Measures how fast the dashboard answers and what it costs.",
+    "benchmarks/learner": "Measures a round on one machine: sampling, training, scoring, and what sharing is worth.",
+    "benchmarks/lib": "Holds what the benchmarks share: options and tables, clocks and memory, a made-up run.",
+    "benchmarks/network": "Measures what a swarm costs by its size, in a folder and among peers.",
+    "benchmarks/robustness": "Plays swarms through attacks, faults and random input.",
     "docs": "Explains the system, and reports what was measured.",
     "docs/images": "Holds the pictures of the pages.",
     "docs/results": "Holds the experiments that docs/sapo.md reports, packed in one file each.",

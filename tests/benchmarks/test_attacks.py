@@ -1,6 +1,5 @@
 """Attacks on a very small swarm: what liars publish is learned from by those who believe it, and by no others."""
 
-import importlib
 import json
 from dataclasses import replace
 from functools import lru_cache
@@ -8,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.robustness import attack_nodes, attack_outcome, attack_swarm, attack_types, attacks
 from rl_swarm.environments import task_list
+from rl_swarm.settings import Settings
 
-attacks, attacked, attackers = map(importlib.import_module, ("attacks", "attacked", "attackers"))
-
-SMALL = attacked.Size(honest=2, malicious=1, identities=2, rounds=2, short_rounds=2, every=2, held_out=4, samples=1)
+SMALL = attack_outcome.Size(
+    honest=2, malicious=1, identities=2, rounds=2, short_rounds=2, every=2, held_out=4, samples=1
+)
 
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = attacked.OneAtATime(task_list(attacked.Settings()))
+    reasoning = attack_nodes.SharedScorer(task_list(Settings()))
     yield reasoning
     reasoning.close()
 
@@ -28,8 +29,8 @@ def outcome(environment, tmp_path_factory):
 
     @lru_cache
     def run(name, defended):
-        attack = attackers.ATTACKS[name]() if name else None
-        return attacked.Swarm(attack, defended, SMALL, tmp_path_factory.mktemp("swarm"), environment).run()
+        attack = attack_types.ATTACKS[name]() if name else None
+        return attack_swarm.Swarm(attack, defended, SMALL, tmp_path_factory.mktemp("swarm"), environment).run()
 
     return run
 
@@ -56,7 +57,7 @@ def test_a_lie_is_learned_by_those_who_believe_it_and_by_no_others(name: str, re
 
 
 def test_rewards_are_the_own_ones_whatever_is_claimed(environment, tmp_path: Path) -> None:
-    swarm = attacked.Swarm(attackers.Inflation(), True, SMALL, tmp_path, environment)
+    swarm = attack_swarm.Swarm(attack_types.Inflation(), True, SMALL, tmp_path, environment)
     swarm.run()
     liars = {liar.peer_id for liar in swarm.liars}
     for group in (group for node in swarm.nodes for group in node.taken if group.peer_id in liars):
@@ -69,14 +70,14 @@ def test_an_answer_that_is_code_runs_where_answers_are_evaluated_and_nowhere_els
         folder = tmp_path / str(defended)
         folder.mkdir()
         size = replace(SMALL, honest=1, held_out=1)
-        found = attacked.Swarm(attackers.Code(), defended, size, folder).run()
+        found = attack_swarm.Swarm(attack_types.Code(), defended, size, folder).run()
         assert found.canary == (folder / "canary").exists() == (not defended)
 
 
 def test_the_adaptive_attacker_keeps_below_the_gate_by_the_gates_own_figure(environment, tmp_path) -> None:
-    swarm = attacked.Swarm(attackers.Adaptive(), True, SMALL, tmp_path, environment)
+    swarm = attack_swarm.Swarm(attack_types.Adaptive(), True, SMALL, tmp_path, environment)
     found = swarm.run()
-    assert found.published == 2 * 2 * attackers.Adaptive.questions
+    assert found.published == 2 * 2 * attack_types.Adaptive.questions
     assert "question" not in found.reasons and "schema" not in found.reasons
 
 
@@ -84,7 +85,7 @@ def test_a_report_says_what_came_of_an_attack_with_and_without_defences(outcome,
     off, on = outcome("before", False), outcome("before", True)
     baselines = outcome(None, False), outcome(None, True)
     row = json.loads(json.dumps(attacks.row("before", off, on, baselines)))
-    assert row["name"] == "before" and row["aims_at"] in attackers.AIMS
+    assert row["name"] == "before" and row["aims_at"] in attack_types.AIMS
     assert row["hostile_share_defended"] == 0 < row["hostile_share_undefended"] <= 1
     assert [point["round"] for point in row["curves"]["defended"]] == [0, 2]
     assert all(0 <= point["held_out"] <= 1 for arm in row["curves"].values() for point in arm)

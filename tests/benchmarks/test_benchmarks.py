@@ -1,29 +1,51 @@
-"""The speed benchmarks run, small, and their figures add up."""
+"""The speed benchmarks run, small, and their figures add up; every benchmark explains itself."""
 
+import ast
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import CHECKOUT, run_benchmark
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--questions", "2", "--completions", "2", "--tokens", "8", "--prompt", "16", "--repeats", "1"]
 SMALL += ["--device", "cpu", "--threads", "1"]
 
 
-def figures(script: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / script), *SMALL, *arguments, "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+BENCHMARKS = {
+    path.relative_to(CHECKOUT / "benchmarks").with_suffix("").as_posix().replace("/", "."): path.read_text()
+    for path in sorted((CHECKOUT / "benchmarks").rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text()
+}
+NO_HELP = {"robustness.fault_node"}  # hands its options on to rl-swarm
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_opens_with_its_command_and_stands_in_the_readme(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse(BENCHMARKS[name])) or ""
+    assert f"\n\n    python -m benchmarks.{name}" in docstring
+    assert f"`{name}`" in (CHECKOUT / "benchmarks/README.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - NO_HELP))
+def test_a_benchmark_answers_help_without_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('--help needs no torch')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = run_benchmark(name, "--help")
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    assert f"python -m benchmarks.{name}" in done.stdout
+
+
+def figures(name: str, *arguments: str) -> Any:
+    done = run_benchmark(name, *arguments, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
 def test_a_round_of_ours_is_measured_in_both_cases() -> None:
-    result = figures("round.py", "--systems", "ours")
+    result = figures("learner.round", *SMALL, "--systems", "ours")
     fixed, natural = result["cases"]["fixed"]["ours"], result["cases"]["natural"]["ours"]
     assert fixed["tokens"] == fixed["trained_tokens"] == 2 * 2 * 8
     assert natural["tokens"] <= fixed["tokens"]
@@ -36,7 +58,7 @@ def test_a_round_of_ours_is_measured_in_both_cases() -> None:
 
 @pytest.mark.slow
 def test_our_sampler_is_measured_against_transformers() -> None:
-    result = figures("sampler.py", "--samplers", "ours,dynamic")
+    result = figures("learner.sampler", *SMALL, "--samplers", "ours,dynamic")
     samplers = result["samplers"]
     assert set(samplers) == {"ours", "dynamic"}
     assert all(row["tokens"] == 2 * 2 * 8 and row["seconds"] > 0 for row in samplers.values())
@@ -47,10 +69,7 @@ def test_our_sampler_is_measured_against_transformers() -> None:
 
 @pytest.mark.slow
 def test_the_dashboard_is_measured_at_its_start_and_under_load_and_every_answer_is_right() -> None:
-    command = [sys.executable, str(BENCHMARKS / "dashboard.py"), "start", "load", "--quick", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = figures("dashboard.load", "start", "load", "--quick")
     assert 0 < result["start"]["first_s"] <= result["start"]["worst_s"]
     assert result["start"]["processor_s"] > 0
     load = result["load"]
@@ -61,26 +80,21 @@ def test_the_dashboard_is_measured_at_its_start_and_under_load_and_every_answer_
 
 
 def test_programs_judged_per_second_are_counted_and_every_verdict_is_right() -> None:
-    command = [sys.executable, str(BENCHMARKS / "sandbox.py"), "--programs", "80", "--tests", "1"]
-    command += ["--repeats", "1", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    rows = figures("learner.sandbox", "--programs", "80", "--tests", "1", "--repeats", "1")
     assert {"a fresh Python process per test", "a fork per program, not isolated"} < set(rows)
     assert any(name.startswith("ours") for name in rows)
     assert all(row["per_second"] > 0 and row["times"] > 0 for row in rows.values())
 
 
 def test_unknown_systems_are_refused_with_the_known_ones() -> None:
-    command = [sys.executable, str(BENCHMARKS / "round.py"), "--systems", "ours,theirs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_benchmark("learner.round", "--systems", "ours,theirs")
     assert done.returncode == 2
     assert "--systems theirs: choose from ours, genrl, trl" in done.stderr
 
 
 @pytest.mark.slow
 def test_nodes_that_share_a_device_are_measured_against_one_alone() -> None:
-    result = figures("together.py", "--nodes", "3")
+    result = figures("learner.shared_gpu", *SMALL, "--nodes", "3")
     one, three = result["runs"]
     assert (one["nodes"], three["nodes"]) == (1, 3)
     assert "3 nodes need together" in three["plan"]

@@ -1,17 +1,16 @@
 """Faults on purpose, a few of every kind, and a verdict that can tell what they did."""
 
-import importlib
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_benchmark
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-plans, verdict, wires = map(importlib.import_module, ("fault_plan", "fault_verdict", "fault_wires"))
+from benchmarks.robustness import fault_network as wires
+from benchmarks.robustness import fault_plan as plans
+from benchmarks.robustness import fault_verdict as verdict
 
 ROUNDS = 20
 
@@ -119,7 +118,7 @@ def spoil_the_machine(run: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (spoil_the_last_round, "nobody finished the last round"),
+        (spoil_the_last_round, "no node finished the last round"),
         (spoil_the_swarm, "the swarm ended at round 14 of 20"),
         (spoil_the_clock, "the swarm went back from round 11 to round 5"),
         (spoil_progress, "one was stuck: nothing finished for 70 s"),
@@ -175,7 +174,7 @@ def test_a_plan_that_is_none_is_refused(text: str) -> None:
 
 
 def test_the_switch_does_to_frames_what_a_line_says() -> None:
-    fates = wires.Fates(seed=0)
+    fates = wires.FrameFates(seed=0)
     well, Line = wires.Line(), wires.Line
     assert fates.of(well, well) == [0.0]
     assert fates.of(Line(cut=1), well) == fates.of(well, Line(loss=1.0)) == []
@@ -187,9 +186,9 @@ def test_the_switch_does_to_frames_what_a_line_says() -> None:
 
 def played(folder: Path, network: str, plan: list[dict[str, Any]], *options: str) -> dict[str, Any]:
     (folder / "plan.json").write_text(json.dumps(plan))
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--network", network, "--nodes", "3", *options]
-    command += ["--plan", str(folder / "plan.json"), "--json", str(folder / "figures.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    files = ["--plan", str(folder / "plan.json"), "--json", str(folder / "figures.json")]
+    nodes = ["--network", network, "--nodes", "3"]
+    done = run_benchmark("robustness.faults", *nodes, *options, *files, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     assert figures["violations"] == [] and figures["most_lost_by_one"] <= 1

@@ -2,7 +2,6 @@
 nothing."""
 
 import base64
-import importlib
 import json
 import os
 import random
@@ -10,15 +9,20 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import HAS_HIVEMIND, until
+from processes import HAS_HIVEMIND, start_benchmark, until
 
+from benchmarks.robustness import fuzz_folder as folder
+from benchmarks.robustness import fuzz_http as http
+from benchmarks.robustness import fuzz_messages as messages
+from benchmarks.robustness import fuzz_streams as streams
+from benchmarks.robustness.fuzz_records import ALICE, RECORDS, REPORT, SIGNERS
+from benchmarks.robustness.fuzz_target import fuzz
 from rl_swarm.network.p2p import engine, quota
 from rl_swarm.network.p2p.streams import StreamSlots
 from rl_swarm.protocol.identity import Identity
@@ -28,14 +32,6 @@ from rl_swarm.protocol.wire import Rejected, canonical, digest, seal, unseal
 from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-messages = importlib.import_module("fuzz_messages")
-folder = importlib.import_module("fuzz_folder")
-http = importlib.import_module("fuzz_http")
-streams = importlib.import_module("fuzz_streams")
-fuzz = importlib.import_module("fuzz_target").fuzz
-RECORDS, ALICE = messages.RECORDS, messages.ALICE
 
 
 def signed(fields, author=ALICE):
@@ -75,7 +71,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("name", "path", "record"), PLACES)
 def test_an_unknown_field_is_ignored_wherever_it_stands_and_signed(name, path, record):
-    kind, author = type(RECORDS[name]), messages.SIGNERS[name]
+    kind, author = type(RECORDS[name]), SIGNERS[name]
     fields = msgspec.to_builtins(RECORDS[name])
     if record.__struct_config__.forbid_unknown_fields:  # a setting of a task that is not known: other questions
         at(fields, path)["invented_later"] = 1
@@ -96,7 +92,7 @@ def test_an_unknown_field_is_ignored_wherever_it_stands_and_signed(name, path, r
 
 @pytest.mark.parametrize(("name", "path", "record"), PLACES)
 def test_a_field_that_is_needed_and_missing_is_an_error(name, path, record):
-    kind, author = type(RECORDS[name]), messages.SIGNERS[name]
+    kind, author = type(RECORDS[name]), SIGNERS[name]
     needed = [field.encode_name for field in msgspec.structs.fields(record) if field.required]
     for field in needed:
         fields = msgspec.to_builtins(RECORDS[name])
@@ -112,7 +108,7 @@ def test_a_field_that_is_needed_and_missing_is_an_error(name, path, record):
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("other", RECORDS)
 def test_a_record_of_one_kind_is_none_of_another(name, other):
-    document = seal(RECORDS[name], messages.SIGNERS[name])
+    document = seal(RECORDS[name], SIGNERS[name])
     if name == other:
         assert unseal(document, type(RECORDS[other])) == RECORDS[name]
     else:
@@ -193,12 +189,12 @@ def test_messages_do_no_harm_and_reach_every_verdict(tmp_path):
     ("harm", "said"),
     [
         (lambda data: 1 // 0, "ZeroDivisionError"),
-        (lambda data: messages.REPORT.missing, "AttributeError"),
+        (lambda data: REPORT.missing, "AttributeError"),
         (
-            lambda data: msgspec.structs.replace(messages.REPORT, reward=0.75),
+            lambda data: msgspec.structs.replace(REPORT, reward=0.75),
             "altered on its way was believed",
         ),
-        (lambda data: msgspec.structs.replace(messages.REPORT, peer_id="x"), "was believed"),
+        (lambda data: msgspec.structs.replace(REPORT, peer_id="x"), "was believed"),
     ],
 )
 def test_a_reader_that_does_harm_is_noticed(harm, said, tmp_path, monkeypatch):
@@ -227,7 +223,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
 def test_a_peer_cannot_be_made_up():
     stranger = Identity.new()
     with pytest.raises(AssertionError, match="nobody here signed"):
-        messages.read(messages.Message("report", seal(messages.REPORT, stranger)))
+        messages.read(messages.Message("report", seal(REPORT, stranger)))
 
 
 def test_nothing_that_happens_to_a_folder_does_harm(tmp_path):
@@ -389,8 +385,7 @@ def test_a_careless_peer_is_noticed(plant, said, peers, tmp_path, monkeypatch):
 
 
 def run_fuzzer(*arguments, **options):
-    command = [sys.executable, str(BENCHMARKS / "fuzz.py"), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    return start_benchmark("robustness.fuzz", *arguments, stderr=subprocess.STDOUT, **options)
 
 
 def test_the_command_shares_the_time_and_ends_with_a_table(tmp_path):

@@ -1,33 +1,28 @@
 """Swarms in virtual time, and a few real peers: what the benchmark of large swarms measures."""
 
-import importlib
 import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_benchmark
 
 pytest.importorskip("hivemind")
 
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
 
+from benchmarks.network import simulated_network, simulated_swarm, virtual_time
 from rl_swarm.network.p2p.table import REMEMBERED_SECONDS
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-simulation = importlib.import_module("simulation")
 
 
 def simulate(*arguments: Any, **options: Any) -> dict[str, Any]:
-    scenario = simulation.Scenario(*arguments, settle=4, **options)
-    result: dict[str, Any] = simulation.simulate(scenario)
+    scenario = simulated_swarm.Scenario(*arguments, settle=4, **options)
+    result: dict[str, Any] = simulated_swarm.simulate(scenario)
     return result
 
 
@@ -82,17 +77,15 @@ def test_a_swarm_goes_on_while_a_third_leaves_and_others_come() -> None:
 
 @pytest.mark.slow
 def test_a_missed_bar_is_the_exit_status() -> None:
-    command = [sys.executable, str(BENCHMARKS / "scale.py"), "simulate", "--rounds", "1", "--check"]
-    done = subprocess.run([*command, "--peers", "2,12"], capture_output=True, text=True, timeout=240)
+    done = run_benchmark("network.scale", "simulate", "--rounds", "1", "--check", "--peers", "2,12")
     assert done.returncode == 1, done.stderr
     assert "12 peers send" in done.stderr and done.stdout.startswith("| peers |")
 
 
 @pytest.mark.slow
 def test_three_real_peers_publish_and_collect() -> None:
-    command = [sys.executable, str(BENCHMARKS / "scale.py"), "real", "--peers", "3", "--rounds", "1"]
-    command += ["--interval", "3", "--processes", "1", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    size = ["--peers", "3", "--rounds", "1", "--interval", "3", "--processes", "1"]
+    done = run_benchmark("network.scale", "real", *size, "--json", "-")
     assert done.returncode == 0, done.stderr
     (swarm,) = json.loads(done.stdout)["results"]
     assert swarm["played"] == 1 and swarm["members_known"] == 3
@@ -104,15 +97,14 @@ def test_three_real_peers_publish_and_collect() -> None:
 
 def in_a_network(live: Callable[[list[Any], Callable[[], Any]], None]) -> None:
     """Forty peers that know each other, and a way to make another one; `live` is done in their time."""
-    simulated, virtual = map(importlib.import_module, ("simulated", "virtual"))
-    world = virtual.World(1000.0)
-    network = simulated.Network(world, 1, simulated.COSTS, (0.01, 0.1), 1e6)
+    world = virtual_time.World(1000.0)
+    network = simulated_network.Network(world, 1, simulated_network.COSTS, (0.01, 0.1), 1e6)
     numbers = itertools.count()
 
     def another() -> Any:
         number = next(numbers)
         rng = random.Random(number)
-        return simulated.SimulatedEngine(network, simulation.identity(1, number), None, rng)
+        return simulated_network.SimulatedEngine(network, simulated_swarm.identity(1, number), None, rng)
 
     def all_of_it() -> None:
         engines = [another() for _ in range(40)]
@@ -120,7 +112,7 @@ def in_a_network(live: Callable[[list[Any], Callable[[], Any]], None]) -> None:
             one.start(engines[0] if one is not engines[0] else None)
         live(engines, another)
 
-    with simulation.one_world(world, 1):
+    with simulated_swarm.one_world(world, 1):
         world.spawn(all_of_it)
         world.run(1e9)
 

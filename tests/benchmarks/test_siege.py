@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import siege
-import siege_bench
-import siege_folder
-from siege_hostile import Pace, Processes
-from siege_verdict import Side, Siege, doubts, empty, lowest_score, violations
+
+from benchmarks.robustness import siege, siege_folder, siege_swarms
+from benchmarks.robustness.siege_hostile import Pace, Processes
+from benchmarks.robustness.siege_verdict import Side, Siege, doubts, empty, lowest_score, violations
 
 QUIET = Side(
     rounds=100, minutes=10.0, late_rounds=0, memory=(5000.0, 5100.0), largest=700.0, score=0.8, beside_seconds=200.0,
@@ -53,11 +52,11 @@ def test_what_seeds_scatter_decides_what_score_is_expected() -> None:
 
 
 def test_harmless_processes_burn_what_they_are_told_and_no_more() -> None:
-    beside, wanted = siege_bench.burn_beside(["a", "b"], siege_bench.usable_cores())
+    beside, wanted = siege_swarms.burn_beside(["a", "b"], siege_swarms.usable_cores())
     try:
         beside.begin()
         wanted[0] = 0.5
-        siege_bench.wait_until(lambda: beside.used()["a"] >= 0.4, 60)
+        siege_swarms.wait_until(lambda: beside.used()["a"] >= 0.4, 60)
         assert beside.used()["b"] < 0.4
     finally:
         beside.end()
@@ -66,15 +65,15 @@ def test_harmless_processes_burn_what_they_are_told_and_no_more() -> None:
 
 def test_hands_that_attack_a_folder_reach_nothing_outside(tmp_path: Path) -> None:
     """Else what an honest node did could not be told from what they did."""
-    folder, outside = tmp_path / "swarm", siege_bench.make_outside(tmp_path / "outside")
+    folder, outside = tmp_path / "swarm", siege_swarms.make_outside(tmp_path / "outside")
     folder.mkdir()
     (folder / "logs").symlink_to(outside / "precious")
-    before, hands = siege_bench.tree(outside), siege_folder.Hands(folder)
+    before, hands = siege_swarms.tree(outside), siege_folder.FolderWriter(folder)
     for act in (hands.pipe, hands.directory, hands.clear, hands.deny, lambda path: hands.put(path, b"x")):
         act("logs/round_0/precious.json")
         act("logs/new")
     hands.symlink(outside / "profile", "logs/new")
-    assert siege_bench.tree(outside) == before
+    assert siege_swarms.tree(outside) == before
     hands.put("state/x.json", b"x")
     assert hands.get("state/x.json") == b"x" and hands.names("state") == ["x.json"]
 
@@ -102,4 +101,4 @@ def test_a_short_siege(network: str, tmp_path: Path) -> None:
     figures = json.loads(told.read_text())
     assert figures["harm"] == figures["ended"] == []
     assert figures["attack"]["rounds"] > 0 and figures["control"]["rounds"] > 0
-    assert set(figures["hostile_seconds"]) == set(siege_bench.kinds_of(network))
+    assert set(figures["hostile_seconds"]) == set(siege_swarms.kinds_of(network))

@@ -1,4 +1,4 @@
-"""A real browser for the tests of the page."""
+"""Opens the page in a real browser."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def opened() -> Iterator[Browser]:
 
 
 class Visit:
-    """A page that is open, and everything that went wrong or out from it."""
+    """Holds an open page, and everything that went wrong or out from it."""
 
     def __init__(self, browser: Browser, url: str, width: int = 1200, scheme: str = "light") -> None:
         self.url = url
@@ -44,11 +44,11 @@ class Visit:
         return self.page
 
     def too_wide(self) -> int:
-        """Pixels by which the page can be scrolled sideways."""
+        """Return by how many pixels the page scrolls sideways."""
         return self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
     def barriers(self) -> list[tuple[str, list[str]]]:
-        """What axe finds that keeps people out."""
+        """Return the accessibility violations that axe finds."""
         found = Axe().run(self.page).response["violations"]
         serious = [each for each in found if each["impact"] in ("serious", "critical")]
         return [(each["id"], [node["html"] for node in each["nodes"]]) for each in serious]
@@ -60,7 +60,7 @@ class Visit:
 
 
 def address_of(process: "subprocess.Popen[str]") -> str:
-    """Where a dashboard says it is."""
+    """Return the address that a dashboard prints."""
     assert process.stdout is not None
     for line in process.stdout:
         if "http://" in line:

@@ -1,4 +1,4 @@
-"""Cells and notebooks, executed by a real kernel."""
+"""Executes cells and notebooks with a real kernel."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def executed(name: str, cwd: Path, seconds: int = 120, **parameters: object) -> Any:
-    """A notebook after a run of all its cells. `parameters` are set after the cell that is tagged so."""
+    """Run all cells of a notebook and return it. `parameters` are set after the cell that is tagged so."""
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells), f"{name} is kept without outputs"
@@ -34,7 +34,7 @@ def output(notebook: Any, cell: str) -> list[Any]:
 
 
 class Kernel:
-    """A kernel whose cells can be interrupted."""
+    """Runs cells that can be interrupted."""
 
     def __init__(self, manager: KernelManager) -> None:
         self.manager = manager
@@ -44,14 +44,14 @@ class Kernel:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """The processes that its cells have started."""
+        """Return the processes that its cells have started."""
         return psutil.Process(self.manager.provisioner.pid).children(recursive=True)
 
     def start(self, code: str) -> str:
         return self.client.execute(code)
 
     def finish(self, cell: str, seconds: float = 120) -> list[dict[str, Any]]:
-        """Everything that a cell put out until it ended, as messages."""
+        """Return everything that a cell put out until it ended, as messages."""
         messages = []
         deadline = time.monotonic() + seconds
         while True:

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector on loopback: it decodes what it is sent and keeps it."""
+"""Runs an OpenTelemetry collector on loopback, which decodes and keeps what it receives."""
 
 import gzip
 import threading
@@ -25,7 +25,7 @@ class Collector(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def spans(self) -> list[tuple[str, Any]]:
-        """Every span, with the node that sent it."""
+        """Return every span, with the node that sent it."""
         return [
             (attributes(sent.resource)["rl_swarm.node"], span)
             for request in self.traces
@@ -35,7 +35,7 @@ class Collector(ThreadingHTTPServer):
         ]
 
     def points(self, node: str) -> dict[tuple[str, str], float]:
-        """A node's last value of every metric, by its name and what it is of."""
+        """Return a node's last value of every metric, by its name and its attributes."""
         found = {}
         for request in self.metrics:
             for sent in request.resource_metrics:

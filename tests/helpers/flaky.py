@@ -55,13 +55,13 @@ class Drive:
         self.local, self.faults, self.seed = local, faults, seed
         self.versions: dict[str, list[Version]] = {}
         self.lock = threading.RLock()
-        self.met: Counter[str] = Counter()  # faults that somebody met, by name
+        self.met: Counter[str] = Counter()  # faults that nodes met, by name
 
     def view(self, node: str) -> "View":
         return View(self, node)
 
     def chance(self, *of: object) -> float:
-        """A number in [0, 1), always the same for the same question."""
+        """Return a number in [0, 1), always the same for the same question."""
         digest = hashlib.sha256(repr((self.seed, *of)).encode()).digest()
         return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -74,7 +74,7 @@ class Drive:
 
 
 class View:
-    """What one node sees. It sees its own writes at once."""
+    """Shows one node's view of the drive. It sees its own writes at once."""
 
     def __init__(self, drive: Drive, node: str) -> None:
         self.drive, self.node, self.root = drive, node, drive.local.root
@@ -145,7 +145,7 @@ class View:
             self.drive.local.move(folder, target)
 
     def _seen(self, path: str, more: float = 0.0) -> list[Version]:
-        """The versions that have reached this node, which comes to know some later than others."""
+        """Return the versions that have reached this node; some reach it later than other nodes."""
         return [
             version
             for version in self.drive.versions[path]
@@ -175,7 +175,7 @@ class View:
         return happens
 
     def _may_fail(self, what: str, path: str, share: float, seconds: float = 0.0) -> None:
-        """Fails for a moment, after which the next call is sure to work."""
+        """Fail for a moment, after which the next call is sure to work."""
         until = self.broken_until.get((what, path))
         if until is None and self._happens(what, path, share):
             until = self.broken_until[what, path] = time.monotonic() + seconds

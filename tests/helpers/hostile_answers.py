@@ -1,4 +1,4 @@
-"""Answers that want more than a reward: `{folder}` is where they try to leave something, `{port}` where to call."""
+"""Lists answers that attack the scorer: `{folder}` is where they try to leave a file, `{port}` where to connect."""
 
 CODE = [
     "__import__('os').system('touch {folder}/system')",

@@ -1,4 +1,4 @@
-"""Peers that want to stop a swarm: what they do, over real daemons on loopback."""
+"""Attacks a swarm over real daemons on loopback."""
 
 import asyncio
 import struct
@@ -20,7 +20,7 @@ FILLING = "x" * 3072  # makes a notice as large as one may be
 
 @contextmanager
 def attacker() -> Iterator[PeerEngine]:
-    """A peer that keeps nothing for others and to no rule."""
+    """Start a peer that keeps nothing for other peers and breaks every rule."""
     known = engine_of("coordinator").addresses
     engine = PeerEngine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False).start()
     engine.node.protocol.storage = NoStorage()
@@ -32,7 +32,7 @@ def attacker() -> Iterator[PeerEngine]:
 
 
 def fill(engine: PeerEngine, swarm: str, folder: str, count: int, seconds: float = 600.0) -> int:
-    """Leaves many notices of one author under one key, large ones and then small ones; how many somebody took."""
+    """Leave many notices of one author under one key, large ones and then small ones; return how many a peer took."""
     who = engine.identity
 
     async def leave() -> int:
@@ -59,7 +59,7 @@ def fill(engine: PeerEngine, swarm: str, folder: str, count: int, seconds: float
 
 
 class IdleStreams:
-    """Streams that send the length of a request and nothing more, opened again when they are closed."""
+    """Opens streams that send the length of a request and nothing more, again whenever they are closed."""
 
     def __init__(self, engine: PeerEngine, victims: Sequence[PeerEngine], count: int) -> None:
         self.engine, self.open, self.closed = engine, 0, 0
@@ -97,7 +97,7 @@ class IdleStreams:
 
 
 class Swarm(AmongPeers):
-    """A conducted swarm whose two nodes report round by round."""
+    """Runs a swarm with a coordinator, whose two nodes report round by round."""
 
     nodes = ("ann", "bob")
 

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face hub that an upload needs, on loopback: it keeps what it was sent."""
+"""Serves the part of the Hugging Face hub that an upload needs, on loopback, and keeps what it receives."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ class HubServer(ThreadingHTTPServer):
         self.large: dict[str, bytes] = {}  # by digest
         self.requests: list[tuple[str, str, str]] = []  # method, path, authorization
         self.refusals: list[int] = []  # status codes of the next requests to create a repository
-        self.open = threading.Event()  # while it is not set, nobody gets an answer
+        self.open = threading.Event()  # while it is not set, no request is answered
         self.open.set()
 
     @property

@@ -1,9 +1,4 @@
-"""reasoning-gym's own scores, as it is and in a process like any other: what ours are compared with.
-
-Reads the names of tasks, how many questions of each, the answers to give and the tasks that would run them
-from its input, and prints `[[number of the task, seed, answer, score]]`. Without answers it gives honest ones:
-right, wrong, with white space, empty, and right for another question.
-"""
+"""Computes reasoning-gym's own scores in a plain process, to compare ours with."""
 
 import json
 import math
@@ -20,7 +15,7 @@ def honest_answers(entries, index):
 
 
 def made(name, dataset, count):
-    """The first `count` questions that the task can make in a few seconds, by seed."""
+    """Return the first `count` questions that the task can make in a few seconds, by seed."""
     from rl_swarm.scoring.worker import TooSlow, entry_of, time_limit
 
     found = {}

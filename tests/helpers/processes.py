@@ -1,4 +1,4 @@
-"""Running `rl-swarm` as a user does: real processes, real files."""
+"""Runs `rl-swarm` and the benchmarks as a user does: real processes, real files."""
 
 import json
 import os
@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 RL_SWARM = [sys.executable, "-m", "rl_swarm"]
+CHECKOUT = Path(__file__).parents[2]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 HAS_HIVEMIND = find_spec("hivemind") is not None  # there is a wheel for Linux on x86-64
@@ -45,6 +46,22 @@ def run(cwd: Path, *arguments: str, timeout: float = 240, **environ: str) -> tup
     return process.returncode, output
 
 
+def start_benchmark(name: str, *arguments: str, cwd: Path = CHECKOUT, **options: Any) -> "subprocess.Popen[str]":
+    """Start a benchmark by its module below `benchmarks`, from any directory."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=environ, stdout=subprocess.PIPE, text=True, **options)
+
+
+def run_benchmark(name: str, *arguments: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
+    process = start_benchmark(name, *arguments, stderr=subprocess.PIPE)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        end(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
 def end(process: "subprocess.Popen[str]") -> None:
     if process.poll() is None:
         process.kill()
@@ -59,7 +76,7 @@ def family(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def members(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The coordinator and the nodes: forked from the fork server, not started afresh like the scorers."""
+    """Return the coordinator and the nodes: forked from the fork server, not started afresh like the scorers."""
     children = family(process)
     servers = {child.pid for child in children if _parent(child) == process.pid}
     return [child for child in children if _parent(child) in servers]
@@ -93,7 +110,7 @@ def state(address: Path) -> dict[str, Any]:
 
 
 def metrics(address: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every node's metrics without what depends on the clock or the machine."""
+    """Return every node's metrics without those that depend on the clock or the machine."""
     timing = {"timestamp", "seconds", "began", "phases", "tokens_per_second", "peak_memory", "load"}
     found = {}
     for path in sorted(address.glob("logs/*/metrics.jsonl")):

@@ -1,4 +1,4 @@
-"""Small random models with linear attention, convolutions or state-space layers."""
+"""Makes small random models with linear attention, convolutions or state-space layers."""
 
 import torch
 import transformers

@@ -1,9 +1,4 @@
-"""What code could try against the one who runs it, as data; and a run of all of it.
-
-    python tests/sandbox_attacks.py ISOLATION
-
-prints as JSON what was not contained, so that the same can be run as another user. It needs nothing but Python.
-"""
+"""Lists attacks of code on the process that runs it, as data, and runs them all."""
 
 import json
 import os
@@ -48,7 +43,7 @@ def attack():
 
 @dataclass(frozen=True)
 class Attack:
-    """Code, and which of its tests it may pass. A test of `attack()` expects that nothing was reached."""
+    """Holds code, and which of its tests it may pass. A test of `attack()` expects that it reached nothing."""
 
     code: str
     passed: tuple[bool, ...] = (True,)
@@ -57,7 +52,7 @@ class Attack:
 
 
 def tries(text: str, alone: bool = False) -> Attack:
-    """An attempt that must raise: an expression, or statements that end in a `return`."""
+    """Make an attempt that must raise: an expression, or statements that end in a `return`."""
     body = text if "return" in text else f"return repr({text})"
     lines = "\n".join("    " + line for line in body.strip().splitlines())
     return Attack(f"{PROLOGUE}\ndef attempt():\n{lines}\n", alone=alone)
@@ -349,7 +344,7 @@ LOOK = (
 
 
 class World:
-    """What there is to reach: a key, an open port, an environment, this process and its children."""
+    """Sets up what there is to reach: a key, an open port, an environment, this process and its children."""
 
     def __init__(self, folder: Path) -> None:
         self.pem = folder / "swarm.pem"
@@ -386,7 +381,7 @@ class World:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below this one, whichever of its threads started them."""
+    """Return all processes below this one, whichever of its threads started them."""
     found: list[int] = []
     for children in Path("/proc").glob(f"{pid}/task/*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread may have ended meanwhile
@@ -395,7 +390,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def play(isolation: str, folder: Path) -> list[str]:
-    """What was not contained."""
+    """Run the attacks and return those that were not contained."""
     world = World(folder)
     expected = f"expected-{secrets.token_hex(8)}"
     good = Program(HONEST, (Test("add(2, 3)", "5"), Test("add('a', 'b')", "'ab'")))

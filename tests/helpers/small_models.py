@@ -1,4 +1,4 @@
-"""Small random models and a tokenizer for them, and the plain way to compute what the learner computes cleverly."""
+"""Makes small random models and a tokenizer, and computes plainly what the learner computes cleverly."""
 
 import torch
 import transformers
@@ -31,7 +31,10 @@ TEMPLATE = (
 
 
 def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None, **changes):
-    """Weights large enough that every position, layer and head matters. `changes` are of its configuration."""
+    """Make a model whose weights are so large that every position, layer and head matters.
+
+    `changes` are of its configuration.
+    """
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocabulary,
@@ -59,7 +62,7 @@ def small_model(kind="llama", seed=0, vocabulary=VOCABULARY, eos=None, **changes
 
 
 def plain_logprobs(model, prompt, completion, temperature=1.0):
-    """One sequence at a time, without padding, cache or sharing."""
+    """Compute log-probabilities one sequence at a time, without padding, cache or sharing."""
     ids = torch.tensor([[*prompt, *completion]])
     logits = model(input_ids=ids, use_cache=False).logits[0].float() / temperature
     logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
@@ -67,7 +70,7 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
 
 
 def is_greedy(model, prompt, tokens, limit, eos, tie=1e-3):
-    """Asserts that transformers generates these tokens too, or others from a place on where the two best were tied."""
+    """Assert that transformers generates these tokens too, or differs only from a tie of the two best on."""
     generated = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -87,7 +90,7 @@ def is_greedy(model, prompt, tokens, limit, eos, tie=1e-3):
 
 
 def small_tokenizer():
-    """Byte-level, so that it can encode any text."""
+    """Make a byte-level tokenizer, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -109,7 +112,7 @@ def small_tokenizer():
 
 
 def save_small(folder, seed=0):
-    """A model directory as `MODEL_NAME` can name it."""
+    """Save a model directory that `MODEL_NAME` can name."""
     tokenizer = small_tokenizer()
     model = small_model("llama", seed, len(tokenizer), tokenizer.eos_token_id)
     model.save_pretrained(folder)
@@ -118,7 +121,7 @@ def save_small(folder, seed=0):
 
 
 def gradients_at_step(trainer):
-    """A list that gets, at every optimiser step, a copy of all gradients."""
+    """Return a list that gets a copy of all gradients at every optimiser step."""
     seen = []
 
     def look(optimizer, args, kwargs):
@@ -130,14 +133,16 @@ def gradients_at_step(trainer):
 
 
 def steady(trainer):
-    """Makes the trainer's steps follow the gradients where these are small: as it is, rounding alone moves such
-    weights."""
+    """Make the trainer's steps follow small gradients.
+
+    Otherwise rounding alone moves such weights.
+    """
     trainer.optimizer.param_groups[0]["eps"] = 0.01
     return trainer
 
 
 def count_tokens(model):
-    """A list that gets the number of tokens of every pass through the model, padding included."""
+    """Return a list that gets the number of tokens of every forward pass, padding included."""
     tokens = []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
     return tokens
@@ -147,7 +152,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
 
 
 def mixture_model(kind, vocabulary=VOCABULARY, eos=None):
-    """A small model with a mixture of experts."""
+    """Make a small model with a mixture of experts."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

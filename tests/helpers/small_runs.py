@@ -1,4 +1,4 @@
-"""Run directories for the tests of the dashboard: written by the code that nodes write theirs with, without a model."""
+"""Writes run directories for the tests of the dashboard with the nodes' own code, without a model."""
 
 import os
 import platform
@@ -34,7 +34,7 @@ def questions_of(manifest_tasks: str) -> Reasoning:
 
 
 class SmallRun:
-    """A run of a few nodes whose rounds are played by the calls of a test."""
+    """Plays the rounds of a few nodes by calls of a test."""
 
     def __init__(
         self, root: Path, nodes: int = 2, total: int = 3, pid: int | None = None, files: Files | None = None
@@ -75,8 +75,10 @@ class SmallRun:
         self.files.write(STATE, seal(replace(self.state, peer_id=self.owner.peer_id), self.owner))
 
     def play(self, text: str = "<answer>7</answer>", more: float = 0.0) -> None:
-        """One round of every node: the first question answered right once, the second never. Rewards are higher by
-        `more`."""
+        """Play one round of every node: the first question is answered correctly once, the second never.
+
+        `more` raises the rewards.
+        """
         played = self.state.round
         first = self.identities[0].peer_id
         for number, identity in enumerate(self.identities):

@@ -1,4 +1,4 @@
-"""Real stores on loopback: an S3 server and a WebDAV server, which can be told to misbehave or to go away."""
+"""Runs real stores on loopback: an S3 server and a WebDAV server, which can be told to misbehave or to go away."""
 
 import threading
 from collections import Counter
@@ -18,7 +18,7 @@ class Silent(WSGIRequestHandler):
 
 
 class Store:
-    """A WSGI application behind a real socket. What is asked of it is counted."""
+    """Serves a WSGI application on a real socket, and counts its requests."""
 
     def __init__(self, application: Wsgi) -> None:
         self.application = application

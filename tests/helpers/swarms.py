@@ -1,4 +1,4 @@
-"""What the network tests share: small signed records and swarms to exchange them in."""
+"""Makes small signed records, and swarms to exchange them in."""
 
 import atexit
 import itertools
@@ -114,7 +114,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 class Background(threading.Thread):
-    """A function in a thread; `result` waits for what it returned or raises what it raised."""
+    """Runs a function in a thread; `result` waits, and returns its value or raises its error."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -137,7 +137,7 @@ class Background(threading.Thread):
 
 
 class InMemory:
-    """The local network."""
+    """Runs the local network."""
 
     def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
         self.manifest = make_manifest(**changes)
@@ -157,7 +157,7 @@ class InMemory:
 
 
 class InFolder:
-    """The folder network, with a real conductor in a thread."""
+    """Runs the folder network, with a real coordinator in a thread."""
 
     def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
         self.manifest = make_manifest(**changes)
@@ -201,7 +201,7 @@ class InFolder:
 
 
 class InSyncedFolder(InFolder):
-    """The folder network on a drive that is synced as badly as it gets."""
+    """Runs the folder network on a drive that is synced as badly as it gets."""
 
     def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
         self.drive = Drive(LocalFiles(folder), FAULTS["everything at once"], seed=7)
@@ -215,8 +215,7 @@ _engines: dict[str, PeerEngine] = {}
 
 
 def engine_of(node: str) -> PeerEngine:
-    """A real daemon on loopback, which a node keeps for all tests of a file. The first one is where the others
-    begin."""
+    """Return a real daemon on loopback, kept for all tests of a file. The first one is the others' bootnode."""
     if not HAS_HIVEMIND:
         pytest.skip("hivemind is not installed")
     if node not in _engines:
@@ -229,13 +228,13 @@ def engine_of(node: str) -> PeerEngine:
 
 
 def close_engines() -> None:
-    """Ends all daemons, so that the next tests meet none of these peers."""
+    """End all daemons, so that the next tests meet none of these peers."""
     while _engines:
         _engines.popitem()[1].close()
 
 
 class AmongPeers(InFolder):
-    """The peer-to-peer network."""
+    """Runs the peer-to-peer network."""
 
     number = itertools.count(2)
 
@@ -256,13 +255,13 @@ class AmongPeers(InFolder):
         self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
     ) -> Exchange:
         files = self.files(node)
-        if f"peers/{node}.json" not in files.own:  # nobody publishes who has not introduced itself
+        if f"peers/{node}.json" not in files.own:  # a node introduces itself before it publishes
             self.coordinator(node).register(introduction(self.manifest, node))
         return super().exchange(node, stop, poll, max_peers)
 
 
 class InStore(InFolder):
-    """The folder network at a URL, through one connection for all nodes."""
+    """Runs the folder network at a URL, through one connection for all nodes."""
 
     def __init__(self, url: str, min_peers: int = 1, **changes) -> None:
         self.store = locate(url).files
@@ -273,7 +272,7 @@ class InStore(InFolder):
 
 
 class InBucket(InStore):
-    """In a bucket of a real S3 server."""
+    """Runs the folder network in a bucket of a real S3 server."""
 
     def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
         super().__init__(f"s3://{BUCKET}/{folder.parent.name}/{folder.name}", min_peers, **changes)

@@ -450,7 +450,7 @@ def size_for(sequences: int) -> int:
 def tiles(rows: int, outputs: int, width: int, nodes: int) -> tuple[int, int, int, dict[str, int]]:
     """How a product is cut up: narrow, so that many programs share the reading of the weights.
 
-    Found by trying on an H200 with the shapes of a 135 M model; see `benchmarks/sampler.py` for what they give.
+    Found by trying on an H200 with the shapes of a 135 M model; see `benchmarks/learner/sampler.py` for what they give.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if nodes >= 4:  # enough programs even when they are wide

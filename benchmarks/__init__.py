@@ -1,0 +1,1 @@
+"""Measures speed, cost, robustness and what sharing is worth."""

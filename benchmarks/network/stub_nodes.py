@@ -1,0 +1,244 @@
+"""Plays nodes without a model in a peer-to-peer swarm: the real `Node`, with a policy that sleeps and makes up text.
+
+They play among real peers and in a simulation, in the same code.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.network.synthetic_rollouts import COMPLETIONS, QUESTIONS, Arithmetic, TimedArithmetic
+from rl_swarm.learning.checkpoints import Checkpoints
+from rl_swarm.learning.trainer import Update
+from rl_swarm.network.folder import FolderExchange
+from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
+from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.node.node import Node
+from rl_swarm.node.selection import Selection
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.rollouts import Completion, Group, Publication
+from rl_swarm.protocol.rounds import PeerInfo, State
+from rl_swarm.protocol.tasks import Task
+from rl_swarm.settings import Settings
+
+EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
+CPU = torch.device("cpu")
+WORK = (0.25, 0.6)  # of a round that generating takes, at least and at most
+
+
+def settings(interval: float) -> Settings:
+    return Settings(
+        local=QUESTIONS,
+        external=EXTERNAL,
+        generations=COMPLETIONS,
+        likelihood_gate=False,  # there is no model
+        round_end="interval",
+        round_interval=interval,
+        peer_timeout=2 * interval,
+    )
+
+
+def manifest(owner: Identity, created: float, rounds: int, interval: float) -> Manifest:
+    return Manifest(
+        peer_id=owner.peer_id,
+        name="benchmark",
+        created=created,
+        seed=1,
+        environment="arithmetic",
+        tasks=[Task("arithmetic")],
+        partial_rewards=False,
+        versions={},
+        rounds=rounds,
+        stages=1,
+        round_end="interval",
+        round_interval=interval,
+        peer_timeout=2 * interval,
+    )
+
+
+@dataclass
+class RequestCounts:
+    """Counts the calls of our own code at the network, and the bytes of their payload."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def note(self, kind: str, size: int) -> None:
+        self.calls[kind] += 1
+        self.bytes[kind] += size
+
+    def copy(self) -> "RequestCounts":
+        return RequestCounts(self.calls.copy(), self.bytes.copy())
+
+    def __add__(self, other: "RequestCounts") -> "RequestCounts":
+        return RequestCounts(self.calls + other.calls, self.bytes + other.bytes)
+
+    def __sub__(self, before: "RequestCounts") -> "RequestCounts":
+        return RequestCounts(self.calls - before.calls, self.bytes - before.bytes)
+
+
+@dataclass
+class Policy:
+    """Writes text from a seed, in about the time that a model takes."""
+
+    environment: Arithmetic
+    interval: float
+    sleep: Callable[[float], object]
+    name: str = "none"
+    tokenizer_hash: str = ""
+    version: int = 0
+    device: torch.device = CPU
+
+    def sample(
+        self, prompts: Sequence[str], generations: int, seed: int, greedy: bool = False
+    ) -> list[list[Completion]]:
+        rng = random.Random(seed)
+        self.sleep(rng.uniform(*WORK) * self.interval)
+        return self.environment.generate(len(prompts), rng)
+
+    def learn(self, groups: Sequence[Group]) -> Update:
+        self.version += 1
+        return Update()
+
+
+class Journal:
+    """Discards all metrics and events."""
+
+    def metrics(self, kind: str, **values: object) -> None: ...
+
+    def event(self, event: str, **values: object) -> None: ...
+
+
+@dataclass
+class Round:
+    """Records what one node did in a round."""
+
+    number: int
+    published: float  # when
+    publish_s: float
+    collect_s: float
+    took: list[tuple[str, int]]  # peer and round of the groups that it took
+    read: list[tuple[str, int, float]]  # publications that came: of whom, of which round, when
+
+
+class StubNode(Node):
+    """Keeps an account of its rounds."""
+
+    environment: TimedArithmetic
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.played: list[Round] = []
+        self.problems: Counter[str] = Counter()
+
+    def run(self) -> None:
+        while (state := self.coordinator.wait_for(self.done)) is not None and state.phase == "running":
+            self.play(state)
+
+    def publish(self, groups: list[Group], state: State) -> None:
+        started = self.clock()
+        super().publish(groups, state)
+        now = self.clock()
+        self.played.append(Round(state.round, now, now - started, 0.0, [], []))
+
+    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
+        started, checking = self.clock(), self.environment.seconds
+        found = super().collect(state, local)
+        this = self.played[-1]
+        this.collect_s = self.clock() - started - (self.environment.seconds - checking)
+        this.took = [(peer_id, number) for peer_id, number, _, _ in found.keys]
+        return found
+
+    def publications(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
+        for publication in super().publications(state, rng, sources):
+            self.played[-1].read.append((publication.peer_id, publication.round, self.clock()))
+            yield publication
+
+    def reject(self, node: str, reason: str, detail: str) -> None:
+        self.problems[reason] += 1
+
+
+def stub_node(
+    files: PeerFiles,
+    manifest: Manifest,
+    identity: Identity,
+    environment: Arithmetic,
+    stop: threading.Event,
+    clock: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+    rng: random.Random | None = None,
+) -> StubNode:
+    """Assemble a node as `worker` does."""
+    chosen, name = settings(manifest.round_interval), identity.peer_id
+    coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.poll_interval, clock, rng)
+    node = StubNode(
+        name=name,
+        identity=identity,
+        settings=chosen,
+        manifest=manifest,
+        environment=TimedArithmetic(environment, monotonic),
+        policy=Policy(environment, manifest.round_interval, sleep),  # type: ignore[arg-type]
+        exchange=FolderExchange(
+            files,
+            manifest,
+            identity,
+            name,
+            stop,
+            lambda *why: node.reject(*why),
+            chosen.poll_interval,
+            chosen.fetch_max_peers,
+            coordinator.refusal,
+            files.neighbourhoods,
+            monotonic,
+        ),
+        coordinator=coordinator,
+        journal=Journal(),  # type: ignore[arg-type]
+        checkpoints=Checkpoints(Path(), identity, name),
+        stop=stop,
+        clock=clock,
+    )
+    return node
+
+
+def introduction(node: StubNode, joined: float, host: str, pid: int) -> PeerInfo:
+    return PeerInfo(
+        peer_id=node.identity.peer_id,
+        swarm=node.manifest.swarm(),
+        node=node.name,
+        model="none",
+        device="cpu",
+        host=host,
+        pid=pid,
+        joined=joined,
+        timestamp=joined,
+    )
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values) or [float("nan")]
+    return {"median": ordered[len(ordered) // 2], "p95": ordered[int(0.95 * (len(ordered) - 1))]}
+
+
+def figures(peers: int, rounds: int, interval: float, played: Sequence[Round], asked: RequestCounts) -> dict[str, Any]:
+    """Return the figures per node and round that real and simulated swarms share."""
+    each = peers * rounds
+    return {
+        "peers": peers,
+        "rounds": rounds,
+        "interval_s": interval,
+        "played": len(played) / each,  # of the rounds that all of them could have played
+        "publish_s": quantiles([done.publish_s for done in played]),
+        "collect_s": quantiles([done.collect_s for done in played]),
+        "groups_taken": sum(len(done.took) for done in played) / each,
+        "publications_read": sum(len(done.read) for done in played) / each,
+        "asked": {kind: [n / each, asked.bytes[kind] / each] for kind, n in sorted(asked.calls.items())},
+    }
