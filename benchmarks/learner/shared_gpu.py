@@ -82,8 +82,8 @@ class Node:
         settings = Settings(
             model=args.random or args.model,
             learning_rate=1e-6,
-            local=args.questions,
-            external=0,
+            local_groups=args.questions,
+            external_groups=0,
             generations=args.completions,
             max_new_tokens=args.tokens,
         )

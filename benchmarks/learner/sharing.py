@@ -25,7 +25,7 @@ def measure(out: Path, external: int, seed: int, rounds: int) -> dict[str, Any]:
     started = time.monotonic()
     if not run.exists():
         command = [sys.executable, "-m", "rl_swarm", "up", "--run", str(run), "--seed", str(seed)]
-        command += ["--rounds", str(rounds), "--external", str(external), "--set", "step_groups=0"]
+        command += ["--rounds", str(rounds), "--external-groups", str(external), "--set", "groups_per_update=0"]
         subprocess.run(command, cwd=out, check=True, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - started
     nodes = list(RunView.open(run).nodes.values())

@@ -112,13 +112,13 @@ class History:
         taken = {self.peers[(node + step * (played % 7 + 1)) % others].peer_id: 1 for step in (1, 2, 3, 4)}
         self.journals[node].metrics(RoundRecord(
             round=played, stage=0, policy_version=played + 1, reward_local=value,
-            reward_training=value + 0.05, local_groups=4, local_with_signal=3, no_signal_share=0.25,
-            completion_length=20.0 - value, truncated_share=0.03125, entropy=1.0 - value / 3, clip_share=0.0,
-            mismatch=0.003215599765, loss=0.014643197879, kl=0.0, grad_norm=1 / (1 + value),
+            reward_training=value + 0.05, local_groups=4, local_with_signal=3, zero_std_fraction=0.25,
+            completion_length=20.0 - value, truncated_fraction=0.03125, entropy=1.0 - value / 3, clip_fraction=0.0,
+            logprob_mismatch=0.003215599765, loss=0.014643197879, kl=0.0, grad_norm=1 / (1 + value),
             trained_tokens=300 + played % 9,
             tokens_per_second=1500.0 + played % 100, seconds=Seconds(**SECONDS),
-            external_taken=len(taken), external_scored=12, external_from=taken, external_rejected={},
-            external_surprise=2.29, peak_memory=546172928,
+            external_accepted=len(taken), external_scored=12, external_by_peer=taken, external_rejected={},
+            external_max_nll=2.29, peak_memory=546172928,
         ), began=self.joined + played, phases=phases)  # fmt: skip
 
     def _score(self, node: int, played: int, when: str) -> None:

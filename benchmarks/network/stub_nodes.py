@@ -36,10 +36,10 @@ WORK = (0.25, 0.6)  # of a round that generating takes, at least and at most
 
 def settings(interval: float) -> Settings:
     return Settings(
-        local=QUESTIONS,
-        external=EXTERNAL,
+        local_groups=QUESTIONS,
+        external_groups=EXTERNAL,
         generations=COMPLETIONS,
-        likelihood_gate=False,  # there is no model
+        check_likelihood=False,  # there is no model
         round_end="interval",
         round_interval=interval,
         peer_timeout=2 * interval,

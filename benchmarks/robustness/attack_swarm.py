@@ -55,8 +55,8 @@ class Swarm:
         self.attack, self.defended, self.size, self.folder = attack, defended, size, folder
         changes = {
             **UP_PRESET,
-            "step_groups": 0,  # as among strangers
-            "external_negatives": 0.0,  # likewise
+            "groups_per_update": 0,  # as among strangers
+            "negative_scale": 0.0,  # likewise
             "model": size.model,
             "rounds": rounds_of(attack, size),
             "seed": size.seed,
@@ -201,7 +201,7 @@ class Swarm:
                         timestamp=time.time(),
                         reward=1.0,
                         training_reward=1.0,
-                        rollouts=self.settings.local,
+                        rollouts=self.settings.local_groups,
                     )
                 )
         return forged

@@ -382,7 +382,7 @@ class Adaptive(Attack):
     def groups(self, questions: Sequence[Question], known: Known) -> list[list[tuple[str, float]]]:
         settings = known.settings
         half = self.larger * settings.generations // 2
-        limit = settings.gate_nats * self.margin if known.defended else float("inf")
+        limit = settings.likelihood_threshold * self.margin if known.defended else float("inf")
         sampled = known.policy.sample([q.prompt for q in questions], settings.generations, known.rng.randrange(2**31))
         flat = [(q, c.text) for q, own in zip(questions, sampled, strict=True) for c in own]
         rewards = iter(known.environment.score(flat))
@@ -399,7 +399,7 @@ class Adaptive(Attack):
         nothing = [(0.0,) * len(completions) for completions in tried]  # rewards do not matter to the gate
         groups = [Group("", *parts, external=True) for parts in zip(questions, tried, nothing, strict=True)]
         answered = []
-        for texts, right, completions, nats in zip(own, rights, tried, known.policy.surprises(groups), strict=True):
+        for texts, right, completions, nats in zip(own, rights, tried, known.policy.max_span_nlls(groups), strict=True):
             passing = [c.text for c, value in zip(completions, nats, strict=True) if value <= limit]
             paid = [text for text in passing if text in loaded[len(answered)]]
             unpaid = [text for text in passing if text in bad[len(answered)]]

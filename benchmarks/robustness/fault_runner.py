@@ -117,12 +117,12 @@ class FaultRunner:
         for name in ("boot-1", "boot-2"):
             if name in self.processes:
                 boot = self.processes[name]
-                boot.command = ["bootnode", *(["--known", known[0]] if known else []), *self._listen(name)]
+                boot.command = ["bootnode", *(["--initial-peers", known[0]] if known else []), *self._listen(name)]
                 self._start(boot)
                 known.append(self._said(boot, "join p2p://"))
         lead = self.processes["lead"]
         address = str(self.swarm) if self.network == "folder" else "swarm"
-        more = ["--set", f"p2p_known={','.join(known)}", *self._listen("lead")] if known else []
+        more = ["--set", f"p2p_initial_peers={','.join(known)}", *self._listen("lead")] if known else []
         lead.command = ["coordinate", address, *rules, *more]
         if self.network == "folder":
             self.swarm.mkdir()
@@ -134,7 +134,7 @@ class FaultRunner:
                 raise SystemExit(f"the swarm could not be founded: {last_words(lead)}")
             time.sleep(0.1)
         self.created = json.loads(manifest.read_text())["created"]
-        node = ["--local", "1", "--external", "1", "--generations", "4"]
+        node = ["--local-groups", "1", "--external-groups", "1", "--generations", "4"]
         node += [word for name, value in NODE_SETTINGS.items() for word in ("--set", f"{name}={value}")]
         for name, process in self.nodes.items():
             where = ",".join(known) if known else str(self.swarm)

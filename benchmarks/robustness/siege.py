@@ -54,16 +54,16 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
         "round_end": "deadline",
         "round_interval": options.deadline,
         "peer_timeout": options.deadline * 2,
-        "local": 2,
-        "external": 4,
-        "external_negatives": 0.0,  # as of nodes that are not all one's own
+        "local_groups": 2,
+        "external_groups": 4,
+        "negative_scale": 0.0,  # as of nodes that are not all one's own
         "threads": 1,
         "held_out_questions": options.questions,
         "held_out_samples": 2,
         "held_out_every": options.every,
         "checkpoint_every": 5,
-        "cleanup": "true",
-        "keep_rounds": 3,
+        "cleanup_rollouts": "true",
+        "keep_rollout_rounds": 3,
         "device": "cpu",
     }
 

@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     role: Annotated[
         Name,
         _setting(
-            "what this process does in a swarm: `worker`, `coordinator`, or a role of the swarm's environment",
+            "role of this process in the swarm: `worker`, `coordinator`, or a role of the swarm's environment",
             "NODE_ROLE",
         ),
     ] = "worker"
@@ -60,9 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     )
     admission: Annotated[
         Admission,
-        _setting(
-            "who may take part in a swarm that is founded: anybody (`open`), or peers that its owner invites or allows"
-        ),
+        _setting("who may take part in a new swarm: any peer (`open`), or those that its owner invites or allows"),
     ] = "open"
     invitation: Annotated[str | None, _setting("the owner's invitation to a swarm of invited peers", "INVITATION")] = (
         None
@@ -76,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "SWARM_OWNER",
         ),
     ] = None
-    nodes: Annotated[int, _setting("nodes that `up` starts", ge=1, le=64)] = 4
+    nodes: Annotated[int, _setting("nodes of a swarm that is started here", ge=1, le=64)] = 4
     seed: Annotated[int, _setting("decides questions and sampling", "SEED", ge=0, le=2**62)] = 42
     rounds: Annotated[int, _setting("rounds of a run", "MAX_ROUNDS", ge=1)] = 2000
     test_mode: Annotated[bool, _setting("3 rounds, 4 samples, 4 generations", "TEST_MODE")] = False
@@ -100,12 +98,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     data_path: Annotated[
         str, _setting("the folder with the files that a swarm's tasks name (docs/coding.md)", "DATA_PATH")
     ] = "data"
-    guess_with: Annotated[
+    evaluator_model: Annotated[
         str | None,
         _setting(
-            "where programs must not be run: a model whose guess is the verdict on them (`coder`, a directory, a hub "
-            "name); "
-            "see docs/coding.md",
+            "where programs must not be run: the model that predicts their verdicts (`coder`, a directory, a hub "
+            "name); see docs/coding.md",
             "GUESS_WITH",
         ),
     ] = None
@@ -157,9 +154,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 0
 
     # Learning
-    local: Annotated[int, _setting("I: own questions per round", "NUM_TRAIN_SAMPLES", ge=0, le=1024)] = 8
-    external: Annotated[
-        int, _setting("J: groups per round from other peers", "NUM_TRANSPLANT_TREES", ge=0, le=1024)
+    local_groups: Annotated[int, _setting("I: own questions per round", "NUM_TRAIN_SAMPLES", ge=0, le=1024)] = 8
+    external_groups: Annotated[
+        int, _setting("J: groups of other peers per round", "NUM_TRANSPLANT_TREES", ge=0, le=1024)
     ] = 0
     generations: Annotated[int, _setting("G: completions per question", "NUM_GENERATIONS", ge=2, le=256)] = 8
     temperature: Annotated[float, _setting("sampling temperature", gt=0, le=10)] = 1.0
@@ -198,27 +195,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     strategy: Annotated[
         str,
         _setting(
-            "which groups of others are learned from, and how: `frugal`, `alone`, `sapo`, `uniform`, `top`, "
+            "which external groups are trained on, and how: `frugal`, `alone`, `sapo`, `uniform`, `top`, "
             "`top-signal`, "
             "`capped`, `gated`, `adaptive`, or a class of yours as `module:Class`; it may bring settings of its own"
         ),
     ] = "frugal"
-    epochs: Annotated[int, _setting("how often a round's groups are learned from", ge=1, le=64)] = 1
-    step_groups: Annotated[
+    epochs: Annotated[int, _setting("passes over the groups of a round", ge=1, le=64)] = 1
+    groups_per_update: Annotated[
         int,
         _setting(
-            "groups with signal that one update is made on, as many updates as that takes; 0: one update on all of a "
-            "round's",
+            "groups with signal per optimiser step; 0: one step on all groups of a round",
             ge=0,
             le=2048,
         ),
     ] = 0
-    external_negatives: Annotated[
+    negative_scale: Annotated[
         float,
         _setting(
-            "how much others' worse answers count, beside their better ones: 0 leaves them out, so that nobody can "
-            "make "
-            "a good answer the bad one of its group",
+            "scale of negative advantages in external groups: 0 leaves them out, so that no peer can push this model "
+            "away from a good answer",
             ge=0,
             le=1,
         ),
@@ -248,10 +243,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # The peer-to-peer network
     network: Annotated[
         Literal["folder", "p2p"],
-        _setting("how the nodes of a swarm that is started here meet", "SWARM_NETWORK"),
+        _setting("how the nodes of a new swarm find each other", "SWARM_NETWORK"),
     ] = "folder"
-    p2p_known: Annotated[
-        str | None, _setting("p2p://… addresses of peers to begin with, comma-separated", "P2P_KNOWN")
+    p2p_initial_peers: Annotated[
+        str | None, _setting("addresses (`p2p://…`) of the first peers to contact, comma-separated", "P2P_KNOWN")
     ] = None
     p2p_listen: Annotated[
         str,
@@ -267,48 +262,58 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = True
 
     # The exchange of rollouts
-    publish: Annotated[
+    publish_frequency: Annotated[
         Literal["generation", "stage", "round"],
         _setting("how often rollouts are published", "ROLLOUT_PUBLISH_FREQUENCY"),
     ] = "stage"
-    likelihood_gate: Annotated[
+    check_likelihood: Annotated[
         bool,
         _setting(
-            "leave out external rollouts that this node's model would hardly write; turn it off in a swarm of "
+            "leave out external rollouts that are unlikely under this node's model; turn it off in a swarm of "
             "different models"
         ),
     ] = True
-    gate_nats: Annotated[
-        float, _setting("what a stretch of an external text may be less likely than usual", gt=0, le=1e6)
-    ] = 20.0
-    gate_drift: Annotated[
-        float, _setting("of which every token may have so much for nothing, in nats", ge=0, le=100)
-    ] = 0.5
-    source_share: Annotated[
+    likelihood_threshold: Annotated[
         float,
         _setting(
-            "the largest part of the external groups that one peer, or all peers of one invitation, may contribute; "
-            "an even part where that is more",
+            "negative log-likelihood, in nats above the average, that a span of an external text may reach",
+            gt=0,
+            le=1e6,
+        ),
+    ] = 20.0
+    likelihood_allowance: Annotated[
+        float, _setting("allowance per token, in nats, subtracted before summing over a span", ge=0, le=100)
+    ] = 0.5
+    max_source_share: Annotated[
+        float,
+        _setting(
+            "largest share of the external groups from one peer, or from all peers of one invitation; an equal share "
+            "where that is more",
             gt=0,
             le=1,
         ),
     ] = 0.5
-    peer_patience: Annotated[
-        int, _setting("failures until a peer is not asked; each before halves how often it is", ge=1, le=64)
+    max_peer_failures: Annotated[
+        int,
+        _setting(
+            "failures after which a peer is not asked; each earlier failure halves how often it is asked", ge=1, le=64
+        ),
     ] = 4
-    ban_rounds: Annotated[int, _setting("rounds for which it then is not asked", ge=0)] = 50
+    ban_rounds: Annotated[int, _setting("rounds for which such a peer is not asked", ge=0)] = 50
     fetch_max_peers: Annotated[int, _setting("peers asked per round at most", ge=1)] = 10
-    max_age: Annotated[
-        int, _setting("rounds back from which external rollouts are taken (0 in lock-step)", ge=0, le=100)
+    max_rollout_age: Annotated[
+        int, _setting("age, in rounds, up to which external rollouts are accepted (0 in lock-step)", ge=0, le=100)
     ] = 2
-    cleanup: Annotated[bool, _setting("remove old rollouts", "ROLLOUT_CLEANUP_ENABLED")] = False
-    keep_rounds: Annotated[int, _setting("rounds of rollouts that are kept", "ROLLOUT_KEEP_LAST_N_ROUNDS", ge=1)] = 10
-    archive: Annotated[
+    cleanup_rollouts: Annotated[bool, _setting("remove old rollouts", "ROLLOUT_CLEANUP_ENABLED")] = False
+    keep_rollout_rounds: Annotated[
+        int, _setting("rounds of rollouts that are kept", "ROLLOUT_KEEP_LAST_N_ROUNDS", ge=1)
+    ] = 10
+    archive_rollouts: Annotated[
         bool, _setting("move old rollouts to archives/ instead of deleting them", "ROLLOUT_ARCHIVE_OLD")
     ] = False
 
     # The dashboard
-    web: Annotated[bool, _setting("`up` serves its dashboard while it runs", "SWARM_WEB")] = True
+    web: Annotated[bool, _setting("serve the dashboard while `up` runs", "SWARM_WEB")] = True
     web_host: Annotated[
         str, _setting("where the dashboard listens; only this machine by default", "SWARM_WEB_HOST")
     ] = "127.0.0.1"
@@ -379,16 +384,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 UP_PRESET: dict[str, object] = {
     "rounds": 60,
     "held_out_every": 30,
-    "local": 4,
-    "external": 4,
-    "step_groups": 2,  # more and smaller steps: twice as fast as one a round
+    "local_groups": 4,
+    "external_groups": 4,
+    "groups_per_update": 2,  # more and smaller steps: twice as fast as one a round
     "round_end": "lockstep",
     "peer_timeout": 60.0,
     "poll_interval": 0.02,
-    "external_negatives": 1.0,  # all nodes are one's own
+    "negative_scale": 1.0,  # all nodes are one's own
 }
 PRESET = "preset of"  # how the source of such values begins
-TEST_MODE: dict[str, object] = {"rounds": 3, "local": 4, "generations": 4}
+TEST_MODE: dict[str, object] = {"rounds": 3, "local_groups": 4, "generations": 4}
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_dry_run_prints_every_value_and_where_it_came_from(tmp_path: Path) -> No
     assert "11" in rows["seed"] and "SEED" in rows["seed"]
     assert "debug" in rows["log_level"] and ".env" in rows["log_level"]
     assert "3" in rows["top_k"] and "--set top_k" in rows["top_k"]
-    assert "preset of `up`" in rows["external"]
+    assert "preset of `up`" in rows["external_groups"]
     assert "default" in rows["temperature"]
     assert not list(tmp_path.glob("runs*")), "a dry run starts nothing"
 

@@ -36,7 +36,7 @@ NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody 
         (["coordinate", "runs/c", "--tasks", "gdc"], "Did you mean 'gcd'?"),
         (["evaluate", "tinny"], "Did you mean `tiny`?"),
         (["up", "--rounds", "0"], "The default is 60."),
-        (["up", "--set", "local=-1"], "The default is 4."),
+        (["up", "--set", "local_groups=-1"], "The default is 4."),
         (["up", "--env", "coding", "--set", "rounds=0"], "The default is 40."),
         (["experiment", "sapo", "--out", "runs/e", "--nodes", "0"], "The default is 8."),
         (["coordinate", "runs/c", "--rounds", "0"], "The default is 2000."),
@@ -65,7 +65,7 @@ NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody 
         (["coordinate", "p2p://nobody"], "nobody is no address of a peer"),
         (["join", "p2p://"], "p2p:// is no address of a peer"),
         (["join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.new().peer_id}"], "Write p2p:// before it"),
-        (["bootnode", "--known", "junk"], "junk is no address of a peer"),
+        (["bootnode", "--initial-peers", "junk"], "junk is no address of a peer"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(tmp_path: Path, arguments: list[str], expected: str) -> None:

@@ -60,13 +60,13 @@ def test_later_sources_win_and_are_named(tmp_path):
 def test_a_source_that_says_nothing_about_a_setting_leaves_it_alone(tmp_path):
     (tmp_path / "settings.yaml").write_text("rounds: 7\n")
     resolved = load(
-        preset={"local": 3},
+        preset={"local_groups": 3},
         config_file=tmp_path / "settings.yaml",
         environ={"SEED": "9"},
-        flags={"external": 2},
+        flags={"external_groups": 2},
     )
     found = resolved.settings
-    assert (found.local, found.rounds, found.seed, found.external) == (3, 7, 9, 2)
+    assert (found.local_groups, found.rounds, found.seed, found.external_groups) == (3, 7, 9, 2)
     assert resolved.sources["generations"] == "default"
 
 
@@ -80,14 +80,14 @@ def test_a_source_that_says_nothing_about_a_setting_leaves_it_alone(tmp_path):
         ("MODEL_NAME", "model", "tiny", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("SEED", "seed", 42, "7", 7),
         ("MAX_ROUNDS", "rounds", 2000, "10", 10),
-        ("NUM_TRAIN_SAMPLES", "local", 8, "4", 4),
-        ("NUM_TRANSPLANT_TREES", "external", 0, "4", 4),
+        ("NUM_TRAIN_SAMPLES", "local_groups", 8, "4", 4),
+        ("NUM_TRANSPLANT_TREES", "external_groups", 0, "4", 4),
         ("NUM_GENERATIONS", "generations", 8, "16", 16),
         ("COORDINATOR_ROUND_INTERVAL", "round_interval", 60.0, "5", 5.0),
-        ("ROLLOUT_PUBLISH_FREQUENCY", "publish", "stage", "generation", "generation"),
-        ("ROLLOUT_CLEANUP_ENABLED", "cleanup", False, "True", True),
-        ("ROLLOUT_KEEP_LAST_N_ROUNDS", "keep_rounds", 10, "3", 3),
-        ("ROLLOUT_ARCHIVE_OLD", "archive", False, "true", True),
+        ("ROLLOUT_PUBLISH_FREQUENCY", "publish_frequency", "stage", "generation", "generation"),
+        ("ROLLOUT_CLEANUP_ENABLED", "cleanup_rollouts", False, "True", True),
+        ("ROLLOUT_KEEP_LAST_N_ROUNDS", "keep_rollout_rounds", 10, "3", 3),
+        ("ROLLOUT_ARCHIVE_OLD", "archive_rollouts", False, "true", True),
         ("TEST_MODE", "test_mode", False, "1", True),
         ("IDENTITY_PATH", "identity_path", "swarm.pem", "/keys/me.pem", "/keys/me.pem"),
         ("LOG_LEVEL", "log_level", "info", "debug", "debug"),
@@ -119,7 +119,7 @@ def test_one_of_two_names_for_the_token_is_enough_and_the_first_wins():
 
 def test_publishing_can_be_by_generation_stage_or_round():
     for value in ("generation", "stage", "round"):
-        assert settings(ROLLOUT_PUBLISH_FREQUENCY=value).publish == value
+        assert settings(ROLLOUT_PUBLISH_FREQUENCY=value).publish_frequency == value
 
 
 def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
@@ -127,8 +127,8 @@ def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
     environ = {"TEST_MODE": "True", "NUM_TRAIN_SAMPLES": "6"}
     resolved = load(UP_PRESET, tmp_path / "settings.yaml", {"generations": "2"}, environ)
     found = resolved.settings
-    assert (found.rounds, found.local, found.generations) == (3, 4, 2)
-    assert resolved.sources["rounds"] == resolved.sources["local"] == "TEST_MODE"
+    assert (found.rounds, found.local_groups, found.generations) == (3, 4, 2)
+    assert resolved.sources["rounds"] == resolved.sources["local_groups"] == "TEST_MODE"
     assert resolved.sources["generations"] == "flag --generations"
 
 
@@ -148,7 +148,7 @@ def test_a_flag_switches_test_mode_on_and_off(environ, flag, rounds):
 
 def test_up_is_a_swarm_for_one_machine():
     found = load(UP_PRESET, environ={}).settings
-    assert (found.local, found.external, found.round_end) == (4, 4, "lockstep")
+    assert (found.local_groups, found.external_groups, found.round_end) == (4, 4, "lockstep")
     assert found.rounds < Settings().rounds
 
 
@@ -213,7 +213,7 @@ def test_a_settings_file_that_is_not_there_is_explained(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"local": 0, "external": 0}, ["local=0", "external=0", "Set one above 0"]),
+        ({"local_groups": 0, "external_groups": 0}, ["local_groups=0", "external_groups=0", "Set one above 0"]),
         ({"cpu_only": True, "device": "cuda"}, ["CPU_ONLY", "device='cuda'"]),
         ({"external_correction": "capped"}, ["external_correction='capped'", "share_logprobs=true"]),
         ({"tasks": " , "}, ["tasks=' , '", "tiny, sapo"]),

@@ -31,8 +31,8 @@ from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 
 SETTINGS = Settings(
-    environment="debate", local=2, external=2, generations=4, rounds=2, round_end="lockstep",
-    held_out_questions=1, held_out_samples=1, device="cpu", likelihood_gate=False,
+    environment="debate", local_groups=2, external_groups=2, generations=4, rounds=2, round_end="lockstep",
+    held_out_questions=1, held_out_samples=1, device="cpu", check_likelihood=False,
 )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
         "3",
         "--rounds",
         "2",
-        "--local",
+        "--local-groups",
         "2",
         *QUICK,
     )
@@ -235,7 +235,7 @@ def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_pat
         swarm.round()
     swarm.close()
     liar, honest = map(lines_of, swarm.nodes)
-    assert honest[CRITICISE]["external_rejected"] == {"parents": 1} and not honest[CRITICISE]["external_taken"]
+    assert honest[CRITICISE]["external_rejected"] == {"parents": 1} and not honest[CRITICISE]["external_accepted"]
     assert honest[VOTE]["external_rejected"] == {"parents": 1}, "nor is it heard in the next stage"
     assert swarm.swarm.published[0, VOTE, swarm.nodes[1].name].heard[CRITICISE] == []
     assert not liar[CRITICISE]["external_rejected"]

@@ -56,9 +56,9 @@ def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> N
         lines = [line for line in played[node] if line["kind"] == "round"]
         assert [(line["round"], line["stage"]) for line in lines] == [(r, s) for r in range(6) for s in (0, 1)]
         busy = 0 if role == "teacher" else 1
-        assert all(line.get("passed", False) == (line["stage"] != busy) for line in lines)
+        assert all(line.get("idle", False) == (line["stage"] != busy) for line in lines)
         assert any(line["policy_version"] for line in lines) == (role == "pupil"), "only pupils learn"
-    levels = [line["figures"]["level"] for lines in played.values() for line in lines if "figures" in line]
+    levels = [line["role_metrics"]["level"] for lines in played.values() for line in lines if "role_metrics" in line]
     assert levels[0] == 2 and levels[1] in (1, 3), "the teacher hears how its sums were solved"
     code, output = run(tmp_path, "validate", "r", "--rounds", "6", "--nodes", "4", PYTHONPATH=installed)
     assert code == 0, output

@@ -20,7 +20,7 @@ from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, Journal
 
-SETTINGS = Settings(local=2, external=4, generations=4, rounds=2, round_end="everyone", device="cpu")
+SETTINGS = Settings(local_groups=2, external_groups=4, generations=4, rounds=2, round_end="everyone", device="cpu")
 WRITE, JUDGE = range(2)
 
 
@@ -111,9 +111,9 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
     seen = nodes[1].transcripts[0]._in_time
     assert seen == {(WRITE, nodes[0].identity.peer_id)}, "what was there when it looked"
     lines = {node.name: node.journal.read(METRICS) for node in nodes}
-    assert [line.get("passed", False) for line in lines[nodes[0].name]] == [False, True]
+    assert [line.get("idle", False) for line in lines[nodes[0].name]] == [False, True]
     first, second = lines[judge.name]
-    assert first["passed"] and (first["figures"], second["figures"]) == ({"judged": 0}, {"judged": 16})
+    assert first["idle"] and (first["role_metrics"], second["role_metrics"]) == ({"judged": 0}, {"judged": 16})
     assert judge.policy.version == 0 < max(node.policy.version for node in nodes[:2])
     assert second["tokens_per_second"] < 1e6, "the time that the model took is counted"
 
@@ -137,7 +137,7 @@ def test_what_other_roles_publish_is_not_learned_from(swarm, tmp_path) -> None:
     )
     writer.play(swarm.state)
     (line,) = writer.journal.read(METRICS)
-    assert set(line["external_from"]) <= {other.identity.peer_id} and line["external_rejected"] == {}
+    assert set(line["external_by_peer"]) <= {other.identity.peer_id} and line["external_rejected"] == {}
 
 
 def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_written(swarm, tmp_path) -> None:
@@ -156,7 +156,7 @@ def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_writ
 
 def test_where_later_stages_hear_earlier_ones_nobody_publishes_in_pieces(tmp_path) -> None:
 
-    settings = Settings(environment="debate", identity_path=str(tmp_path / "me.pem"), publish="generation")
+    settings = Settings(environment="debate", identity_path=str(tmp_path / "me.pem"), publish_frequency="generation")
     found(LocalFiles(tmp_path), settings, "test", Identity.load_or_create(tmp_path / "me.pem"))
     with pytest.raises(ConfigError, match="ROLLOUT_PUBLISH_FREQUENCY=generation"):
         join(tmp_path, settings, threading.Event())

@@ -43,7 +43,7 @@ def install(tmp_path, monkeypatch):
 ROLES = """
 from rl_swarm.environments.base import Environment, Role
 class Judge(Role):
-    learns, settings = False, {"model": "smollm2-135m", "local": 3}
+    learns, settings = False, {"model": "smollm2-135m", "local_groups": 3}
 class Court(Environment):
     stages, shared, roles = 2, True, {"party": Role, "judge": Judge}
 """
@@ -125,7 +125,7 @@ def test_a_swarm_of_another_version_of_its_environment_is_refused(install) -> No
 def test_a_node_takes_the_role_that_its_settings_name_and_the_settings_of_that_role(install) -> None:
     install("court = others:Court", ROLES)
     manifest = new_manifest(Settings(environment="court"), "test", "owner", 0.0, stages=2)
-    judge = with_role(Settings(role="judge", local=5), manifest)
+    judge = with_role(Settings(role="judge", local_groups=5), manifest)
     assert (judge.model, judge.local) == ("smollm2-135m", 5), "what the user says wins"
     kind = environments.of_swarm(manifest)
     named = {role: role_of(Settings(role=role), kind) for role in ("worker", "party", "judge")}

@@ -59,7 +59,7 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
         swarm.close()
     separate, together = metrics(tmp_path / "r"), metrics(tmp_path / "one")
     assert together == separate
-    assert any(line.get("external_taken") for lines in together.values() for line in lines)
+    assert any(line.get("external_accepted") for lines in together.values() for line in lines)
 
 
 def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
 def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> None:
     each = {
         "1": {"tasks": "gcd", "learning_rate": "3e-4"},
-        "2": {"local": "1", "publish": "generation"},
+        "2": {"local_groups": "1", "publish_frequency": "generation"},
     }
     wanted = job(Arm(2, 1), rounds=2, each=each)
     rates = [settings.step_size() for settings in wanted.members()]
@@ -174,7 +174,7 @@ def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: 
     first, second = (found[identity.node] for identity in wanted.identities())
     names = {json.loads(path.read_bytes())["model"] for path in tmp_path.glob("run/peers/*.json")}
     assert names == {"tiny", str(tmp_path / "other")}
-    taken = [line for line in first if line.get("external_taken")]
+    taken = [line for line in first if line.get("external_accepted")]
     assert taken and taken[0]["trained_tokens"] > 0, "a model that is never right learns from one that is"
     assert set(first[0]["by_task"]) == set(second[0]["by_task"]), "both are asked the swarm's tasks"
 
@@ -192,9 +192,9 @@ def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path
     shared = played(job(Arm(4, 4, "capped", epochs=3), rounds=1, nodes=2, generations=8), tmp_path / "shared")
     rounds = [line for lines in shared.values() for line in lines if line["kind"] == "round"]
     for line in rounds:
-        assert line["policy_version"] == (3 if line["local_with_signal"] or line["external_taken"] else 0)
-    assert any(line["external_taken"] for line in rounds)
-    each = played(job(Arm(4, 0, "alone", step_groups=1), rounds=1, nodes=2, generations=8), tmp_path / "each")
+        assert line["policy_version"] == (3 if line["local_with_signal"] or line["external_accepted"] else 0)
+    assert any(line["external_accepted"] for line in rounds)
+    each = played(job(Arm(4, 0, "alone", groups_per_update=1), rounds=1, nodes=2, generations=8), tmp_path / "each")
     for node, lines in once.items():
         plain, small = (next(x for x in found if x["kind"] == "round") for found in (lines, each[node]))
         assert small["trained_tokens"] == plain["trained_tokens"]

@@ -36,7 +36,7 @@ def made(
             lines.append(
                 dict(
                     kind="round", round=number, reward_local=local, reward_training=training, local_groups=4,
-                    local_with_signal=number + 1, external_taken=1, generated_tokens=100, trained_tokens=50,
+                    local_with_signal=number + 1, external_accepted=1, generated_tokens=100, trained_tokens=50,
                     seconds={"generate": 1.5, "train": 0.5}, entropy=1.0, tokens_per_second=1.0,
                 )
             )  # fmt: skip

@@ -210,7 +210,7 @@ def test_an_update_that_does_not_fit_is_done_in_pieces_that_do(capped, caplog):
     assert remembered < 1 << 15
     assert update.tokens == whole.tokens == 64 * 8 * 60
     assert update.grad_norm == pytest.approx(whole.grad_norm, rel=0.02)
-    assert update.surprise == pytest.approx(whole.surprise, rel=1e-3)
+    assert update.nll == pytest.approx(whole.nll, rel=1e-3)
     caplog.clear()
     trainer.update(groups)
     assert trainer.batch_tokens == remembered and not warnings(caplog)

@@ -274,7 +274,7 @@ def test_own_completions_keep_their_tokens_and_the_samplers_numbers(make):
     assert list(seen.logprobs) == [c.logprobs for c in completions]
     assert not seen.claimed
     update = policy.learn([group(completions, (1.0, 0.0, 0.0, 0.0))])
-    assert update.mismatch < 1e-4 and update.clip_share == 0.0
+    assert update.logprob_mismatch < 1e-4 and update.clip_fraction == 0.0
 
 
 @pytest.mark.parametrize("claims", [False, True])
@@ -298,7 +298,7 @@ def test_completions_that_were_cut_off_are_left_out_when_asked(make):
 
 
 def test_groups_without_signal_cost_nothing(make):
-    policy = make(external_negatives=0.0)
+    policy = make(negative_scale=0.0)
     tokens = count_tokens(policy.model)
     dull = [group(texts("4", "5"), rewards) for rewards in ((0.0, 0.0), (1.0, 1.0))]
     update = policy.learn(dull)
@@ -326,7 +326,7 @@ def test_dull_groups_do_not_thin_out_the_others(make):
 
 @pytest.mark.parametrize(("external", "negatives"), [(False, 0.0), (True, 1.0), (True, 0.5), (True, 0.0)])
 def test_learning_moves_probability_towards_rewarded_answers(make, external, negatives):
-    policy = make(external_negatives=negatives)
+    policy = make(negative_scale=negatives)
     good, bad = Completion("4", True), Completion("7", True)
     before = likelihood(policy, good), likelihood(policy, bad)
     for _ in range(5):
@@ -425,13 +425,13 @@ def test_a_foreign_text_surprises_a_model_and_its_own_do_not():
     policy = Policy.load(Settings(model="tiny", cpu_only=True), "")
     question = Question("chain_sum", 0, 0, "3 + 4 = ?", "7")
     (own,) = policy.sample([question.prompt], 32, seed=3)
-    (found,) = policy.surprises([Group("peer", question, tuple(own), (0.0,) * 32, True)])
+    (found,) = policy.max_span_nlls([Group("peer", question, tuple(own), (0.0,) * 32, True)])
     assert len(found) == 32 and max(found) < 25
     foreign = [
         Completion(text, True)
         for text in ("All hail the thief! <answer>7</answer>", "<answer>7</answer> all hail the thief")
     ]
-    (strange,) = policy.surprises([Group("peer", question, tuple(foreign), (1.0, 0.0), True)])
+    (strange,) = policy.max_span_nlls([Group("peer", question, tuple(foreign), (1.0, 0.0), True)])
     assert min(strange) > 50
 
 

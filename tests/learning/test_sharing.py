@@ -172,7 +172,7 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
 
 @pytest.mark.parametrize(("shape", "tokens"), [(SMOLLM2, 4096), (GPT2, 6144)])
 def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape, tokens):
-    settings = Settings(model="gpt2", local=8, external=0)
+    settings = Settings(model="gpt2", local_groups=8, external_groups=0)
     found = plan(shape, 140 * GIB, settings, "cuda", 8)
     assert found.fits and found.needed < COMMON_CARD
     assert found.needed > 8 * (memory.keeping(shape, settings) + memory.SEAT)

@@ -57,7 +57,7 @@ def test_updates_of_a_stack_are_those_of_each_model_alone(kind):
         found = stack.update(given)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.tokens == theirs.tokens
-            for name in ("loss", "grad_norm", "entropy", "surprise", "clip_share", "mismatch"):
+            for name in ("loss", "grad_norm", "entropy", "nll", "clip_fraction", "logprob_mismatch"):
                 assert getattr(mine, name) == pytest.approx(getattr(theirs, name), abs=1e-4), name
     for one, other in zip(alone, stacked, strict=True):
         for a, b in zip(weights(one), weights(other), strict=True):

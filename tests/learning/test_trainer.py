@@ -146,8 +146,8 @@ def test_what_an_update_reports_is_measured():
                 entropy -= float((every.exp() * every).sum())
                 tokens += len(completion)
     assert clipped > 0
-    assert update.mismatch == pytest.approx(mismatch / tokens, abs=1e-4)
-    assert update.clip_share == pytest.approx(clipped / tokens, abs=1e-6)
+    assert update.logprob_mismatch == pytest.approx(mismatch / tokens, abs=1e-4)
+    assert update.clip_fraction == pytest.approx(clipped / tokens, abs=1e-6)
     assert update.entropy == pytest.approx(entropy / tokens, abs=1e-4)
     assert update.kl == 0.0
 
@@ -162,8 +162,8 @@ def test_own_rollouts_are_on_policy_up_to_rounding():
         for p, group in zip(prompts, drawn, strict=True)
     ]
     update = trainer_of(model).update(groups)
-    assert update.mismatch < 1e-4
-    assert update.clip_share == 0.0
+    assert update.logprob_mismatch < 1e-4
+    assert update.clip_fraction == 0.0
 
 
 def test_what_a_stranger_claims_cannot_spoil_the_update():
@@ -176,7 +176,7 @@ def test_what_a_stranger_claims_cannot_spoil_the_update():
         trainer = trainer_of(model)
         seen = gradients_at_step(trainer)
         update = trainer.update([own, stranger])
-        assert math.isfinite(update.grad_norm) and math.isfinite(update.mismatch)
+        assert math.isfinite(update.grad_norm) and math.isfinite(update.logprob_mismatch)
         assert far_apart(seen[0], expected) < 2e-5
 
 
@@ -423,10 +423,10 @@ def test_logits_in_chunks_give_the_same_gradients(kind, monkeypatch):
 
 def test_figures_of_several_updates_are_means_over_their_tokens():
     found = Update()
-    found.add(Update(tokens=30, loss=1.0, grad_norm=2.0, mismatch=0.1))
+    found.add(Update(tokens=30, loss=1.0, grad_norm=2.0, logprob_mismatch=0.1))
     found.add(Update())
-    found.add(Update(tokens=10, loss=5.0, clip_share=0.4, mismatch=0.7))
-    assert found == Update(tokens=40, loss=2.0, grad_norm=1.5, clip_share=0.1, mismatch=0.1)
+    found.add(Update(tokens=10, loss=5.0, clip_fraction=0.4, logprob_mismatch=0.7))
+    assert found == Update(tokens=40, loss=2.0, grad_norm=1.5, clip_fraction=0.1, logprob_mismatch=0.1)
 
 
 @pytest.mark.parametrize("fails_at", [0, 5, -1])

@@ -23,7 +23,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.settings import Settings
 from rl_swarm.telemetry.schema import Load, RoundRecord
 
-GOOD = b'"reward_local":0.5,"reward_training":0.5,"local_with_signal":1,"external_taken":1,"tokens_per_second":1.0'
+GOOD = b'"reward_local":0.5,"reward_training":0.5,"local_with_signal":1,"external_accepted":1,"tokens_per_second":1.0'
 NOBODY = 2**31 - 1  # a process id that no system hands out
 
 
@@ -186,7 +186,7 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
         file.write(f'{{"kind":"round","round":-3,{good}}}\n')
         file.write(
             f'{{"kind":"round","round":0,{good},"entropy":1e308,"seconds":[1],'
-            f'"external_from":{{"x":"y","{"z" * 99}":1}}}}\n'
+            f'"external_by_peer":{{"x":"y","{"z" * 99}":1}}}}\n'
         )
     with (log / "training_events.jsonl").open("a") as file:
         file.write('{"event":7}\n{"event":"left","timestamp":"now"}\n{"event":"rejected","timestamp":1.0}\n')
@@ -212,8 +212,8 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
         b'{"kind":"round","round":' + b"9" * 5000 + b"," + GOOD + b"}",
         b'{"kind":"round","round":1,"entropy":' + b"9" * 5000 + b"," + GOOD + b"}",
         b'{"kind":"round","round":1,"note":"' + b"x" * LONGEST_LINE + b'",' + GOOD + b"}",
-        b'{"kind":"round","round":1,"external_from":{"\xff":1},' + GOOD + b"}",
-        b'{"kind":"round","round":1,"external_from":{"x":-1},' + GOOD + b"}",
+        b'{"kind":"round","round":1,"external_by_peer":{"\xff":1},' + GOOD + b"}",
+        b'{"kind":"round","round":1,"external_by_peer":{"x":-1},' + GOOD + b"}",
         b'{"kind":"round","round":1,"kl":1e999,' + GOOD + b"}",
         b'{"kind":"square","round":1,' + GOOD + b"}",
     ],

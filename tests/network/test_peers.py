@@ -12,7 +12,7 @@ import pytest
 from processes import RL_SWARM, end, family, metrics, needs_hivemind, run, start, state, until
 
 QUICK = ["--set", "held_out_questions=4", "--set", "held_out_samples=1", "--set", "poll_interval=0.05"]
-SMALL = ["--local", "2", "--external", "2", "--generations", "4"]
+SMALL = ["--local-groups", "2", "--external-groups", "2", "--generations", "4"]
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 AROUND = {"P2P_LISTEN": LOOPBACK, "P2P_RELAY": "false"}
 HERE = ["--set", f"p2p_listen={LOOPBACK}", "--set", "p2p_relay=false"]
@@ -34,7 +34,9 @@ def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
         assert boot.stdout is not None
         known = next(line.split()[-1] for line in boot.stdout if "join p2p://" in line)
         rules = ["--rounds", "4", "--round-end", "lockstep", "--min-peers", "2", "--set", "network=p2p"]
-        lead = start(folders["lead"], "coordinate", str(address), *rules, *QUICK, *HERE, "--set", f"p2p_known={known}")
+        lead = start(
+            folders["lead"], "coordinate", str(address), *rules, *QUICK, *HERE, "--set", f"p2p_initial_peers={known}"
+        )
         workers = [start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name) for name in ("one", "two")]
         processes += [lead, *workers]
         until(
@@ -128,7 +130,7 @@ def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", ["coding", "debate"])
 def test_stages_and_roles_go_among_peers_too(environment: str, tmp_path: Path) -> None:
-    options = ["--network", "p2p", "--nodes", "3", "--rounds", "2", "--local", "2", "--run", "run"]
+    options = ["--network", "p2p", "--nodes", "3", "--rounds", "2", "--local-groups", "2", "--run", "run"]
     code, output = run(tmp_path, "up", "--env", environment, *options, *QUICK, *HERE)
     assert code == 0 and "Reward by stage" in output, output
     code, output = run(tmp_path, "validate", "run", "--rounds", "2", "--nodes", "3")

@@ -412,7 +412,7 @@ def rounds_in(swarm, folder):
 
 @pytest.mark.parametrize("archive", [False, True])
 def test_only_the_rollouts_of_the_last_rounds_are_kept(swarm, archive):
-    conductor = swarm.restarted(cleanup=True, keep_rounds=2, archive=archive)
+    conductor = swarm.restarted(cleanup_rollouts=True, keep_rollout_rounds=2, archive_rollouts=archive)
     for number in range(1, 6):
         swarm.play(number, conductor)
 
@@ -433,7 +433,7 @@ def test_nothing_is_removed_unless_it_was_asked_for(swarm):
 
 
 def test_who_publishes_into_a_round_that_was_archived_does_not_stop_the_swarm(swarm):
-    conductor = swarm.restarted(cleanup=True, keep_rounds=1, archive=True)
+    conductor = swarm.restarted(cleanup_rollouts=True, keep_rollout_rounds=1, archive_rollouts=True)
     swarm.play(1, conductor)
     for number, late in ((2, "cleo"), (3, "dan"), (4, "eve")):
         swarm.files.write(rollouts_path(0, 0, late), b"late")
@@ -447,7 +447,7 @@ def test_tidying_up_touches_rounds_only(swarm):
     others = ["backup7", "round_²", "round_03", "round_0 (1)", "round_", "roundx0", "round_-1"]
     for name in others:
         swarm.files.write(f"rollouts/{name}/keep.json", b"mine")
-    conductor = swarm.restarted(cleanup=True, keep_rounds=1)
+    conductor = swarm.restarted(cleanup_rollouts=True, keep_rollout_rounds=1)
     swarm.play(1, conductor)
     swarm.play(2, conductor)
 
@@ -498,7 +498,7 @@ class Failing(LocalFiles):
 def test_a_folder_that_fails_for_a_moment_stops_nothing(swarm, call):
     # A line of the history that cannot be added is there when the whole of it has been written again.
     files = Failing(swarm.files.root, {call: 1 if call == "append" else 3})
-    conductor = swarm.restarted(files, cleanup=True, keep_rounds=1, archive=True)
+    conductor = swarm.restarted(files, cleanup_rollouts=True, keep_rollout_rounds=1, archive_rollouts=True)
     running = Background(conductor.run)
     for number in range(1, 6):
         swarm.submit("ann", number)
@@ -866,7 +866,7 @@ def test_a_tree_too_deep_to_remove_keeps_no_other_round_from_being_tidied(swarm,
     deep(swarm.files.root / "rollouts" / "round_0" / "stage_9", 1500)
     if archive:
         deep(swarm.files.root / "archives" / "round_0" / "stage_9", 1500)
-    conductor = swarm.restarted(cleanup=True, keep_rounds=2, archive=archive)
+    conductor = swarm.restarted(cleanup_rollouts=True, keep_rollout_rounds=2, archive_rollouts=archive)
     for number in range(1, 6):
         swarm.play(number, conductor)
     assert rounds_in(swarm, "rollouts")[-2:] == [4, 5]

@@ -24,9 +24,9 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
             *quick
         ),
         # One knows the address whole, the other by the variables of a folder swarm.
-        start(tmp_path / "ann", "join", url, "--local", "2", "--external", "2", *quick),
+        start(tmp_path / "ann", "join", url, "--local-groups", "2", "--external-groups", "2", *quick),
         start(
-            tmp_path / "bob", "join", "--local", "2", "--external", "2", *quick,
+            tmp_path / "bob", "join", "--local-groups", "2", "--external-groups", "2", *quick,
             GDRIVE_PATH=f"s3://{BUCKET}/", EXPERIMENT_NAME="first",
         ),
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
         if line["kind"] == "round"
     ]
     assert len(lines) == 4 and all(line["external_scored"] for line in lines), "they look at each other's answers"
-    taken, signal = ([line[name] for line in lines] for name in ("external_taken", "local_with_signal"))
+    taken, signal = ([line[name] for line in lines] for name in ("external_accepted", "local_with_signal"))
     assert (sum(taken) > 0) == (sum(signal) > 0), "and learn from those that differ in reward"
 
     code, output = run(tmp_path / "ann", "validate", url, "--rounds", "2", "--nodes", "2")

@@ -42,7 +42,9 @@ from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import EVENTS, Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
-SETTINGS = Settings(hf_token="hf_secret", hub_repo="ada/model", external=2, share_logprobs=True, log_level="error")
+SETTINGS = Settings(
+    hf_token="hf_secret", hub_repo="ada/model", external_groups=2, share_logprobs=True, log_level="error"
+)
 QUICK = [
     "--nodes",
     "1",
@@ -441,8 +443,8 @@ def test_a_node_pushes_as_often_as_asked_and_finishes_whatever_comes_of_it(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = msgspec.structs.replace(
-        SETTINGS, rounds=4, local=1, external=0, generations=2, held_out_questions=2, hub_every=2, checkpoint_every=0,
-        held_out_samples=1, device="cpu", round_end="everyone", keep_checkpoints=1,
+        SETTINGS, rounds=4, local_groups=1, external_groups=0, generations=2, held_out_questions=2, hub_every=2,
+        checkpoint_every=0, held_out_samples=1, device="cpu", round_end="everyone", keep_checkpoints=1,
     )  # fmt: skip
     environment = Reasoning(task_list(settings))
     try:

@@ -26,8 +26,8 @@ from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 
 SETTINGS = Settings(
-    local=3,
-    external=2,
+    local_groups=3,
+    external_groups=2,
     generations=4,
     rounds=3,
     round_end="everyone",
@@ -96,7 +96,7 @@ def rounds_of(node: Node) -> list[dict]:
 def test_rollouts_are_published_as_often_as_asked_for(
     environment: Reasoning, tmp_path: Path, publish: str, sizes: list[int]
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, publish=publish)
+    settings = msgspec.structs.replace(SETTINGS, publish_frequency=publish)
     node = make_node(LocalSwarm(manifest(settings)), environment, tmp_path, settings)
     published_before_learning: list[int] = []
     learn = node.policy.learn
@@ -119,8 +119,8 @@ def test_a_node_learns_from_others_and_votes_for_the_best(environment: Reasoning
     second.play(state)
     line = rounds_of(second)[0]
     signal = sum(len({answer.reward for answer in answers}) > 1 for answers in first.exchange.log[0].rollouts.values())
-    assert line["external_taken"] == min(2, signal)
-    assert set(line["external_from"]) <= {first.identity.peer_id}
+    assert line["external_accepted"] == min(2, signal)
+    assert set(line["external_by_peer"]) <= {first.identity.peer_id}
     earned = any(answer.reward for answers in first.exchange.log[0].rollouts.values() for answer in answers)
     wins = swarm.state.members[first.identity.peer_id].wins
     assert wins == (1 if earned else 0)
@@ -145,13 +145,13 @@ def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
     liar.exchange.publish(msgspec.convert(easy, Publication))
     honest.play(state)
     line = rounds_of(honest)[0]
-    assert line["external_taken"] == 0 and line["external_rejected"] == {"question": 1}
+    assert line["external_accepted"] == 0 and line["external_rejected"] == {"question": 1}
     events = honest.journal.read(EVENTS)
     assert [(e["node"], e["reason"]) for e in events if e["event"] == "rejected"] == [(liar.name, "question")]
 
 
 def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning, tmp_path: Path) -> None:
-    settings = msgspec.structs.replace(SETTINGS, peer_patience=2, ban_rounds=3, max_age=0)
+    settings = msgspec.structs.replace(SETTINGS, max_peer_failures=2, ban_rounds=3, max_rollout_age=0)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     honest, liar = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     liar.play(swarm.state)
@@ -222,7 +222,9 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
 def test_only_who_was_asked_can_be_late(
     environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external=0)
+    settings = msgspec.structs.replace(
+        SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external_groups=0
+    )
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
     monkeypatch.setattr(node, "is_silent", lambda member, state: False)
@@ -244,7 +246,7 @@ def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_
 def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
     environment: Reasoning, tmp_path: Path
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, external=100)
+    settings = msgspec.structs.replace(SETTINGS, external_groups=100)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     reader, writer = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     writer.play(swarm.state)
@@ -252,12 +254,12 @@ def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
     assert swarm.state.round == 1
     seen = set(reader.used)
     reader.play(swarm.state)  # nobody has published in round 1 yet
-    assert rounds_of(reader)[1]["external_taken"] == 0, "what it had learned from is not taken again"
+    assert rounds_of(reader)[1]["external_accepted"] == 0, "what it had learned from is not taken again"
     assert {key[1] for key in seen} <= {0}
 
     late = make_node(swarm, environment, tmp_path, settings)
     late.play(swarm.state)
-    assert rounds_of(late)[0]["external_taken"] == len(seen) + sum(
+    assert rounds_of(late)[0]["external_accepted"] == len(seen) + sum(
         len({a.reward for a in answers}) > 1 for p in reader.exchange.log for answers in p.rollouts.values()
     )
 
@@ -313,7 +315,7 @@ def test_peers_of_one_neighbourhood_are_one_source_unless_they_were_invited(
     }
     for node in (two, three, four):
         node.play(state)
-    one.settings = msgspec.structs.replace(SETTINGS, external=4, source_share=0.25)
+    one.settings = msgspec.structs.replace(SETTINGS, external_groups=4, max_source_share=0.25)
     found = one.collect(state)
     near = [group for group in found.chosen if group.peer_id in peers[1:3]]
     assert len(near) <= 2  # an even part of two sources

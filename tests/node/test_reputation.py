@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from rl_swarm.learning.checkpoints import MAX_KEPT
-from rl_swarm.learning.likelihood import surprise
+from rl_swarm.learning.likelihood import max_span_nll
 from rl_swarm.node.reputation import PeerReputation, in_turn, most_of_one
 
 
@@ -83,9 +83,9 @@ def test_what_one_source_may_contribute(wanted, share, sources, expected):
 
 def test_a_foreign_stretch_stands_out_however_long_the_rest_is():
     usual = [-0.5, 0.3, -0.7, 0.4] * 50
-    assert surprise(usual) < 1
-    assert surprise([*usual, 6.0, 7.0, 5.0, *usual]) == pytest.approx(18, abs=1)
-    assert surprise([]) == 0
+    assert max_span_nll(usual) < 1
+    assert max_span_nll([*usual, 6.0, 7.0, 5.0, *usual]) == pytest.approx(18, abs=1)
+    assert max_span_nll([]) == 0
 
 
 def test_a_source_with_many_names_is_not_asked_more_often_than_one_with_few():

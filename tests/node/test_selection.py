@@ -275,17 +275,17 @@ def test_a_copy_of_another_peers_long_answer_is_left_out():
 
 
 def test_what_this_model_would_not_write_is_left_out_and_counted_once():
-    def surprises(groups):
+    def max_span_nlls(groups):
         return [[30.0, 1.0, 0.0, 2.0] if g.peer_id == "mallory" else [3.0, 1.0, 0.0, 2.0] for g in groups]
 
     publications = [publish("mallory", [1, 2]), publish("alice", [1, 2])]
     sources = {"mallory": "mallory", "alice": "alice"}
-    checks = Checks(sources, surprises=surprises, most_nats=20.0)
+    checks = Checks(sources, max_span_nlls=max_span_nlls, most_nats=20.0)
     found, rejected = selected(publications, 2, checks=checks)
     assert {g.peer_id for g in found.chosen} == {"alice"} and len(found.chosen) == 2
     ((node, reason, detail),) = rejected
     assert (node, reason) == ("mallory", "unlikely") and "2 of its rollouts" in detail and "30 nats" in detail
-    assert found.refused == {("mallory", ROUND, 0)} and found.surprise == 3.0
+    assert found.refused == {("mallory", ROUND, 0)} and found.max_nll == 3.0
 
 
 def test_the_draw_depends_on_the_random_numbers_given_and_nothing_else():

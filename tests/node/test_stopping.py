@@ -142,7 +142,7 @@ def test_a_node_and_a_coordinator_that_lose_their_terminal_save_and_leave(tmp_pa
     quick = ["--set", "poll_interval=0.1"]
     coordinator = start(tmp_path, "coordinate", str(address), "--round-interval", "2", *quick)
     node = start(
-        tmp_path, "join", str(address), "--local", "2", "--generations", "4", "--set", "held_out_questions=4",
+        tmp_path, "join", str(address), "--local-groups", "2", "--generations", "4", "--set", "held_out_questions=4",
         *quick, NODE_ID="one", IDENTITY_PATH="one.pem",
     )  # fmt: skip
     try:

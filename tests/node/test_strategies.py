@@ -122,15 +122,15 @@ def test_every_strategy_takes_no_more_than_it_wants_and_the_same_every_time(name
 
 def test_a_strategy_brings_its_settings_unless_the_user_gives_others():
     capped = config.load(flags={"strategy": "capped"}, environ={}).settings
-    assert (capped.share_logprobs, capped.external_correction, capped.likelihood_gate) == (
+    assert (capped.share_logprobs, capped.external_correction, capped.check_likelihood) == (
         True,
         "capped",
         False,
     )
     gated = config.load(UP_PRESET, flags={"strategy": "gated"}, environ={}).settings
-    assert (gated.likelihood_gate, gated.external_negatives) == (True, 0.25), "above the preset of the command"
-    mine = config.load(flags={"strategy": "gated", "external_negatives": 0.5}, environ={})
-    assert mine.settings.external_negatives == 0.5 and mine.sources["likelihood_gate"] == "strategy gated"
+    assert (gated.check_likelihood, gated.negative_scale) == (True, 0.25), "above the preset of the command"
+    mine = config.load(flags={"strategy": "gated", "negative_scale": 0.5}, environ={})
+    assert mine.settings.negative_scale == 0.5 and mine.sources["check_likelihood"] == "strategy gated"
     assert config.load(environ={}).settings == Settings()
 
 
@@ -154,7 +154,7 @@ def test_own_strategies_are_named_by_module_and_class(tmp_path, monkeypatch):
 
 
 def test_a_weight_scales_what_is_learned_from_a_group():
-    policy = Policy.load(Settings(device="cpu", external_negatives=1.0), "")
+    policy = Policy.load(Settings(device="cpu", negative_scale=1.0), "")
     question = Question("t", 0, 1, "What is 1 + 1?", "2")
     group = Group("ann", question, (Completion("2", True), Completion("3", True)), (1.0, 0.0), True)
     one = Found(("ann", 0, 0, 0), group, SOME[0])

@@ -28,14 +28,14 @@ def test_a_swarm_runs_to_its_end_and_tells_what_it_achieved(tmp_path: Path) -> N
     for name in [
         "reward_local",
         "reward_training",
-        "no_signal_share",
+        "zero_std_fraction",
         "completion_length",
-        "truncated_share",
+        "truncated_fraction",
         "entropy",
-        "clip_share",
-        "mismatch",
+        "clip_fraction",
+        "logprob_mismatch",
         "grad_norm",
-        "external_taken",
+        "external_accepted",
         "external_rejected",
     ]:
         assert name in line
@@ -49,7 +49,7 @@ def test_lockstep_runs_with_one_seed_are_identical_and_another_seed_differs(tmp_
     first, second, other = (metrics(tmp_path / name) for name in "abc")
     assert first == second
     assert first.keys() == other.keys() and first != other
-    assert any(line["external_taken"] for lines in first.values() for line in lines if line["kind"] == "round")
+    assert any(line["external_accepted"] for lines in first.values() for line in lines if line["kind"] == "round")
 
 
 def test_ctrl_c_stops_everything_cleanly_and_resume_goes_on(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
             "poll_interval=0.1",
         )
     ]
-    worker = ["join", str(address), "--local", "2", "--external", "2", "--generations", "4", *options]
+    worker = ["join", str(address), "--local-groups", "2", "--external-groups", "2", "--generations", "4", *options]
     try:
         processes.append(start(tmp_path, *worker, NODE_ID="early", IDENTITY_PATH="early.pem"))
         until(lambda: state(address)["round"] >= 2)
@@ -201,7 +201,7 @@ def test_one_comes_late_one_is_slow_and_nobody_waits(tmp_path: Path) -> None:
     events = (address / "logs" / "early" / "training_events.jsonl").read_text()
     assert '"skipped"' in events
     late = [line for line in metrics(address)["late"] if line["kind"] == "round"]
-    assert sum(line["external_taken"] for line in late), "it learned from the other although rounds are not in step"
+    assert sum(line["external_accepted"] for line in late), "it learned from the other although rounds are not in step"
     code, output = run(tmp_path, "validate", str(address), "--rounds", "14", "--nodes", "2")
     assert code == 0, output
     assert "skipped" in output and "before it joined" in output

@@ -136,7 +136,7 @@ def test_coordinator_and_worker_train_in_two_notebooks(tmp_path: Path) -> None:
             pool.submit(executed, f"{name}.ipynb", tmp_path / name, ADDRESS=str(address), TEST=True, **parameters)
             for name, parameters in (
                 ("coordinator", {"SETTINGS": rules}),
-                ("worker", {"LOCAL": 2, "EXTERNAL": 1, "SETTINGS": small}),
+                ("worker", {"LOCAL_GROUPS": 2, "EXTERNAL_GROUPS": 1, "SETTINGS": small}),
             )
         ]
         coordinator, worker = (book.result() for book in books)

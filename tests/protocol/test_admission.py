@@ -489,7 +489,7 @@ def test_a_member_keeps_its_invitation():
 
 def test_a_private_swarm_from_its_founding_to_a_denial(tmp_path):
     address = tmp_path / "experiments" / "one"
-    small = ["local=2", "generations=2", "poll_interval=0.1", "threads=1"]
+    small = ["local_groups=2", "generations=2", "poll_interval=0.1", "threads=1"]
     quick = [*QUICK, *(part for setting in small for part in ("--set", setting))]
     rules = ["--rounds", "100000", "--round-end", "everyone", "--set", "peer_timeout=2"]
     founding = ["coordinate", str(address), "--admission", "invited", *rules, "--set", "poll_interval=0.1"]

@@ -89,7 +89,9 @@ def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: P
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A node whose newest checkpoint was damaged goes on from an older one or from the start."""
-    code, output = run(tmp_path, "up", "--run", "r", "--nodes", "1", "--rounds", "6", *QUICK, "--set", "external=0")
+    code, output = run(
+        tmp_path, "up", "--run", "r", "--nodes", "1", "--rounds", "6", *QUICK, "--set", "external_groups=0"
+    )
     assert code == 0, output
     newest = max((tmp_path / "r/checkpoints").glob("round_*/*"), key=lambda p: int(p.parent.name[6:]))
     place = json.loads((newest / "place.json").read_text())

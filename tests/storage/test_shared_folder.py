@@ -39,7 +39,7 @@ from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local=2", "--set", "generations=4"]
+UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local_groups=2", "--set", "generations=4"]
 COMMAND = "$(touch ran)"
 
 
@@ -186,7 +186,7 @@ def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path: Path, folders: l
         (outside / name / "precious.json").write_text("mine")
     before = tree(outside)
     process = begin(
-        tmp_path, *UP, "--rounds", "8", "--set", "cleanup=true", "--set", "keep_rounds=1", "--set",
+        tmp_path, *UP, "--rounds", "8", "--set", "cleanup_rollouts=true", "--set", "keep_rollout_rounds=1", "--set",
         "checkpoint_every=1",
         "--set", "keep_checkpoints=1",
     )  # fmt: skip
@@ -277,9 +277,9 @@ def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: i
         "--set",
         "checkpoint_every=1",
         "--set",
-        "cleanup=true",
+        "cleanup_rollouts=true",
         "--set",
-        "keep_rounds=1",
+        "keep_rollout_rounds=1",
     ]
     process = subprocess.Popen(
         [*command, *arguments], cwd=home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -479,7 +479,7 @@ def test_what_a_url_swarm_keeps_on_this_machine_is_attacked_in_vain(tmp_path: Pa
         "held_out_questions=4",
         "--set",
         "held_out_samples=1",
-        "--local",
+        "--local-groups",
         "1",
         "--generations",
         "2",

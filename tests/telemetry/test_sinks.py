@@ -286,13 +286,13 @@ def test_a_protocol_that_is_not_spoken_is_named() -> None:
 def test_curves_are_finite_numbers_and_none_is_of_a_single_peer() -> None:
     record = {
         "kind": "round", "round": 3, "timestamp": 1.0, "reward": 0.5, "loss": math.nan, "greedy": None, "examples": [1],
-        "seconds": {"train": 1.0}, "external_from": {"12D3": 2}, "external_rejected": {},
+        "seconds": {"train": 1.0}, "external_by_peer": {"12D3": 2}, "external_rejected": {},
     }  # fmt: skip
     assert numbers(record) == {"reward": 0.5, "seconds/train": 1.0}
 
 
 def test_other_systems_learn_no_text_of_the_settings() -> None:
-    text = {name: "secret" for name in ("hf_token", "invitation", "gdrive_path", "p2p_known", "identity_path")}
+    text = {name: "secret" for name in ("hf_token", "invitation", "gdrive_path", "p2p_initial_peers", "identity_path")}
     told = public(msgspec.structs.replace(Settings(), **text))
     assert told["model"] == "tiny" and told["generations"] == 8 and "secret" not in str(told)
 

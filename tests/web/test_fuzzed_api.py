@@ -26,7 +26,7 @@ CHECKS = [
     status_code_conformance,
 ]
 EXAMPLES = 15  # of every endpoint
-SMALL = ["--local", "2", "--generations", "2", *QUICK]
+SMALL = ["--local-groups", "2", "--generations", "2", *QUICK]
 UNENDING = "/api/stream"
 
 

@@ -93,8 +93,9 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     here = tmp_path_factory.mktemp("real")
     more = [part for setting in SETTINGS for part in ("--set", setting)]
     process = start(
-        here, "up", "--run", "runs/real", "--nodes", "2", "--rounds", "4000", "--local", "2", "--external", "2",
-        "--generations", "4", "--port", "18700", *more, SWARM_WEB="true", SWARM_WEB_TOKEN=TOKEN,
+        here, "up", "--run", "runs/real", "--nodes", "2", "--rounds", "4000", "--local-groups", "2",
+        "--external-groups", "2", "--generations", "4", "--port", "18700", *more,
+        SWARM_WEB="true", SWARM_WEB_TOKEN=TOKEN,
     )  # fmt: skip
     try:
         made = Real(process, address_of(process), here / "runs" / "real")

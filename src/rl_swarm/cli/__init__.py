@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from rl_swarm.config.resolve import Resolved
 
 INTERRUPTED = 130  # exit code of a command that was told to stop
-# Options that are not called as their setting is.
-OPTIONS = {
-    "environment": "flag --env",
-    "web_host": "flag --host",
-    "web_port": "flag --port",
-    "web": "flag --web or --no-web",
-}
 
 
 def program() -> str:
@@ -58,10 +51,12 @@ def settled(
     **flags: object,
 ) -> "Resolved":
     """The settings of a command: those flags that were given, and `--set`, above everything else."""
+    from rl_swarm.cli.flags import NAMES
     from rl_swarm.config import resolve as config
 
     given, other = {name: value for name, value in flags.items() if value is not None}, assigned(sets)
-    origins = {**OPTIONS, **{name: f"--set {name}" for name in other}}
+    renamed = {name: f"flag {flag.replace('/', ' or ')}" for name, flag in NAMES.items()}
+    origins = {**renamed, **{name: f"--set {name}" for name in other}}
     return config.load(preset, config_file, {**given, **other}, command=command, origins=origins)
 
 

@@ -13,6 +13,7 @@ from rl_swarm import __version__, environments
 from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
+from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config import resolve as config
 from rl_swarm.config.resolve import Resolved
 from rl_swarm.errors import UserError
@@ -35,24 +36,7 @@ CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch") 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print every setting and where it came from, then stop.")]
-Model = Annotated[
-    str | None, typer.Option("--model", help="tiny, coder, smollm2-135m, auto, a directory or a hub name.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Decides questions and sampling.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds of the run.")]
-Local = Annotated[int | None, typer.Option("--local", help="Own questions per round (I).")]
-External = Annotated[int | None, typer.Option("--external", help="Groups per round from others (J).")]
-Generations = Annotated[int | None, typer.Option("--generations", help="Completions per question (G).")]
-Rate = Annotated[float | None, typer.Option("--learning-rate", help="Step size of the optimiser.")]
-Tasks = Annotated[str | None, typer.Option("--tasks", help="tiny, sapo, or tasks of the environment, comma-separated.")]
-Env = Annotated[
-    str | None,
-    typer.Option("--env", help="reasoning, coding, debate, or another environment that is installed."),
-]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Identity_ = Annotated[str | None, typer.Option("--identity-path", help="The node's private key.")]
-Admission = Annotated[str | None, typer.Option("--admission", help="Who may take part: open (anybody) or invited.")]
-Port = Annotated[int | None, typer.Option("--port", help="Port of the dashboard, or the next that is free.")]
 Address = Annotated[
     str,
     typer.Argument(
@@ -96,6 +80,10 @@ def _print_settings(resolved: Resolved) -> None:
 
 
 @app.command()
+@setting_flags(
+    "nodes", "rounds", "seed", "local_groups", "external_groups", "generations", "model", "learning_rate",
+    "environment", "tasks", "device", "admission", "network", "identity_path", "web", "web_port",
+)  # fmt: skip
 def up(
     run: Annotated[Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
@@ -103,25 +91,10 @@ def up(
         bool,
         typer.Option("--from-base", help="With --resume: nodes without a checkpoint begin again with the model."),
     ] = False,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes to start.")] = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    local: Local = None,
-    external: External = None,
-    generations: Generations = None,
-    model: Model = None,
-    learning_rate: Rate = None,
-    environment: Env = None,
-    tasks: Tasks = None,
-    device: Device = None,
-    admission: Admission = None,
-    network: Annotated[str | None, typer.Option("--network", help="folder or p2p.")] = None,
-    identity_path: Identity_ = None,
-    web: Annotated[bool | None, typer.Option("--web/--no-web", help="Serve the dashboard.")] = None,
-    port: Port = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
     dry_run: DryRun = False,
+    **flags: Any,
 ) -> None:
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
     from rl_swarm.cli import running
@@ -133,18 +106,14 @@ def up(
         )
     if from_base and resume is None:
         raise UserError("--from-base goes with --resume: a new run always begins with the model.")
-    named = assigned(sets) | ({"environment": environment} if environment else {})
+    named = assigned(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
     preset = dict(UP_PRESET)
     with suppress(environments.NoEnvironment):  # which is told with the other settings
         preset |= environments.named(str(config.peek("environment", config_file, named))).up
     if resume is not None:
-        user = config.load({}, config_file, {"identity_path": identity_path} if identity_path else {}, command="up")
+        key = flags["identity_path"]
+        user = config.load({}, config_file, {"identity_path": key} if key else {}, command="up")
         preset |= run_settings.resumed(resume, user.settings)
-    flags = dict(
-        nodes=nodes, rounds=rounds, seed=seed, local=local, external=external, generations=generations, model=model,
-        learning_rate=learning_rate, environment=environment, tasks=tasks, device=device, admission=admission,
-        network=network, identity_path=identity_path, web=web, web_port=port,
-    )  # fmt: skip
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = settled("up", {}, config_file, sets, **flags)
         address = resolved.settings.experiment_dir()
@@ -159,81 +128,44 @@ def up(
 
 
 @app.command()
+@setting_flags(
+    "role", "local_groups", "external_groups", "generations", "model", "learning_rate", "device", "invitation",
+    "identity_path",
+)  # fmt: skip
 def join(
     address: OptionalAddress = None,
-    role: Annotated[
-        str | None,
-        typer.Option(
-            "--role",
-            help="A role of the swarm's environment, in coding solver, proposer or evaluator; the first by default.",
-        ),
-    ] = None,
-    local: Local = None,
-    external: External = None,
-    generations: Generations = None,
-    model: Model = None,
-    learning_rate: Rate = None,
-    device: Device = None,
-    invitation: Annotated[
-        str | None, typer.Option("--invitation", help="The owner's invitation, where one is needed.")
-    ] = None,
-    identity_path: Identity_ = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
     dry_run: DryRun = False,
+    **flags: Any,
 ) -> None:
     """Join a swarm as a worker and train."""
-    _alone("worker", address, config_file, sets, dry_run, dict(
-        role=role, local=local, external=external, generations=generations, model=model, learning_rate=learning_rate,
-        device=device,
-        invitation=invitation, identity_path=identity_path,
-    ))  # fmt: skip
+    _alone("worker", address, config_file, sets, dry_run, flags)
 
 
 @app.command()
+@setting_flags(
+    "rounds", "seed", "environment", "tasks", "model", "round_end", "round_interval", "min_peers", "admission",
+    "identity_path",
+)  # fmt: skip
 def coordinate(
     address: OptionalAddress = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    environment: Env = None,
-    tasks: Tasks = None,
-    model: Model = None,
-    round_end: Annotated[
-        str | None, typer.Option("--round-end", help="interval, everyone, deadline or lockstep.")
-    ] = None,
-    round_interval: Annotated[float | None, typer.Option("--round-interval", help="Seconds per round.")] = None,
-    min_peers: Annotated[
-        int | None, typer.Option("--min-peers", help="Peers to wait for before the first round.")
-    ] = None,
-    admission: Admission = None,
-    identity_path: Identity_ = None,
     config_file: ConfigFile = None,
     sets: Sets = None,
     dry_run: DryRun = False,
+    **flags: Any,
 ) -> None:
     """Coordinate a swarm: advance its rounds. Founds the swarm if there is none at the address."""
-    _alone("coordinator", address, config_file, sets, dry_run, dict(
-        rounds=rounds, seed=seed, environment=environment, tasks=tasks, model=model, round_end=round_end,
-        round_interval=round_interval, min_peers=min_peers, admission=admission, identity_path=identity_path,
-    ))  # fmt: skip
+    _alone("coordinator", address, config_file, sets, dry_run, flags)
 
 
 @app.command()
-def bootnode(
-    known: Annotated[
-        str | None, typer.Option("--known", help="p2p://… addresses of other bootnodes, comma-separated.")
-    ] = None,
-    identity_path: Annotated[
-        str | None, typer.Option("--identity-path", help="Its key; bootnode.pem by default.")
-    ] = None,
-    config_file: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
+@setting_flags("p2p_initial_peers", "identity_path")
+def bootnode(config_file: ConfigFile = None, sets: Sets = None, **flags: Any) -> None:
     """Run a peer that is always there, so that others on the internet find each other."""
     from rl_swarm.cli import peers
 
-    resolved = settled("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, identity_path=identity_path)
-    peers.bootnode(resolved.settings, known)
+    peers.bootnode(settled("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, **flags).settings)
 
 
 def _alone(
@@ -318,20 +250,20 @@ def status(address: Address, as_json: Annotated[bool, typer.Option("--json", hel
 
 
 @app.command()
+@setting_flags("web_port", "web_host")
 def watch(
     address: Address,
     tui: Annotated[bool, typer.Option("--tui", help="In this terminal; without one, show it once and stop.")] = False,
-    port: Port = None,
-    host: Annotated[str | None, typer.Option("--host", help="Where to listen; only this machine by default.")] = None,
     sets: Sets = None,
+    **flags: Any,
 ) -> None:
     """Watch a swarm or an experiment in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops
     it."""
     from rl_swarm.cli import dashboard
 
-    if tui and (port is not None or host is not None):
+    if tui and any(value is not None for value in flags.values()):
         raise UserError("--tui shows the swarm in this terminal: there is no --port and no --host then.")
-    settings = settled("watch", {}, None, sets, web_port=port, web_host=host).settings
+    settings = settled("watch", {}, None, sets, **flags).settings
     dashboard.watch_here(address) if tui else dashboard.watch(address, settings)
 
 
@@ -389,10 +321,9 @@ def validate(
 
 
 @app.command()
+@setting_flags("environment", "tasks", "device")
 def evaluate(
     model: Annotated[str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")],
-    environment: Env = None,
-    tasks: Tasks = None,
     questions: Annotated[
         int | None,
         typer.Option("--questions", min=1, help="Held-out questions; held_out_questions by default."),
@@ -401,67 +332,64 @@ def evaluate(
         int | None,
         typer.Option("--samples", min=1, help="Sampled answers per question; held_out_samples by default."),
     ] = None,
-    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     sets: Sets = None,
+    **flags: Any,
 ) -> None:
     """Score a model or checkpoint on the held-out questions."""
     from rl_swarm.cli import models
 
-    settings = settled("evaluate", {}, None, sets, environment=environment, tasks=tasks, device=device).settings
+    settings = settled("evaluate", {}, None, sets, **flags).settings
     models.evaluate(model, settings, questions, samples, as_json)
 
 
 @app.command()
+@setting_flags("tasks", "learning_rate", "seed", "device")
 def warmup(
     model: Annotated[str, typer.Argument(help="smollm2-135m, a directory, or a hub name.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="New model directory; models/<name>-warm by default.")
     ] = None,
-    tasks: Tasks = None,
     examples: Annotated[int, typer.Option("--examples", min=1, help="Right answers to learn from.")] = 320,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="How often each of them is used.")] = 1,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", help="Highest step size; 2e-4 by default.")
-    ] = None,
-    seed: Seed = None,
     questions: Annotated[int, typer.Option("--questions", min=1, help="Held-out questions.")] = 60,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Sampled answers per question.")] = 1,
-    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     sets: Sets = None,
+    **flags: Any,
 ) -> None:
     """Give a model that scores nothing a short supervised start, and say what it brought."""
     from rl_swarm.cli import warmup as command
 
-    flags = dict(tasks=tasks, learning_rate=learning_rate, seed=seed, device=device)
     settings = settled("warmup", {}, None, sets, **flags).settings
     command.warmup(model, settings, out, examples, epochs, questions, samples, as_json)
 
 
 @app.command()
+@setting_flags("device")
 def chat(
     model: Annotated[str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")] = "tiny",
     prompt: Annotated[str | None, typer.Option("--prompt", help="Ask once and stop.")] = None,
-    device: Device = None,
     sets: Sets = None,
+    **flags: Any,
 ) -> None:
     """Talk to a model."""
     from rl_swarm.cli import models
 
-    models.chat(model, settled("chat", {}, None, sets, device=device).settings, prompt)
+    models.chat(model, settled("chat", {}, None, sets, **flags).settings, prompt)
 
 
 @app.command(name="models")
+@setting_flags("device")
 def models_(
-    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     sets: Sets = None,
+    **flags: Any,
 ) -> None:
     """List the models that nodes use: which fit this machine, and about how long a round takes."""
     from rl_swarm.cli import models
 
-    models.list_models(settled("models", {}, None, sets, device=device).settings, as_json)
+    models.list_models(settled("models", {}, None, sets, **flags).settings, as_json)
 
 
 @app.command()

@@ -139,7 +139,7 @@ def peer_to_peer() -> Iterator[Finding]:
 
     settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
     if importlib.util.find_spec("hivemind") is None:
-        needed = settings.network == "p2p" or settings.p2p_known is not None
+        needed = settings.network == "p2p" or settings.p2p_initial_peers is not None
         yield (
             not needed,
             "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'",
@@ -153,7 +153,7 @@ def peer_to_peer() -> Iterator[Finding]:
         if engine.known:
             yield (
                 engine.met.is_set(),
-                f"P2P_KNOWN={settings.p2p_known}: "
+                f"P2P_KNOWN={settings.p2p_initial_peers}: "
                 + (
                     "somebody answers"
                     if engine.met.is_set()

@@ -3,11 +3,12 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rl_swarm.cli import assigned, program, quoted, settled
+from rl_swarm.cli.flags import setting_flags
 from rl_swarm.errors import UserError
 from rl_swarm.plural import counted
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 
 
 @app.command()
+@setting_flags("nodes", "rounds", "model", "tasks", "device")
 def sapo(
     out: Annotated[Path, typer.Option("--out", help="Directory of the experiment; an existing one is gone on with.")],
     configs: Annotated[
@@ -43,13 +45,7 @@ def sapo(
             "each.",
         ),
     ] = "sapo",
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of a swarm; 8 by default.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="Rounds of a run; 2000 by default.")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Seeds that are reported, such as 1,2,3 or 1-3.")] = "1",
-    model: Annotated[str | None, typer.Option("--model", help="tiny, smollm2-135m, a directory or a hub name.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option("--tasks", help="tiny, sapo, or reasoning-gym tasks, comma-separated.")
-    ] = None,
     rates: Annotated[
         str,
         typer.Option(
@@ -73,7 +69,6 @@ def sapo(
             "specialist).",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or mps.")] = None,
     at_once: Annotated[
         int, typer.Option("--at-once", min=0, max=64, help="Runs at the same time; 0: as many as fit.")
     ] = 0,
@@ -88,6 +83,7 @@ def sapo(
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")
     ] = None,
+    **flags: Any,
 ) -> None:
     """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command goes on."""
     from rich.console import Console
@@ -107,7 +103,6 @@ def sapo(
             raise UserError(
                 f"--set {name}: that is no part of an experiment. A token of the hub is taken from HF_TOKEN."
             )
-    flags: dict[str, object] = dict(nodes=nodes, rounds=rounds, model=model, tasks=tasks, device=device)
     resolved = settled("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
     if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too

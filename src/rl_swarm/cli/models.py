@@ -96,7 +96,7 @@ class Row:
 def list_models(settings: Settings, as_json: bool) -> None:
     device = pick_device(settings)
     free = memory.available(device, memory.sharing(settings, device))
-    speeds = [speed(device, rows) for rows in (max(1, settings.local) * settings.generations, 1024)]
+    speeds = [speed(device, rows) for rows in (max(1, settings.local_groups) * settings.generations, 1024)]
     auto = pick_model(replace(settings, model="auto"), device)
     rows = []
     for card in CATALOGUE:
@@ -120,8 +120,8 @@ def list_models(settings: Settings, as_json: bool) -> None:
     console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)
     console.print(
-        f"For one node with {settings.local} questions and {settings.external} groups from others a round, "
-        f"{settings.generations} answers each, all as long as allowed. Estimates: docs/hardware.md says how."
+        f"For one node with {settings.local_groups} questions and {settings.external_groups} groups from others a "
+        f"round, {settings.generations} answers each, all as long as allowed. Estimates: docs/hardware.md says how."
     )
 
 

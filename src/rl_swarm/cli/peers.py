@@ -16,9 +16,9 @@ HERE = Path("runs") / "bootnode"
 COMPARE_SECONDS = 60.0  # until it looks whether there are others whose clocks agree with its own
 
 
-def bootnode(settings: Settings, others: str | None) -> None:
+def bootnode(settings: Settings) -> None:
     """Listens until Ctrl-C. It knows no swarm, trains nothing, and keeps only what the DHT gives it to keep."""
-    known = known_addresses(others) if others else []
+    known = known_addresses(settings.p2p_initial_peers) if settings.p2p_initial_peers else []
     start_logging(settings, HERE, "bootnode", terminal=True)
     stop = catch_signals()
     identity = Identity.load_or_create(Path(settings.identity_path))

@@ -52,14 +52,14 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
             console.print(f"    {when:>6}  {mark}  {marked(_short(example['completion']) or '(nothing)')}")
 
     kinds = environments.of_swarm(run.manifest).roles if run.manifest else {}
-    told = [(view, kinds[view.role]) for view in run.nodes.values() if view.figures and view.role in kinds]
+    told = [(view, kinds[view.role]) for view in run.nodes.values() if view.role_metrics and view.role in kinds]
     for view, kind in told:
         console.print(
             f"\n[bold]{marked(view.role.capitalize())}[/] {view.name}: "
-            f"{marked(kind.summary(view.figures), LONGEST_PATH)}."
+            f"{marked(kind.summary(view.role_metrics), LONGEST_PATH)}."
         )
 
-    taken = sum(view.external_taken for view in views)
+    taken = sum(view.external_accepted for view in views)
     own = sum(line.local_with_signal for view in views for line in view.rounds)
     if taken:
         console.print(
@@ -75,7 +75,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         "\n[bold]Next[/]\n"
         f"  {call} validate {_typed(run)}    is this run sound?\n"
         f"  {call} watch {_typed(run)}    its curves and rollouts in a browser\n"
-        f"  {call} up{_environment(run)} --external 0    the same without sharing\n"
+        f"  {call} up{_environment(run)} --external-groups 0    the same without sharing\n"
         f"  {call} models    larger models that fit this machine\n"
         f"  {call} chat {marked(quoted(_checkpoint(run, best.node)), LONGEST_PATH)}",
         soft_wrap=True,
@@ -91,7 +91,7 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
     for view in [view for view in run.nodes.values() if view.rounds]:
         many = max(1, min(TREND_ROUNDS, len(view.rounds) // 2))
         first = mean([line.reward_local for line in view.rounds[:many]])
-        told = ", ".join(f"{marked(name)} {value:.4g}" for name, value in view.figures.items())
+        told = ", ".join(f"{marked(name)} {value:.4g}" for name, value in view.role_metrics.items())
         table.add_row(view.name, marked(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
     if not table.row_count:  # their logs are elsewhere
         return

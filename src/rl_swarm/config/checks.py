@@ -48,8 +48,10 @@ def check(settings: Settings) -> None:
                 f"METRICS_SINKS={settings.metrics_sinks!r} (metrics_sinks): there is no {name!r}. "
                 f"What can be used, comma-separated: {', '.join(SINKS)}."
             )
-    if settings.local + settings.external == 0:
-        raise ConfigError("local=0 and external=0: a round would have nothing to learn from. Set one above 0.")
+    if settings.local_groups + settings.external_groups == 0:
+        raise ConfigError(
+            "local_groups=0 and external_groups=0: a round would have nothing to learn from. Set one above 0."
+        )
     if settings.cpu_only and settings.device not in ("auto", "cpu"):
         raise ConfigError(f"CPU_ONLY=True and device={settings.device!r} contradict each other. Drop one of them.")
     if 0 < settings.batch_tokens < 64:

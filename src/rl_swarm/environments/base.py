@@ -104,7 +104,7 @@ class RoleContext(Protocol):
         """Play the stage as the ordinary role does."""
         ...
 
-    def show(self, groups: Sequence[Group], state: State, **figures: float) -> Iterator[ModelRequest]:
+    def show(self, groups: Sequence[Group], state: State, **metrics: float) -> Iterator[ModelRequest]:
         """Publish the groups, report, and learn nothing."""
         ...
 
@@ -129,9 +129,9 @@ class Role:
         return node.turn(state)
 
     @classmethod
-    def summary(cls, figures: Mapping[str, float]) -> str:
-        """The last figures that a node in this role has told, for the person who started it."""
-        return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+    def summary(cls, metrics: Mapping[str, float]) -> str:
+        """The last metrics that a node in this role has told, for the person who started it."""
+        return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in metrics.items())
 
     def kept(self) -> dict[str, object]:
         """What outlives a restart: a small JSON object."""

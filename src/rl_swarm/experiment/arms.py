@@ -33,20 +33,20 @@ PRESET: dict[str, object] = {
     "nodes": 8,
     "rounds": 2000,
     "round_end": "lockstep",
-    "external_negatives": 1.0,  # all nodes are one's own
+    "negative_scale": 1.0,  # all nodes are one's own
     "checkpoint_every": 50,
     "keep_checkpoints": 2,
     "threads": 1,
 }
-GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local", "external", "strategy", "epochs", "step_groups")
+GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local_groups", "external_groups", "strategy", "epochs", "groups_per_update")
 HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
 # Of a machine or another command, whose environment variables may be set: no part of a run.
 ELSEWHERE = (
     "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner",
     "test_mode",
-    "hub_repo", "hub_every", "network", "p2p_known", "p2p_listen", "p2p_announce", "p2p_relay", "cleanup",
-    "keep_rounds",
-    "archive", "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
+    "hub_repo", "hub_every", "network", "p2p_initial_peers", "p2p_listen", "p2p_announce", "p2p_relay",
+    "cleanup_rollouts", "keep_rollout_rounds", "archive_rollouts",
+    "web", "web_host", "web_port", "web_token", "log_level", "debug", "metrics_sinks", "hf_token",
     "connect_to_testnet", "round_interval", "private_path",
 )  # fmt: skip
 RUNS, TUNING = "runs", "tuning"  # folders of an experiment
@@ -55,36 +55,36 @@ PACKED = ".jsonl.xz"  # how the name of a packed experiment ends
 
 
 class Arm(msgspec.Struct, frozen=True):
-    local: int
-    external: int
+    local_groups: int
+    external_groups: int
     strategy: str = "sapo"
     epochs: int = 1
     pooled: bool = False
-    step_groups: int = 0  # of one update; 0: all of a round's
+    groups_per_update: int = 0  # of one update; 0: all of a round's
 
     @property
     def configuration(self) -> str:
         often = f"x{self.epochs}" if self.epochs > 1 else ""
-        steps = f"@{self.step_groups}" if self.step_groups else ""
-        return f"{self.local}/{self.external}{often}{steps}{'-pooled' if self.pooled else ''}"
+        steps = f"@{self.groups_per_update}" if self.groups_per_update else ""
+        return f"{self.local_groups}/{self.external_groups}{often}{steps}{'-pooled' if self.pooled else ''}"
 
     @property
     def label(self) -> str:
-        return f"{self.configuration} {self.strategy}" if self.external else self.configuration
+        return f"{self.configuration} {self.strategy}" if self.external_groups else self.configuration
 
     @property
     def is_plain(self) -> bool:
         """Nodes that train alone, in the plain way: what others are compared with."""
-        return not self.external and not self.is_special
+        return not self.external_groups and not self.is_special
 
     @property
     def place(self) -> tuple[object, ...]:
         """Its place in a table: arms without sharing first, then by how much they share."""
-        return (self.external > 0, self.is_special, -self.local, self.external, self.strategy)
+        return (self.external_groups > 0, self.is_special, -self.local_groups, self.external_groups, self.strategy)
 
     @property
     def is_special(self) -> bool:
-        return self.pooled or self.epochs > 1 or self.step_groups > 0
+        return self.pooled or self.epochs > 1 or self.groups_per_update > 0
 
     @property
     def slug(self) -> str:
@@ -129,10 +129,10 @@ class Job(msgspec.Struct, frozen=True):
     def _layers(self, strategy: str) -> list[SettingsLayer]:
         arm: dict[str, object] = {
             "strategy": strategy,
-            "local": self.arm.local * (self.nodes if self.arm.pooled else 1),
-            "external": self.arm.external,
+            "local_groups": self.arm.local_groups * (self.nodes if self.arm.pooled else 1),
+            "external_groups": self.arm.external_groups,
             "epochs": self.arm.epochs,
-            "step_groups": self.arm.step_groups,
+            "groups_per_update": self.arm.groups_per_update,
             "fetch_max_peers": max(10, self.nodes),
             "nodes_per_device": self.count,
             "seed": self.seed,
@@ -258,7 +258,7 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     sharing = [name for name in names if name != "alone"]
     if not sharing:
         raise UserError(f"--strategies: {text} needs one that takes groups of others, such as sapo.")
-    return [Arm(local, external, name, epochs, step_groups=each) for name in sharing]
+    return [Arm(local, external, name, epochs, groups_per_update=each) for name in sharing]
 
 
 def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:
@@ -272,7 +272,7 @@ def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, o
                 f"--node {text}: write it as K:NAME=VALUE with a node's number from 1 to {nodes}, for example "
                 "--node 1:learning_rate=3e-4 or --node 2:tasks=gcd,chain_sum."
             )
-        if name in GIVEN_BY_ARM and name not in ("local", "external", "strategy"):
+        if name in GIVEN_BY_ARM and name not in ("local_groups", "external_groups", "strategy"):
             raise UserError(f"--node {text}: {name} is the same for all nodes of a run.")
         found.setdefault(str(int(number)), {})[name] = value
     return found
@@ -282,8 +282,8 @@ def _playable(settings: Settings, number: int) -> Settings:
     """The settings of a node, unless it could not be played in lock-step in one process."""
     wrong = {
         "round_end": settings.round_end != "lockstep",
-        "publish": settings.publish == "round",
-        "local": settings.local == 0,
+        "publish_frequency": settings.publish_frequency == "round",
+        "local_groups": settings.local_groups == 0,
         "devices_per_node": settings.devices_per_node > 1,
         "model": settings.model == "auto",
     }

@@ -43,7 +43,7 @@ class NodeLine(msgspec.Struct, frozen=True):
     reward_training: list[float]
     local_groups: list[int]
     local_with_signal: list[int]
-    external_taken: list[int]
+    external_accepted: list[int]
     generated_tokens: list[int]
     trained_tokens: list[int]
     seconds: list[float]  # of all phases together

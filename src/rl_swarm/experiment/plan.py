@@ -39,12 +39,12 @@ class Costs:
 
         noted = mean([line.seconds.total for line in lines]) * len(run.nodes) * rounds
         more = took / noted if noted and took else 1.0  # what is done for all of them no node notes
-        local = more * spent("questions", "generate", "score", "publish", "report") / settings.local
+        local = more * spent("questions", "generate", "score", "publish", "report") / settings.local_groups
         answers = settings.held_out_questions * (settings.held_out_samples + 1)
         return cls(
             local,
             more * spent("collect"),
-            more * spent("train") / (arm.epochs * (settings.local + arm.external)),
+            more * spent("train") / (arm.epochs * (settings.local_groups + arm.external_groups)),
             looked / looks / len(run.nodes) if looks else local * answers / settings.generations,
             start,
         )
@@ -52,8 +52,8 @@ class Costs:
     def seconds(self, job: Job, played: int = 0) -> float:
         """What is left of a run may take so long."""
         settings = job.members()[0]
-        each = self.local * settings.local + self.external * (job.arm.external > 0)
-        each += self.train * job.arm.epochs * (settings.local + job.arm.external)
+        each = self.local * settings.local_groups + self.external * (job.arm.external_groups > 0)
+        each += self.train * job.arm.epochs * (settings.local_groups + job.arm.external_groups)
         looks = job.looks(played, job.rounds) + 1  # the last one comes after all rounds
         return self.start + job.count * (each * (job.rounds - played) + self.look * looks)
 

@@ -254,7 +254,7 @@ def _packed(path: Path) -> dict[str, FollowedRun]:
 def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm | None:
     """With whom an arm is compared: nodes that train alone and generate as much, or else the first arm."""
     alone = [one for one in arms if one.arm.is_plain]
-    same = [one for one in alone if one.arm.local == followed.arm.local]
+    same = [one for one in alone if one.arm.local_groups == followed.arm.local_groups]
     base = (same or alone or list(arms))[0]
     return None if followed.arm.is_plain or base is followed else base
 

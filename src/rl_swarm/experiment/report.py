@@ -228,7 +228,7 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
             )
         ),
         "external_groups_per_round": asdict(
-            result.of(lambda run, node: mean([float(line.external_taken) for line in node.rounds]))
+            result.of(lambda run, node: mean([float(line.external_accepted) for line in node.rounds]))
         ),
         "oscillation": asdict(
             result.of(lambda run, node: measures.oscillation([line.reward_local for line in node.rounds]))

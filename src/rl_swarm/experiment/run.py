@@ -265,7 +265,7 @@ class Runner:
         """Where a run's turn is: seed by seed, and of those the longest and largest first."""
         seeds = list(self.experiment.seeds)
         seed = job.seed if job.tuning else seeds.index(job.seed)
-        return (not job.tuning, seed, -(job.arm.local + job.arm.external))
+        return (not job.tuning, seed, -(job.arm.local_groups + job.arm.external_groups))
 
     def say(self, text: str) -> None:
         """A line, whatever its length; in a terminal it is folded between words."""

@@ -164,7 +164,7 @@ def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:
 def round_seconds(shape: ModelShape, settings: Settings, sampling: float, training: float) -> float:
     """About how long a round takes at these speeds, when all completions are as long as can be."""
     group = memory.prompt_tokens(settings) + settings.generations * settings.completion_tokens()
-    sampled, trained = settings.local * group, (settings.local + settings.external) * group
+    sampled, trained = settings.local_groups * group, (settings.local_groups + settings.external_groups) * group
     return OVERHEAD * shape.parameters * (2 * sampled / sampling + 6 * trained / training)
 
 

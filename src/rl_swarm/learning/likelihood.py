@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 
-def surprise(excess: Iterable[float]) -> float:
+def max_span_nll(excess: Iterable[float]) -> float:
     """The largest sum over any stretch of tokens: a stretch that this model would not write stands out however long
     the rest is. `excess` is by how much each token was less likely than tokens are on average at its place."""
     worst = here = 0.0

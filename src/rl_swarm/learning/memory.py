@@ -125,9 +125,9 @@ def plan(shape: ModelShape, available: int, settings: Settings, device_type: str
 
 def _plan(shape: ModelShape, available: int, usable: float, settings: Settings, device_type: str, nodes: int) -> Plan:
     longest = prompt_tokens(settings) + settings.completion_tokens()
-    groups, count = max(1, settings.local + settings.external), settings.generations
+    groups, count = max(1, settings.local_groups + settings.external_groups), settings.generations
     whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
-    in_a_round = max(1, settings.local) * count  # a held-out score samples more
+    in_a_round = max(1, settings.local_groups) * count  # a held-out score samples more
     tokens = settings.batch_tokens or most_tokens(shape, settings, device_type)
     sequences = in_a_round if nodes > 1 else max(1, MAX_SEQUENCES // count) * count
     desks = min(DESKS, nodes)

@@ -18,7 +18,7 @@ from rl_swarm.errors import ModelError
 from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2, support
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
-from rl_swarm.learning.likelihood import surprise
+from rl_swarm.learning.likelihood import max_span_nll
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
 from rl_swarm.learning.sizes import ModelShape
@@ -187,15 +187,15 @@ class Policy:
         found = (self._lesson(group) for group in groups if group.has_signal)
         return [lesson for lesson in found if lesson.completions]  # of claimed rewards that are no numbers, none
 
-    def surprises(self, groups: Sequence[Group]) -> list[list[float]]:
+    def max_span_nlls(self, groups: Sequence[Group]) -> list[list[float]]:
         """By how many nats the strangest stretch of every completion is less likely than what this model writes."""
-        drift = self.settings.gate_drift
+        drift = self.settings.likelihood_allowance
         found = self.trainer.excess([self._tokens(group) for group in groups])
-        return [[surprise([value - drift for value in ids]) for ids in group] for group in found]
+        return [[max_span_nll([value - drift for value in ids]) for ids in group] for group in found]
 
     def _lesson(self, group: Group) -> TrainingGroup:
         """What is learned from a group: of others', their better answers."""
-        tokens, negatives = self._tokens(group), self.settings.external_negatives
+        tokens, negatives = self._tokens(group), self.settings.negative_scale
         if group.weight != 1:
             tokens = replace(tokens, advantages=[group.weight * a for a in tokens.advantages])
         return tokens.leaning(negatives) if group.external and negatives < 1 else tokens

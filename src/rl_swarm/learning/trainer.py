@@ -51,17 +51,17 @@ class Update:
     loss: float = 0.0
     grad_norm: float = 0.0
     entropy: float = 0.0
-    surprise: float = 0.0  # mean negative log-probability of the tokens, before the step
-    clip_share: float = 0.0
-    mismatch: float = 0.0  # mean |sampler - trainer| of own tokens' log-probabilities
+    nll: float = 0.0  # mean negative log-probability of the tokens, before the step
+    clip_fraction: float = 0.0
+    logprob_mismatch: float = 0.0  # mean |sampler - trainer| of own tokens' log-probabilities
     kl: float = 0.0
 
     def filled(self, found: Sequence[float]) -> "Update":
         """With the figures, and behind them the gradient's norm."""
         *means, own_tokens, self.grad_norm = found
-        for name, value in zip(FIGURES, means, strict=False):
+        for name, value in zip(UPDATE_METRICS, means, strict=False):
             setattr(self, name, value)
-        self.mismatch /= max(own_tokens, 1)
+        self.logprob_mismatch /= max(own_tokens, 1)
         if not math.isfinite(self.grad_norm):
             log.error("the gradient is not finite: this update is left out")
         return self
@@ -71,15 +71,15 @@ class Update:
         another."""
         tokens = self.tokens + later.tokens
         if not self.tokens:
-            self.mismatch = later.mismatch
-        for name in ("loss", "grad_norm", "entropy", "surprise", "clip_share", "kl"):
+            self.logprob_mismatch = later.logprob_mismatch
+        for name in ("loss", "grad_norm", "entropy", "nll", "clip_fraction", "kl"):
             both = self.tokens * getattr(self, name) + later.tokens * getattr(later, name)
             setattr(self, name, both / max(1, tokens))
         self.tokens = tokens
 
 
 # What a micro-batch adds to the figures of its update; the last is the number of tokens sampled here.
-FIGURES = ("loss", "entropy", "surprise", "clip_share", "kl", "mismatch", "own_tokens")
+UPDATE_METRICS = ("loss", "entropy", "nll", "clip_fraction", "kl", "logprob_mismatch", "own_tokens")
 
 
 class HalfStepError(RuntimeError):
@@ -91,7 +91,7 @@ class Trainer:
         self.model, self.pad, self.settings = model, pad, settings
         self.batch_tokens = settings.batch_tokens or MAX_TOKENS
         self.frugal = False  # whether the inside of layers is computed twice to save memory
-        self.figures = torch.zeros(len(FIGURES), device=model.device)
+        self.figures = torch.zeros(len(UPDATE_METRICS), device=model.device)
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
             lr=settings.step_size(),

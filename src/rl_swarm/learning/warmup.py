@@ -78,7 +78,7 @@ def train(policy: Policy, examples: Sequence[WarmupExample], epochs: int, rate: 
         for parameters in policy.trainer.optimizer.param_groups:
             parameters["lr"] = now
         batch = [groups[number] for number in order[step * BATCH : (step + 1) * BATCH]]
-        yield policy.trainer.update(batch).surprise
+        yield policy.trainer.update(batch).nll
 
 
 def step_count(examples: int, epochs: int) -> int:

@@ -15,10 +15,9 @@ from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
 
 METRICS = (
-    "reward_local", "reward_training", "completion_length", "truncated_share", "no_signal_share", "entropy",
-    "grad_norm",
-    "loss", "kl", "clip_share", "mismatch", "tokens_per_second", "trained_tokens", "peak_memory", "external_taken",
-    "external_surprise",
+    "reward_local", "reward_training", "completion_length", "truncated_fraction", "zero_std_fraction", "entropy",
+    "grad_norm", "loss", "kl", "clip_fraction", "logprob_mismatch", "tokens_per_second", "trained_tokens",
+    "peak_memory", "external_accepted", "external_max_nll",
 )  # fmt: skip
 LOADS = Load.__struct_fields__
 MEASURED = (*METRICS, *(f"seconds.{phase}" for phase in PHASES), *(f"load.{part}" for part in LOADS))
@@ -85,8 +84,8 @@ class Track:
             self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
             self.rollouts += line.local_groups
             self.own += line.local_with_signal
-            self.taken += line.external_taken
-            count(self.learned_from, line.external_from)
+            self.taken += line.external_accepted
+            count(self.learned_from, line.external_by_peer)
             count(self.rejected, line.external_rejected)
 
     def new_events(self, view: NodeView, files: LocalFiles) -> list[Event]:

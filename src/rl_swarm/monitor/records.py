@@ -106,7 +106,7 @@ class NodeDetail:
     settings: dict[str, str]  # its own; where its log is not at hand, those of the run
     hardware: dict[str, str]
     metrics: list[str]  # of which there are curves
-    figures: dict[str, float]  # that its role told last
+    role_metrics: dict[str, float]  # that its role told last
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class NodeView:
     alive: bool = False
     rounds: list[RoundRecord] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
+    role_metrics: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
     introduced: bytes = b""  # as `peer` was read
     unreadable: Counter[str] = field(default_factory=Counter)  # whole lines, by log
     cut_off: set[str] = field(default_factory=set)  # logs that end amid a line, and the node is gone
@@ -94,8 +94,8 @@ class NodeView:
         return mean([line.reward_local for line in self.rounds[max(0, end - rounds) : max(0, end)]])
 
     @property
-    def external_taken(self) -> int:
-        return sum(line.external_taken for line in self.rounds)
+    def external_accepted(self) -> int:
+        return sum(line.external_accepted for line in self.rounds)
 
     @property
     def unreadable_lines(self) -> int:
@@ -114,8 +114,8 @@ class NodeView:
             try:
                 if len(line) <= LONGEST_LINE:
                     played = _ROUND.decode(line)
-                    self.figures = dict([*self.figures.items(), *played.figures.items()][-MAX_FIGURES:])
-                    if not played.passed:
+                    self.role_metrics = dict([*self.role_metrics.items(), *played.role_metrics.items()][-MAX_FIGURES:])
+                    if not played.idle:
                         self.rounds.append(played)
                     continue
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -297,12 +297,12 @@ class RunView:
                     "held_out_now": view.now["sampled"] if view.now else None,
                     "reward": view.reward() if view.has_reward else None,
                     "tokens_per_second": view.last.tokens_per_second if view.last else None,
-                    "external_taken": view.external_taken,
+                    "external_accepted": view.external_accepted,
                     "participation": view.member.participation if view.member else 0,
                     "wins": view.member.wins if view.member else 0,
                     "unreadable_lines": view.unreadable_lines,
                     **({"role": view.role} if view.role else {}),
-                    **({"figures": view.figures} if view.figures else {}),
+                    **({"role_metrics": view.role_metrics} if view.role_metrics else {}),
                 }
                 for view in self.nodes.values()
             ],

@@ -154,7 +154,9 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             settings=track.settings or _settings(follower),
             hardware=track.hardware,
             metrics=sorted(track.curves.sums),
-            figures={name: value for name, told in view.figures.items() if (value := number(told)) is not None},
+            role_metrics={
+                name: value for name, told in view.role_metrics.items() if (value := number(told)) is not None
+            },
         )
 
 

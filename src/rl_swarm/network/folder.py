@@ -56,7 +56,7 @@ GIVE_UP_AFTER = 30.0  # seconds, at a peer's file that is there but does not bec
 MANIFEST_SECONDS = 180.0  # the same, at a manifest
 REMIND_SECONDS = 60.0  # between lines that say what is waited for
 CACHED = 64  # publications kept by an exchange
-REMEMBERED_ROUNDS = 100  # for which it knows what it has rejected: as far back as `max_age` lets anybody ask
+REMEMBERED_ROUNDS = 100  # for which it knows what it has rejected: as far back as `max_rollout_age` lets anybody ask
 
 
 def report_folder(round: int, stage: int) -> str:

@@ -9,7 +9,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, State
 
-KEPT_ROUNDS = 100  # of rollouts: as far back as `max_age` lets anybody ask
+KEPT_ROUNDS = 100  # of rollouts: as far back as `max_rollout_age` lets anybody ask
 
 
 class LocalSwarm:

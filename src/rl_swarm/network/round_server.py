@@ -495,15 +495,15 @@ class RoundServer:
                 return reports
 
     def _tidy(self) -> None:
-        if not self.settings.cleanup:
+        if not self.settings.cleanup_rollouts:
             return
         failed, why = 0, None
         try:
             found = map(ROUND_FOLDER.fullmatch, self.files.names("rollouts"))
             present = [(match[0], int(match[1])) for match in found if match]
-            for name in expired(present, self.state.round, self.settings.keep_rounds)[:MAX_TIDIED]:
+            for name in expired(present, self.state.round, self.settings.keep_rollout_rounds)[:MAX_TIDIED]:
                 try:
-                    if self.settings.archive:
+                    if self.settings.archive_rollouts:
                         self.files.move(f"rollouts/{name}", f"archives/{name}")
                     else:
                         self.files.remove(f"rollouts/{name}")

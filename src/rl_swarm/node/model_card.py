@@ -15,8 +15,8 @@ from rl_swarm.settings import Settings, all_settings, tellable
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (
-    "seed", "rounds", "round_end", "local", "external", "generations", "temperature", "max_new_tokens", "learning_rate",
-    "clip_low", "clip_high", "kl_weight",
+    "seed", "rounds", "round_end", "local_groups", "external_groups", "generations", "temperature", "max_new_tokens",
+    "learning_rate", "clip_low", "clip_high", "kl_weight",
 )  # fmt: skip
 # They do not change the model.
 NEVER = ("threads", "nodes_per_device", "poll_interval", "hub_every", "log_level", "debug")

@@ -73,7 +73,7 @@ class Node:
     def __post_init__(self) -> None:
         self.plays = self.role or Role(self.environment)
         self.watch = Stopwatch()  # of the stage at hand
-        self.standing = PeerReputation(self.settings.peer_patience, self.settings.ban_rounds)
+        self.standing = PeerReputation(self.settings.max_peer_failures, self.settings.ban_rounds)
         self.strategy = strategies.named(self.settings.strategy)
 
     @property
@@ -132,7 +132,7 @@ class Node:
         """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
         self.members, self.watch = state.members, Stopwatch()
         self.rejected.clear()
-        oldest = state.round - self.settings.max_age - 1
+        oldest = state.round - self.settings.max_rollout_age - 1
         self.transcripts = {number: kept for number, kept in self.transcripts.items() if number >= oldest}
         return self.plays.turn(self, state)
 
@@ -144,25 +144,25 @@ class Node:
             questions = self.questions(state)
 
         local: list[Group] = []
-        at_once = 1 if settings.publish == "generation" else max(len(questions), 1)
+        at_once = 1 if settings.publish_frequency == "generation" else max(len(questions), 1)
         for start in range(0, len(questions), at_once):
             local += yield from self.answer(questions[start : start + at_once], state, start)
-            if settings.publish != "round":
+            if settings.publish_frequency != "round":
                 with watch("publish"):
                     self.publish(local, state)
 
         yield Published()
         with watch("collect"):
             external = self.collect(state, local)
-        self.used = {key for key in self.used if key[1] >= state.round - settings.max_age} | set(external.keys)
+        self.used = {key for key in self.used if key[1] >= state.round - settings.max_rollout_age} | set(external.keys)
 
         training = [*local, *external.chosen]
         update = Update()
-        for groups in update_batches(training, settings.step_groups) * settings.epochs:
+        for groups in update_batches(training, settings.groups_per_update) * settings.epochs:
             yield (learning := TrainRequest(self.policy, groups, watch))
             update.add(learning.update)
 
-        if settings.publish == "round":
+        if settings.publish_frequency == "round":
             with watch("publish"):
                 self.publish(local, state)
         with watch("report"):
@@ -171,7 +171,7 @@ class Node:
         self.done = (state.round, state.stage)
         self.write_metrics(state, local, external, update, watch)
 
-    def show(self, groups: Sequence[Group], state: State, **figures: float) -> Iterator[Work]:
+    def show(self, groups: Sequence[Group], state: State, **metrics: float) -> Iterator[Work]:
         """A stage in which nothing is learned: publishes the groups, or nothing, and reports."""
         watch = self.watch
         self.check_stop()
@@ -181,7 +181,7 @@ class Node:
         with watch("report"):
             self.coordinator.submit(self.report(groups, groups, "", state))
         self.done = (state.round, state.stage)
-        self.write_metrics(state, groups, Selection(), Update(), watch, figures)
+        self.write_metrics(state, groups, Selection(), Update(), watch, metrics)
 
     def questions(self, state: State, count: int | None = None) -> list[Question]:
         """This node's questions in a stage; those of a later one follow from what others said before."""
@@ -215,7 +215,7 @@ class Node:
 
     def seeds(self, state: State, count: int | None = None) -> list[int]:
         """Of this node's questions in a round."""
-        numbers = range(self.settings.local if count is None else count)
+        numbers = range(self.settings.local_groups if count is None else count)
         return [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
 
     def answer(
@@ -271,7 +271,7 @@ class Node:
         settings, sources = self.settings, self.sources(state)
         found = selection.select(
             self.publications(state, rng, sources),
-            self.strategy.wanted(settings.external, local),
+            self.strategy.wanted(settings.external_groups, local),
             self.manifest,
             self.environment,
             self.used,
@@ -279,10 +279,10 @@ class Node:
             self.reject,
             selection.Checks(
                 sources={p: s for p, s in sources.items() if p != self.identity.peer_id},
-                share=settings.source_share,
+                share=settings.max_source_share,
                 completions=settings.generations,
-                surprises=self.policy.surprises if settings.likelihood_gate else None,
-                most_nats=settings.gate_nats,
+                max_span_nlls=self.policy.max_span_nlls if settings.check_likelihood else None,
+                most_nats=settings.likelihood_threshold,
             ),
             self.strategy,
             self.transcript,
@@ -291,7 +291,7 @@ class Node:
             if self.standing.note(peer_id, failed, state.round):
                 self.journal.event("not_asked", peer=peer_id, rounds=settings.ban_rounds)
                 log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.ban_rounds)
-        self.refused = {key for key in self.refused | found.refused if key[1] >= state.round - settings.max_age}
+        self.refused = {key for key in self.refused | found.refused if key[1] >= state.round - settings.max_rollout_age}
         return found
 
     def publications(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
@@ -306,7 +306,7 @@ class Node:
         nodes = [members[peer_id] for peer_id in asked]
         punctual, late = ([n for n in nodes if bool(self.late[n]) == is_late] for is_late in (False, True))
         lockstep, patience = self.manifest.round_end == "lockstep", self.manifest.peer_timeout
-        oldest = state.round if lockstep else max(0, state.round - self.settings.max_age)
+        oldest = state.round if lockstep else max(0, state.round - self.settings.max_rollout_age)
         for number in range(state.round, oldest - 1, -1):
             if lockstep:
                 found = self.exchange.collect(number, state.stage, punctual, patience, in_order=True)
@@ -375,7 +375,7 @@ class Node:
         external: Selection,
         update: Update,
         watch: Stopwatch,
-        figures: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         completions = [c for g in local for c in g.completions]
         lengths = [float(len(c.tokens or ())) for c in completions]
@@ -388,12 +388,12 @@ class Node:
             reward_training=mean([g.mean_reward for g in [*local, *external.chosen]]),
             local_groups=len(local),
             local_with_signal=sum(g.has_signal for g in local),
-            no_signal_share=mean([float(not g.has_signal) for g in local]),
+            zero_std_fraction=mean([float(not g.has_signal) for g in local]),
             completion_length=mean(lengths),
-            truncated_share=mean([float(not c.ended) for c in completions]),
+            truncated_fraction=mean([float(not c.ended) for c in completions]),
             entropy=update.entropy,
-            clip_share=update.clip_share,
-            mismatch=update.mismatch,
+            clip_fraction=update.clip_fraction,
+            logprob_mismatch=update.logprob_mismatch,
             loss=update.loss,
             kl=update.kl,
             grad_norm=update.grad_norm,
@@ -401,26 +401,26 @@ class Node:
             generated_tokens=int(sum(lengths)),
             tokens_per_second=round(sum(lengths) / max(watch.seconds["generate"], 1e-9), 1),
             seconds=Seconds.of(watch.rounded()),
-            external_taken=len(external.chosen),
+            external_accepted=len(external.chosen),
             external_scored=len(external.scored),
-            external_from=dict(Counter(g.peer_id for g in external.chosen)),
+            external_by_peer=dict(Counter(g.peer_id for g in external.chosen)),
             external_rejected=dict(self.rejected),
-            external_surprise=round(external.surprise, 2),
+            external_max_nll=round(external.max_nll, 2),
             peak_memory=peak_memory(self.policy.device),
             load=Load(**self.load.read()),
-            figures=dict(figures or {}),
+            role_metrics=dict(metrics or {}),
             reward_by_stage={str(state.stage): reward} if local and several else {},
-            passed=several and not local,
+            idle=several and not local,
         )
         self.journal.metrics(record, began=watch.began, phases=watch.phases)
 
         log.log(
-            logging.INFO if local or figures or not several else logging.DEBUG,
+            logging.INFO if local or metrics or not several else logging.DEBUG,
             "round %d%s: reward %.2f%s, learned from %d own and %d external groups, %.1f s",
             state.round,
             f" stage {state.stage}" if several else "",
             reward,
-            "".join(f", {name} {value:.4g}" for name, value in (figures or {}).items()),
+            "".join(f", {name} {value:.4g}" for name, value in (metrics or {}).items()),
             sum(g.has_signal for g in local),
             len(external.chosen),
             sum(watch.seconds.values()),

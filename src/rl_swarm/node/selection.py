@@ -45,7 +45,7 @@ class Checks:
     sources: Mapping[str, str] = field(default_factory=dict)  # of peers: those of one source count as one
     share: float = 1.0  # of the wanted groups, that one source may contribute at most
     completions: int = 0  # of a group that are looked at, so that a larger one weighs no more; 0: all
-    surprises: Callable[[Sequence[Group]], list[list[float]]] | None = None  # of every completion, in nats
+    max_span_nlls: Callable[[Sequence[Group]], list[list[float]]] | None = None  # of every completion, in nats
     most_nats: float = 0.0
 
 
@@ -56,7 +56,7 @@ class Selection:
     keys: list[Key] = field(default_factory=list)  # of the chosen ones
     asked: dict[str, bool] = field(default_factory=dict)  # peers looked at, and whether something was wrong
     refused: set[Place] = field(default_factory=set)
-    surprise: float = 0.0  # the highest that was let through
+    max_nll: float = 0.0  # the highest that was let through
 
 
 def select(
@@ -150,14 +150,14 @@ def _without_copies(
 
 def _likely(found: list[Found], checks: Checks, selection: Selection, reject: Reject) -> list[Found]:
     """The groups of which this node's model could have written every completion."""
-    if checks.surprises is None:
+    if checks.max_span_nlls is None:
         return found
     kept = []
     strange: dict[str, list[float]] = {}  # by node
-    for one, nats in zip(found, checks.surprises([one.group for one in found]), strict=True):
+    for one, nats in zip(found, checks.max_span_nlls([one.group for one in found]), strict=True):
         if max(nats) <= checks.most_nats:
             kept.append(one)
-            selection.surprise = max(selection.surprise, *nats)
+            selection.max_nll = max(selection.max_nll, *nats)
         else:
             strange.setdefault(one.publication.node, []).append(max(nats))
     for node, nats in strange.items():

@@ -59,9 +59,9 @@ class Sapo(Strategy):
     """As published (arXiv:2509.08721): a uniform draw from all groups with signal, which count like one's own."""
 
     settings: ClassVar[Mapping[str, object]] = {
-        "likelihood_gate": False,
-        "source_share": 1.0,
-        "external_negatives": 1.0,
+        "check_likelihood": False,
+        "max_source_share": 1.0,
+        "negative_scale": 1.0,
     }
     sees_all = True
 
@@ -102,7 +102,7 @@ class Gated(Strategy):
     """Without the senders' log-probabilities: texts that this model would hardly write are left out, and others' worse
     answers count a quarter. To look at a text costs a pass of the model, so peers are asked until enough was found."""
 
-    settings: ClassVar[Mapping[str, object]] = {"likelihood_gate": True, "external_negatives": 0.25}
+    settings: ClassVar[Mapping[str, object]] = {"check_likelihood": True, "negative_scale": 0.25}
 
 
 class Adaptive(Sapo):

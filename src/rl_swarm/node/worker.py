@@ -160,13 +160,13 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
             return
         owners.check(manifest, address.text, settings)
         settings = with_role(settings, manifest)
-        if settings.publish == "round" and manifest.round_end == "lockstep":
+        if settings.publish_frequency == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each "
                 "other's "
                 "rollouts before they learn. Use `stage` or `generation`."
             )
-        if settings.publish == "generation" and environments.of_swarm(manifest).hears:
+        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).hears:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
                 "in "

@@ -2,9 +2,8 @@
 
     from rl_swarm import notebook
 
-    notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local=4, external=4)   # a node, live below the
-    cell
-    notebook.look("/content/drive/MyDrive/rl-swarm/experiments/first").plot()                 # the swarm's curves
+    notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local_groups=4, external_groups=4)  # a node
+    notebook.look("/content/drive/MyDrive/rl-swarm/experiments/first").plot()  # the swarm's curves
     notebook.experiment("/content/drive/MyDrive/rl-swarm/sapo", configs="paper")              # the SAPO experiment
     notebook.results("/content/drive/MyDrive/rl-swarm/sapo").plot()                           # and what came of it
 

@@ -9,7 +9,7 @@ from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Picture
 from rl_swarm.notebook.plots import Plot, plotted
 
-SHOWN = ("reward_local", telling.HELD_OUT, "tokens_per_second", "external_taken")
+SHOWN = ("reward_local", telling.HELD_OUT, "tokens_per_second", "external_accepted")
 POINTS = 200  # of a curve
 DRIVE = "/content/drive"  # where Colab mounts Google Drive
 

@@ -24,7 +24,7 @@ PROTOCOL = "http/protobuf"
 SIGNALS = ("traces", "metrics")
 PARTS = {"seconds": "phase", "external_rejected": "reason"}  # what the parts of a number are; else tasks
 COUNTED = (  # per round; a sum over rounds loses none between two exports
-    "local_groups", "local_with_signal", "trained_tokens", "external_taken", "external_scored", "external_rejected",
+    "local_groups", "local_with_signal", "trained_tokens", "external_accepted", "external_scored", "external_rejected",
 )  # fmt: skip
 ASKING_SECONDS = 3.0  # for the doctor
 

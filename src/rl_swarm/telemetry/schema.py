@@ -66,18 +66,18 @@ class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="
     reward_local: Number  # mean of the fresh local rollouts
     reward_training: Number  # mean of all groups trained on
     local_with_signal: Groups
-    external_taken: Groups
+    external_accepted: Groups
     tokens_per_second: Number
     timestamp: Number | None = None
     stage: Stage = 0
     policy_version: Count = 0
     local_groups: Groups = 0
-    no_signal_share: Number | None = None
+    zero_std_fraction: Number | None = None
     completion_length: Number | None = None
-    truncated_share: Number | None = None
+    truncated_fraction: Number | None = None
     entropy: Number | None = None
-    clip_share: Number | None = None
-    mismatch: Number | None = None  # between the sampler's and the trainer's log-probabilities
+    clip_fraction: Number | None = None
+    logprob_mismatch: Number | None = None  # between the sampler's and the trainer's log-probabilities
     loss: Number | None = None
     kl: Number | None = None
     grad_norm: Number | None = None
@@ -85,14 +85,14 @@ class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="
     generated_tokens: Tokens = 0
     seconds: Seconds = Seconds()
     external_scored: Groups = 0
-    external_from: dict[Id, Groups] = {}  # by peer id
+    external_by_peer: dict[Id, Groups] = {}  # by peer id
     external_rejected: dict[Id, Groups] = {}  # by reason
-    external_surprise: Number | None = None
+    external_max_nll: Number | None = None
     peak_memory: Number | None = None
     load: Load = Load()
-    figures: dict[Id, Number] = {}  # that its role told
+    role_metrics: dict[Id, Number] = {}  # that its role told
     reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
-    passed: bool = False  # nothing was its to do in this stage
+    idle: bool = False  # the node had no role in this stage
 
 
 class AnsweredQuestion(msgspec.Struct, frozen=True):
@@ -135,5 +135,5 @@ def line_of(record: RoundRecord | HeldOutRecord) -> dict[str, object]:
     for part in ("seconds", "load"):
         if isinstance(values := found.get(part), dict):
             found[part] = {name: value for name, value in values.items() if value is not None}
-    unset = [name for name in ("figures", "reward_by_stage", "passed") if not found.get(name)]
+    unset = [name for name in ("role_metrics", "reward_by_stage", "idle") if not found.get(name)]
     return {n: value for n, value in found.items() if n == "greedy" or not (value is None or n in unset)}

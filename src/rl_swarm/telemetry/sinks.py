@@ -34,7 +34,7 @@ PACKAGES = {  # what each needs, and the extra that installs it
     "wandb": ("wandb", "wandb"),
 }
 NOT_MEASURED = ("timestamp", "began", "round", "stage", "policy_version")  # numbers that say when
-BY_PEER = ("external_from",)  # would be a curve for every peer of the swarm
+BY_PEER = ("external_by_peer",)  # would be a curve for every peer of the swarm
 
 
 class Sink(Protocol):

@@ -48,7 +48,7 @@ def test_three_roles_play_together(tmp_path):
         "3",
         "--rounds",
         "2",
-        "--local",
+        "--local-groups",
         "2",
         *QUICK,
     )
@@ -58,11 +58,11 @@ def test_three_roles_play_together(tmp_path):
     assert set(seen) == {"", "proposer", "evaluator"} and {node["model"] for node in seen.values()} == {"coder"}
     assert 0 <= seen[""]["held_out_start"] <= 1 and seen["proposer"]["held_out_start"] is None
 
-    proposals = [line["figures"] for line in lines(tmp_path / "r", "proposer") if line.get("figures")]
+    proposals = [line["role_metrics"] for line in lines(tmp_path / "r", "proposer") if line.get("role_metrics")]
     assert [figures["level"] for figures in proposals] == [1.0, 1.0]
     assert "solved" not in proposals[0] and 0 <= proposals[1]["solved"] <= 1
     assert 0 <= proposals[1]["proposer_reward"] <= 1 and 0 <= proposals[1]["model_share"] <= 1
-    guesses = [line["figures"] for line in lines(tmp_path / "r", "evaluator") if line.get("figures")]
+    guesses = [line["role_metrics"] for line in lines(tmp_path / "r", "evaluator") if line.get("role_metrics")]
     assert guesses[-1]["guesses"] > 0
     assert guesses[-1]["disagreement"] == pytest.approx(1 - guesses[-1]["accuracy"], abs=1e-3)
     assert {"balanced", "calibration", "brier"} <= set(guesses[-1])
@@ -113,7 +113,7 @@ def test_a_proposer_takes_drafts_that_count_once_and_else_makes_a_task(coding):
 
 def test_where_programs_must_not_run_a_guess_is_the_verdict():
     environment = Coding(Coding.preset("coder"))
-    settings = Settings(guess_with="coder", device="cpu")
+    settings = Settings(evaluator_model="coder", device="cpu")
     environment.settle(settings, other_models(settings))
     questions = environment.held_out(40)
     right = environment.score([(question, fenced(question.answer)) for question in questions])

@@ -87,8 +87,8 @@ class Coding(Environment):
 
     def settle(self, settings: Settings, load_model: ModelLoader) -> None:
         self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
-        if settings.guess_with is not None:
-            self.guesser = load_model(settings.guess_with)
+        if settings.evaluator_model is not None:
+            self.guesser = load_model(settings.evaluator_model)
             log.warning("no program is run here: %s guesses whether they are right", self.guesser.name)
         for number, task in enumerate(self.tasks):
             if task.name in sources.FORMATS:

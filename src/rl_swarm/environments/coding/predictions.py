@@ -38,7 +38,7 @@ class Quality:
     calibration: float  # how far the stated probabilities are off, on average (ECE, ten bins)
     brier: float
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {name: round(float(value), 4) for name, value in vars(self).items()}
 
 

@@ -23,7 +23,7 @@ CANDIDATES = 8  # proposals that a model writes for one that is published
 MAX_TRIES = 64  # at a task of the generator that counts and is new
 MAX_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
 MAX_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
-MAX_GUESSES = 512  # that an evaluator's figures are of
+MAX_GUESSES = 512  # that an evaluator's metrics are of
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
@@ -74,16 +74,16 @@ class Proposer(Role):
         by_model = sum(model for _, model in chosen)
         self.written = [self.written[0] + by_model, self.written[1] + len(chosen)]
         valid = [reward > 0 for group in drafts for reward in group.rewards]
-        figures = {
+        metrics = {
             "level": float(self.difficulty.level),
             "model_share": by_model / max(len(chosen), 1),
             "model_share_so_far": self.written[0] / max(self.written[1], 1),
             "valid_share": fmean(valid) if valid else 0.0,
         }
         if results:
-            figures |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
+            metrics |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
         groups = node.scored(questions, [[Completion(text, ended=True)] for text, _ in chosen])
-        yield from node.show(groups, state, **figures)
+        yield from node.show(groups, state, **metrics)
 
     def _results(self, node: RoleContext, state: State) -> list[float]:
         """The share of right answers to each of this node's proposals of the round before, by own execution."""
@@ -130,12 +130,12 @@ class Proposer(Role):
         return True
 
     @classmethod
-    def summary(cls, figures: Mapping[str, float]) -> str:
-        level = LEVELS[int(figures.get("level", 0))]
+    def summary(cls, metrics: Mapping[str, float]) -> str:
+        level = LEVELS[int(metrics.get("level", 0))]
         return (
-            f"proposes at the level {level}; a model wrote {figures.get('model_share_so_far', 0):.0%} of its tasks; "
+            f"proposes at the level {level}; a model wrote {metrics.get('model_share_so_far', 0):.0%} of its tasks; "
             "solvers "
-            f"got {figures.get('solved', 0):.0%} of the last right, worth {figures.get('proposer_reward', 0):.2f} to a "
+            f"got {metrics.get('solved', 0):.0%} of the last right, worth {metrics.get('proposer_reward', 0):.2f} to a "
             "proposer"
         )
 
@@ -182,12 +182,12 @@ class Evaluator(Role):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
         for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for
             self.guesses.append((p, bool(self.coding.credit(reward))))
-        figures = quality(list(self.guesses)).figures() if self.guesses else {}
-        yield from node.show([], state, **figures)
+        metrics = quality(list(self.guesses)).metrics() if self.guesses else {}
+        yield from node.show([], state, **metrics)
 
     @classmethod
-    def summary(cls, figures: Mapping[str, float]) -> str:
-        told = {"balanced": 0.5, "right_share": 0.0, "calibration": 0.0, "disagreement": 0.0, **figures}
+    def summary(cls, metrics: Mapping[str, float]) -> str:
+        told = {"balanced": 0.5, "right_share": 0.0, "calibration": 0.0, "disagreement": 0.0, **metrics}
         return (
             f"guessed {told['balanced']:.0%} right, balanced over right and wrong programs (always the same guess: "
             "50%); "

@@ -48,7 +48,7 @@ START_SECONDS = 600.0  # to import torch and load the model
 PATIENCE_SECONDS = 600.0  # that one waits for another after its own share is done
 LAST_WORDS_SECONDS = 5.0
 # Of an update: sums over completions, which add up over the shares.
-FIGURES = trainer.FIGURES[:-1]  # the last is counted apart
+UPDATE_METRICS = trainer.UPDATE_METRICS[:-1]  # the last is counted apart
 
 
 class TeamError(RuntimeError):

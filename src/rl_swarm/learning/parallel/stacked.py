@@ -32,7 +32,7 @@ from rl_swarm.learning.devices import out_of_memory, release_memory
 from rl_swarm.learning.logprobs import add_gradients, attention_of
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.support import LLAMA_LIKE
-from rl_swarm.learning.trainer import FIGURES, Trainer, Update, token_losses
+from rl_swarm.learning.trainer import UPDATE_METRICS, Trainer, Update, token_losses
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
@@ -118,7 +118,7 @@ class ModelStack:
             torch.zeros(len(trainers), starts[-1], device=self.device) for _ in range(4)
         )
         self.steps_Z = torch.zeros(len(trainers), device=self.device)
-        self.figures_ZF = torch.zeros(len(trainers), len(FIGURES), device=self.device)
+        self.figures_ZF = torch.zeros(len(trainers), len(UPDATE_METRICS), device=self.device)
         self.rates_Z = torch.tensor([t.optimizer.param_groups[0]["lr"] for t in trainers], device=self.device)
         weights = dict[Tensor, Tensor]()
         for number, (parameter, start) in enumerate(zip(first, starts, strict=False)):
@@ -208,7 +208,7 @@ class ModelStack:
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
         def loss_of(here: slice, logprobs_M: Tensor, entropy_M: Tensor) -> Tensor:
             loss_M, figures_FM = token_losses(batch, logprobs_M, entropy_M, None, self.settings)
-            self.figures_ZF.add_(figures_FM.view(len(FIGURES), len(self.models), -1).sum(2).T)
+            self.figures_ZF.add_(figures_FM.view(len(UPDATE_METRICS), len(self.models), -1).sum(2).T)
             return loss_M.sum()
 
         with warnings.catch_warnings():  # the slices of a parameter lie apart, which costs nothing here

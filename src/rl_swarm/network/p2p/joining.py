@@ -50,7 +50,7 @@ def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here
 
 
 def _engine(identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles) -> Iterator[PeerEngine]:
-    first = [*known, *(known_addresses(settings.p2p_known) if settings.p2p_known else [])]
+    first = [*known, *(known_addresses(settings.p2p_initial_peers) if settings.p2p_initial_peers else [])]
     engine = PeerEngine(
         identity,
         list(dict.fromkeys([*first, *_addresses(local, ADDRESSES)])),

@@ -15,7 +15,7 @@ const CHARTS = [
   ["Processor load, cores", ["load.processor"]],
   ["Memory, MiB", ["load.memory", "peak_memory"], 2 ** 20],
   ["Seconds per phase", ["seconds.generate", "seconds.train", "seconds.collect", "seconds.score", "seconds.publish", "seconds.questions", "seconds.report"]],
-  ["Groups from others", ["external_taken"]],
+  ["Groups from others", ["external_accepted"]],
 ];
 const NAMES = { "load.gpu": "busy", "load.gpu_memory": "used on the device", "load.processor": "busy", "load.memory": "now", peak_memory: "at most" };
 const plain = (metric) => NAMES[metric] ?? metric.replace("seconds.", "").replace("reward_local", "fresh local").replace("reward_training", "training set").replaceAll("_", " ");
@@ -55,7 +55,7 @@ export function node(id) {
         fact("From others", percent(row.from_others), "of what it learned"),
         fact("Tokens", count(about.tokens), `rollouts: ${count(about.rollouts)}`),
         fact("Model", row.model || "–", about.device),
-        ...(row.role ? [fact("Role", row.role, Object.entries(about.figures).map(([name, value]) => `${plain(name)} ${score(value)}`).join(", "))] : []),
+        ...(row.role ? [fact("Role", row.role, Object.entries(about.role_metrics).map(([name, value]) => `${plain(name)} ${score(value)}`).join(", "))] : []),
         fact("Peak memory", bytes(about.peak_memory), about.host ? `on ${about.host}` : null),
         fact("Restarts", String(about.restarts), `rounds skipped: ${count(about.skipped)}`)),
       h("p", { class: "note" }, "Joined ", moment(about.joined), ", last sign of life ", moment(about.seen), ". ",
