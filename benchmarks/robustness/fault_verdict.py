@@ -135,7 +135,7 @@ def disagreements(run: Run) -> Iterator[str]:
                     meant[other] = peer
         for other, peer in meant.items():
             yield (
-                f"{name} took {peer} for {other}, who is {run.nodes[other].peer_id if other in run.nodes else 'none'}"
+                f"{name} took {peer} for {other}, which is {run.nodes[other].peer_id if other in run.nodes else 'unknown'}"
             )
     last = run.clock[-1 - LATE_ROUNDS][0] if len(run.clock) > LATE_ROUNDS else float("inf")
     there = {n for n, node in run.nodes.items() if node.left_well and node.well and node.well[-1][0] < last}

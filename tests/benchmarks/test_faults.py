@@ -48,7 +48,7 @@ def test_where_nobody_conducts_peers_go_by_their_ids() -> None:
     assert verdict.violations(run) == []
     run.nodes["one"].members[-1] = (199.0, {"peer-1": "peer-1", "peer-3": "peer-3"})
     assert verdict.violations(run) == [
-        "one took peer-3 for peer-3, who is nobody",
+        "one took peer-3 for peer-3, which is unknown",
         "one did not know at the end that two took part",
     ]
 
@@ -128,8 +128,8 @@ def spoil_the_machine(run: Any) -> None:
         (spoil_a_checkpoint, "two lost work: it came back with round 12, and had finished 13, 14"),
         (spoil_an_exit, "one ended by itself with exit code 1"),
         (spoil_a_message, "one ended by itself with exit code 1: Traceback"),
-        (spoil_a_name, "one took peer-3 for two, who is peer-2"),
-        (spoil_a_stranger, "one took peer-3 for three, who is nobody"),
+        (spoil_a_name, "one took peer-3 for two, which is peer-2"),
+        (spoil_a_stranger, "one took peer-3 for three, which is unknown"),
         (spoil_who_is_there, "one did not know at the end that two took part"),
         (spoil_a_publication, "one published 2 different contents for round 3"),
         (spoil_the_machine, "a process outlived the run: p2pd"),
