@@ -134,9 +134,8 @@ def disagreements(run: Run) -> Iterator[str]:
                 if not is_right(run.nodes, other, peer):
                     meant[other] = peer
         for other, peer in meant.items():
-            yield (
-                f"{name} took {peer} for {other}, which is {run.nodes[other].peer_id if other in run.nodes else 'unknown'}"
-            )
+            known = run.nodes[other].peer_id if other in run.nodes else "unknown"
+            yield f"{name} took {peer} for {other}, which is {known}"
     last = run.clock[-1 - LATE_ROUNDS][0] if len(run.clock) > LATE_ROUNDS else float("inf")
     there = {n for n, node in run.nodes.items() if node.left_well and node.well and node.well[-1][0] < last}
     for name in sorted(there):
