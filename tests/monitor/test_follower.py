@@ -45,7 +45,7 @@ def followed(run: SmallRun) -> tuple[Follower, Clock]:
 
 
 def test_curves_stay_small_and_keep_their_means() -> None:
-    curves = Curves(most=8)
+    curves = Curves(max_reward=8)
     for played in range(100):
         curves.add([played], {"reward": [float(played)]})
     assert curves.stride == 16 and len(curves.sums["reward"]) == 7
@@ -63,7 +63,7 @@ def test_a_round_without_a_point_is_a_gap_and_one_played_twice_is_averaged() -> 
 
 
 def test_the_mean_of_all_counts_what_was_measured_however_coarse_the_curves_are() -> None:
-    short, long = Curves(most=4), Curves(most=4)
+    short, long = Curves(max_reward=4), Curves(max_reward=4)
     short.add([0, 1, 2], {"reward": [1.0, None, 3.0], "nothing": [None] * 3})
     long.add(range(8), {"reward": [0.0] * 8})
     assert (short.stride, long.stride) == (1, 2) and "nothing" not in short.sums
@@ -85,7 +85,7 @@ def test_the_overview_and_the_leaderboard_tell_what_the_rounds_did(tmp_path: Pat
     assert (told.phase, told.round, told.rounds, told.nodes, told.alive) == ("running", 2, 5, 3, 3)
     assert told.tasks == ["chain_sum", "gcd"] and told.models == ["tiny"]
     assert told.tokens == 2 * 3 * 50 and told.rollouts == 2 * 3 * 4
-    assert told.from_others == 0.4 and told.held_out_start == pytest.approx(0.2)
+    assert told.external_share == 0.4 and told.held_out_start == pytest.approx(0.2)
     assert told.seconds_to_next is not None and told.seconds_to_next >= 0
     rows = telling.nodes(follower).nodes
     assert [row.rank for row in rows] == [1, 2, 3]
@@ -140,7 +140,7 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
     told = telling.node(follower, run.identities[0].peer_id)
     assert told is not None and told.row.node == run.names[0]
     assert [(link.node, link.groups) for link in told.learned_from] == [(run.names[1], 1)]
-    assert [(link.node, link.groups) for link in told.taught] == [(run.names[1], 1)]
+    assert [(link.node, link.groups) for link in told.used_by] == [(run.names[1], 1)]
     assert told.rejected == {"digest": 1} and told.restarts == 1 and told.checkpoints == [3]
     assert [(s.task, s.start, s.now) for s in told.held_out] == [("chain_sum", 0.2, 0.5), ("gcd", 0.2, 0.5)]
     assert told.settings["seed"] == "42" and "identity_path" not in told.settings, "of this machine alone"
@@ -167,7 +167,11 @@ def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tm
     assert told is not None and other is not None
     assert told.settings == {"seed": "7"} and told.hardware == {"cores": "2"}, "its own, and no secret"
     assert other.settings["seed"] == "42" and other.hardware == {}
-    assert told.errors == {"ValueError: no": 1} and told.refused == {"digest": 1} and other.refused == {}
+    assert (
+        told.errors == {"ValueError: no": 1}
+        and told.rejected_by_peers == {"digest": 1}
+        and other.rejected_by_peers == {}
+    )
     assert told.restarts == 1 and other.restarts == 0, "who joins twice was started again"
     kinds = [event.event for event in telling.events(follower, node=run.names[0]).events]
     assert kinds == ["failed", "restarted", "joined"]
@@ -272,8 +276,8 @@ def test_rollouts_are_read_page_by_page_with_task_and_answer_key(tmp_path: Path)
         assert {row.round for row in texts.page(Wanted(round=1), None, 99).rollouts} == {1}
         assert {row.node for row in texts.page(Wanted(node=run.names[1]), None, 99).rollouts} == {run.names[1]}
         assert {row.task for row in texts.page(Wanted(task="gcd"), None, 99).rollouts} <= {"gcd"}
-        assert {row.reward for row in texts.page(Wanted(least=0.4), None, 99).rollouts} == {0.5}
-        assert {row.reward for row in texts.page(Wanted(most=0.4), None, 99).rollouts} == {0.0}
+        assert {row.reward for row in texts.page(Wanted(min_reward=0.4), None, 99).rollouts} == {0.5}
+        assert {row.reward for row in texts.page(Wanted(max_reward=0.4), None, 99).rollouts} == {0.0}
         assert texts.page(Wanted(), "nonsense", 1).rollouts[0] == rows[0]
     finally:
         texts.close()
@@ -303,7 +307,7 @@ def test_where_logs_are_elsewhere_the_curves_are_what_nodes_reported(tmp_path: P
     follower.look()
     told = telling.lines(follower, "reward_local")
     assert told.rounds == [0, 1, 2, 3] and told.mean == [0.25] * 4
-    assert telling.overview(follower).rollouts == 2 * 4 * 2 and not telling.overview(follower).logs
+    assert telling.overview(follower).rollouts == 2 * 4 * 2 and not telling.overview(follower).has_logs
     assert [event.event for event in telling.events(follower).events] == ["joined", "joined"]
     (run.root / "rewards" / "round_4" / "stage_0").mkdir(parents=True)
     (run.root / "rewards" / "round_4" / "stage_0" / f"{run.names[0]}.json").write_text('{"reward": 9}')
@@ -323,7 +327,7 @@ def test_runs_of_one_folder_are_laid_over_each_other(tmp_path: Path) -> None:
     follower, _ = followed(first)
     runs = Runs(follower)
     page = runs.page(0, 20)
-    assert {(row.run, row.phase, row.here) for row in page.runs} == {
+    assert {(row.run, row.phase, row.current) for row in page.runs} == {
         ("first", "finished", True),
         ("second", "running", False),
     }

@@ -232,7 +232,7 @@ def test_other_runs_of_the_folder_are_opened_under_their_names(tmp_path: Path) -
         told = get(client, "/run/other/api/overview")
         assert (told["name"], told["nodes"], told["round"], told["can_stop"]) == ("other", 3, 1, False)
         assert "<main" in client.get("/run/other/").text and client.get("/run/other/static/app.js").status_code == 200
-        assert [row["run"] for row in get(client, "/run/other/api/runs")["runs"] if row["here"]] == ["other"]
+        assert [row["run"] for row in get(client, "/run/other/api/runs")["runs"] if row["current"]] == ["other"]
         assert len(get(client, "/run/other/api/rollouts")["rollouts"]) == 6
         for nothing in (
             "/run/none/",
@@ -255,7 +255,7 @@ def test_every_table_of_a_node_is_saved(client: TestClient, swarm: SmallRun) -> 
         assert response.headers["content-type"].startswith("text/csv")
         assert len(list(csv.reader(io.StringIO(response.text)))) == 1 + len(told[name]), name
     assert len(told["learned_from"]) == 1 and len(told["rejected"]) == 1
-    assert client.get("/api/nodes/nobody/tables/taught").status_code == 404
+    assert client.get("/api/nodes/nobody/tables/used_by").status_code == 404
 
 
 NASTY = [

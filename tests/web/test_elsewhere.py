@@ -52,7 +52,7 @@ def test_a_swarm_at_a_url_is_watched_while_it_is_played(
         url = address_of(process)
         told = asked(f"{url}/api/overview")
         assert (told["address"], told["phase"], told["round"], told["nodes"]) == (address, "running", 2, 2)
-        assert not told["logs"] and told["rollouts"] == 2 * 2 * 2
+        assert not told["has_logs"] and told["rollouts"] == 2 * 2 * 2
         curve = asked(f"{url}/api/curves?metric=reward_local")
         assert curve["rounds"] == [0, 1] and curve["mean"] == [0.25, 0.25]
         rollouts = asked(f"{url}/api/rollouts?limit=100")["rollouts"]

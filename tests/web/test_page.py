@@ -158,7 +158,7 @@ def test_search_finds_a_node_and_leads_to_its_page(visit: Visit, swarm: Real) ->
     assert page.url.endswith(f"#/node/{sought.node}"), "its link stays"
     page.reload()
     expect(page.locator("h1")).to_contain_text(sought.name)
-    for part in ("It learned from", "Who learned from it"):
+    for part in ("Learned from", "Used by"):
         expect(page.get_by_label(part, exact=True)).to_contain_text(other.name)
     page.goto(f"{visit.url}/#/")
     page.get_by_label("Search the leaderboard").fill("nobody")
@@ -178,7 +178,7 @@ def test_a_node_shows_its_own_settings_hardware_and_load(visit: Visit, swarm: Re
     expect(row).to_contain_text("0.9")
     assert TOKEN not in page.content() and "web_token" not in page.content()
     with page.expect_download() as download:
-        page.get_by_label("Save it learned from as CSV").click()
+        page.get_by_label("Save learned from as CSV").click()
     assert Path(download.value.path()).read_text().startswith("node,name,groups")
 
 
@@ -228,12 +228,12 @@ def test_a_node_that_dies_is_seen_as_dead_within_half_a_minute_and_as_restarted_
     swarm.process.send_signal(signal.SIGSTOP)
     os.kill(swarm.pid(dying.node), signal.SIGKILL)
     expect(page.locator("dl.facts")).to_contain_text("1 of 2")
-    expect(page.locator("tr", has_text=dying.name).locator(".dot")).to_have_attribute("title", "gone")
+    expect(page.locator("tr", has_text=dying.name).locator(".dot")).to_have_attribute("title", "offline")
     swarm.replay(range(swarm.round + 1, swarm.round + 60))
     swarm.process.send_signal(signal.SIGCONT)
     expect(page.locator("dl.facts")).to_contain_text("2 of 2", timeout=2 * PATIENCE)
     page.get_by_role("link", name="Feed").click()
-    for kind in ("joined", "gone", "restarted", "skipped", "came back", "rejected"):
+    for kind in ("joined", "offline", "restarted", "skipped", "online", "rejected"):
         page.get_by_label("Kind").select_option(kind)
         expect(page.locator(f"tbody .what.{kind.replace(' ', '-')}").first).to_be_visible()
     page.get_by_label("Kind").select_option("")

@@ -56,9 +56,9 @@ def test_it_tells_the_numbers_of_the_page(tmp_path: Path) -> None:
     drawing = Drawing(RunView(run.root))
     told = drawing.look()
     seen = drawn(run)
-    assert "round 2/5" in seen and "3 of 3 nodes here" in seen and "model tiny" in seen
+    assert "round 2/5" in seen and "3 of 3 nodes online" in seen and "model tiny" in seen
     assert f"{told.rollouts} rollouts" in seen and f"{told.tokens} tokens" in seen
-    assert "held out 0.200 → 0.300" in seen and "40% learned from others" in seen
+    assert "held-out 0.200 → 0.300" in seen and "40% external groups" in seen
     assert f"reward {told.reward:.2f}" in seen and "left" not in seen
     for row in telling.nodes(drawing.follower).nodes:
         line = next(line for line in seen.splitlines() if row.name in line and f"{row.reward:.2f}" in line)
@@ -73,11 +73,11 @@ def test_who_is_gone_is_said_and_what_stopped_or_finished_too(tmp_path: Path) ->
     run.journals[gone.node] = run.journals[run.names[0]]
     run.join(gone, NOBODY)
     run.play()
-    assert f"{animal_name(gone.peer_id)} (gone)" in drawn(run) and "2 of 3 nodes here" in drawn(run)
+    assert f"{animal_name(gone.peer_id)} (offline)" in drawn(run) and "2 of 3 nodes online" in drawn(run)
     run.play()
     assert "round 2/2" in drawn(run) and "measuring the held-out score" in drawn(run)
     other = SmallRun(tmp_path / "other", total=2, pid=NOBODY)
-    assert "stopped: nobody is here" in drawn(other)
+    assert "stopped: no node is online" in drawn(other)
 
 
 def test_the_time_that_is_left_follows_from_the_rounds_seen(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_any_width_is_readable_and_no_line_is_longer(tmp_path: Path, width: int)
     if width >= 60:
         assert all(any(animal_name(i.peer_id) in line and "0.2" in line for line in lines) for i in run.identities)
         assert any({"node", "reward", "trend", "wins"} <= set(line.split()) for line in lines)
-    assert any("from others" in line for line in lines) or width < 80
+    assert any("external" in line for line in lines) or width < 80
 
 
 def test_a_low_terminal_shows_the_best_and_says_how_many_more_there_are(tmp_path: Path) -> None:

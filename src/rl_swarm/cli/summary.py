@@ -24,9 +24,9 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
         box=None,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("node", no_wrap=True)
-    for title in ("before", "after", "times", "greedy", "formed", "right then"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("node", no_wrap=True, vertical="bottom")
+    for title in ("before", "after", "ratio", "greedy", "well-formed", "accuracy if\nwell-formed"):
+        table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
     for view in views:
         start, now = view.start, view.now
         if start and now:

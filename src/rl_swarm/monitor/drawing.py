@@ -23,15 +23,15 @@ MAX_MODELS = 3  # that are named
 LEAST_ROWS = 3  # of the table, however low the terminal
 LONGEST, LONGEST_PATH = 200, 1000  # characters of what somebody else wrote, and of a path
 LONGEST_TIME = 1e7  # seconds that are worth telling
-TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held out", "tokens/s", "from others")
+TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held-out", "tokens/s", "external")
 WORTH = (
     "node",
     "reward",
     "trend",
     "wins",
     "#",
-    "held out",
-    "from others",
+    "held-out",
+    "external",
     "rounds",
     "tokens/s",
     "model",
@@ -98,9 +98,9 @@ class Drawing:
 
     def _phase(self, told: Overview) -> str:
         if told.phase == "waiting":
-            return f"starting: {told.alive} of {told.nodes} here"
+            return f"starting: {told.alive} of {told.nodes} online"
         if told.phase == "stopped":
-            return "stopped: nobody is here"
+            return "stopped: no node is online"
         if told.phase == "finished":
             return "measuring the held-out score" if told.alive else "finished"
         soon, left = told.seconds_to_next, self.seconds_left(told)
@@ -111,13 +111,13 @@ class Drawing:
         named = [plain(model, 40) for model in told.models[:MAX_MODELS]]
         models = ", ".join(named) + (f" and {len(told.models) - MAX_MODELS} more" if told.models[MAX_MODELS:] else "")
         nodes = counted(told.nodes, "node")
-        here = f"{told.alive} of {nodes} here" if told.phase == "running" else nodes
-        facts = [here, f"model {models}" if models else ""]
+        online = f"{told.alive} of {nodes} online" if told.phase == "running" else nodes
+        facts = [online, f"model {models}" if models else ""]
         if told.held_out_now is not None:
             change = _change(told.held_out_start, told.held_out_now, 3)
-            facts.append(f"held out {change} ({self.follower.view.held_out_protocol()})")
-        if told.from_others is not None:
-            facts.append(f"{told.from_others:.0%} learned from others")
+            facts.append(f"held-out {change} ({self.follower.view.held_out_protocol()})")
+        if told.external_share is not None:
+            facts.append(f"{told.external_share:.0%} external groups")
         facts.append(counted(told.rollouts, "rollout") if told.rollouts else "")
         facts.append(counted(told.tokens, "token") if told.tokens else "")
         lines = [_line(line) for line in packed([fact for fact in facts if fact], width)]
@@ -181,7 +181,7 @@ def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
     change, flat = row.trend, row.trend is None or abs(row.trend) <= 0.005
     behind = told.round - row.round if row.round is not None else 0
     running = told.phase == "running"
-    note = " (gone)" if running and not row.alive else f" ({behind} behind)" if running and behind > 1 else ""
+    note = " (offline)" if running and not row.alive else f" ({behind} behind)" if running and behind > 1 else ""
     sign = "•" if flat else "▲" if change and change > 0 else "▼"
     arrow = "" if change is None else f"{sign} {_figure(change, sign='+')}"
     colour = "dim" if flat else "green" if change and change > 0 else "red"
@@ -192,9 +192,9 @@ def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
         "rounds": str(row.participation),
         "reward": "" if row.reward is None else _figure(row.reward),
         "wins": str(row.wins),
-        "held out": "" if row.held_out_now is None else _change(row.held_out_start, row.held_out_now, 2),
+        "held-out": "" if row.held_out_now is None else _change(row.held_out_start, row.held_out_now, 2),
         "tokens/s": "" if row.tokens_per_second is None else _figure(row.tokens_per_second, 0),
-        "from others": "" if row.from_others is None else f"{row.from_others:.0%}",
+        "external": "" if row.external_share is None else f"{row.external_share:.0%}",
     }
     style = "" if row.alive or not running else "dim"
     return {title: Text(cell, style=style) for title, cell in cells.items()} | {"trend": Text(arrow, colour)}

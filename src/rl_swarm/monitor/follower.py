@@ -125,7 +125,7 @@ class Follower(Looking):
             said = f"with {node.peer.model}"
             events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
         if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
-            word = "came back" if node.alive else "gone"
+            word = "online" if node.alive else "offline"
             events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
         changed = bool(track.take(node, most)) or bool(events) or track.alive != node.alive
         track.alive = node.alive

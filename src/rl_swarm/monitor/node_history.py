@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_type_hints
 
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
@@ -14,11 +14,12 @@ from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
 
-METRICS = (
-    "reward_local", "reward_training", "completion_length", "truncated_fraction", "zero_std_fraction", "entropy",
-    "grad_norm", "loss", "kl", "clip_fraction", "logprob_mismatch", "tokens_per_second", "trained_tokens",
-    "peak_memory", "external_accepted", "external_max_nll",
+NO_CURVE = (  # they place a record, or are only summed over the run
+    "timestamp", "round", "stage", "policy_version", "local_groups", "local_with_signal", "external_scored",
+    "generated_tokens",
 )  # fmt: skip
+NUMBERS = (int, float, float | None)
+METRICS = tuple(name for name, kind in get_type_hints(RoundRecord).items() if kind in NUMBERS and name not in NO_CURVE)
 LOADS = Load.__struct_fields__
 MEASURED = (*METRICS, *(f"seconds.{phase}" for phase in PHASES), *(f"load.{part}" for part in LOADS))
 _values = attrgetter(*MEASURED)
@@ -40,7 +41,7 @@ class Track:
     taken: int = 0  # groups of others that it learned from
     learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
-    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
+    rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
     errors: Counter[str] = field(default_factory=Counter)
     hardware: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Track:
     _begun: bool = False  # it has joined before
 
     @property
-    def from_others(self) -> float | None:
+    def external_share(self) -> float | None:
         return self.taken / (self.taken + self.own) if self.taken + self.own else None
 
     def take(self, view: NodeView, most_rounds: int) -> int:
@@ -108,7 +109,7 @@ class Track:
             self._begun = True
         self.skipped += event.event == "skipped"
         if event.event == "rejected":
-            count_one(self.refused, (str(line.get("node")), str(line.get("reason"))))
+            count_one(self.rejected_by_peers, (str(line.get("node")), str(line.get("reason"))))
         if event.event in ERRORS:
             count_one(self.errors, event.detail)
         return event

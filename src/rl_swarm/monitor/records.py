@@ -30,8 +30,8 @@ class Overview:
     held_out_start: float | None
     held_out_now: float | None
     held_out_protocol: str  # what these are the mean of
-    from_others: float | None  # share of the groups learned from
-    logs: bool  # whether the nodes' logs are at hand
+    external_share: float | None  # share of the groups learned from
+    has_logs: bool  # the nodes' logs can be read
     unreadable_lines: int  # of these logs
     can_stop: bool  # whoever has the token may stop the run from here
     experiment: str  # of which it is a run, where that is being watched
@@ -57,7 +57,7 @@ class NodeRow:
     held_out_start: float | None
     held_out_now: float | None
     tokens_per_second: float | None
-    from_others: float | None
+    external_share: float | None
     role: str  # empty for the ordinary one
 
 
@@ -90,17 +90,17 @@ class NodeDetail:
     device: str
     host: str
     joined: float | None
-    seen: float | None
+    last_heartbeat: float | None
     tokens: int
     rollouts: int
     peak_memory: float | None  # bytes
     restarts: int
     skipped: int  # times that it went past rounds
     rejected: dict[str, int]  # rollouts of others, by reason
-    refused: dict[str, int]  # its own rollouts that others rejected, by reason
+    rejected_by_peers: dict[str, int]  # its own rollouts that others rejected, by reason
     errors: dict[str, int]
     learned_from: list[Link]
-    taught: list[Link]
+    used_by: list[Link]
     held_out: list[TaskScore]
     checkpoints: list[int]  # rounds
     settings: dict[str, str]  # its own; where its log is not at hand, those of the run
@@ -160,8 +160,8 @@ class Text:
     text: str
     reward: float
     advantage: float
-    ended: bool
-    cut: bool  # shown in part
+    truncated: bool  # at the limit of tokens
+    shortened: bool  # shown in part
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class RunRow:
     reward: float | None
     held_out_start: float | None
     held_out_now: float | None
-    here: bool  # the one that is being watched
+    current: bool  # the run that is being watched
 
 
 @dataclass(frozen=True)
@@ -218,4 +218,4 @@ class Health:
     status: Literal["alive", "stale", "waiting", "finished"]
     round: int
     alive: int
-    seconds_since_sign: float | None  # of life, from anybody in the swarm
+    seconds_since_heartbeat: float | None  # of life, from anybody in the swarm

@@ -46,14 +46,14 @@ class Wanted:
     round: int | None = None
     node: str = ""
     task: str = ""
-    least: float | None = None
-    most: float | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
 
     def holds(self, row: RolloutRow) -> bool:
         return (
             (not self.task or row.task == self.task)
-            and (self.least is None or row.reward >= self.least)
-            and (self.most is None or row.reward <= self.most)
+            and (self.min_reward is None or row.reward >= self.min_reward)
+            and (self.max_reward is None or row.reward <= self.max_reward)
         )
 
 
@@ -173,7 +173,7 @@ class Texts:
                     answer=real.answer[:LONGEST] if real and real.answer is not None else None,
                     reward=sum(rewards) / len(rewards),
                     completions=[
-                        Text(a.response[:LONGEST], a.reward, advantage, a.ended, len(a.response) > LONGEST)
+                        Text(a.response[:LONGEST], a.reward, advantage, not a.ended, len(a.response) > LONGEST)
                         for a, advantage in list(texts)[:MAX_COMPLETIONS]
                     ],
                 )

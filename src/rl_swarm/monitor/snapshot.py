@@ -61,8 +61,8 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
             held_out_protocol=view.held_out_protocol(),
-            from_others=taken / (own + taken) if own + taken else None,
-            logs=any(node.rounds or node.held_out for node in nodes),
+            external_share=taken / (own + taken) if own + taken else None,
+            has_logs=any(node.rounds or node.held_out for node in nodes),
             unreadable_lines=sum(node.unreadable_lines for node in nodes),
             can_stop=can_stop,
             experiment=experiment,
@@ -120,32 +120,32 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
         track, peer = follower.tracks[view.node], view.peer
         scores = [_by_task(line) for line in (view.start, view.now)]
         memory = [value for value in track.curves.points("peak_memory", track.curves.stride) if value]
-        taught = {
+        used_by = {
             other.node: follower.tracks[other.node].learned_from[row.peer_id]
             for other in follower.view.nodes.values()
             if other.node in follower.tracks
         }
-        refused: Counter[str] = Counter()
+        rejected_by_peers: Counter[str] = Counter()
         for other in follower.tracks.values():
-            for (whose, reason), times in other.refused.items():
+            for (whose, reason), times in other.rejected_by_peers.items():
                 if whose == row.node:
-                    refused[reason] += times
+                    rejected_by_peers[reason] += times
         return NodeDetail(
             row=row,
             device=peer.device if peer else "",
             host=peer.host if peer else "",
             joined=peer.joined if peer else None,
-            seen=peer.timestamp if peer else None,
+            last_heartbeat=peer.timestamp if peer else None,
             tokens=round(track.tokens),
             rollouts=track.rollouts,
             peak_memory=max(memory, default=None),
             restarts=track.restarts,
             skipped=track.skipped,
             rejected=dict(track.rejected.most_common(100)),
-            refused=dict(refused.most_common(100)),
+            rejected_by_peers=dict(rejected_by_peers.most_common(100)),
             errors=dict(track.errors.most_common(100)),
             learned_from=_links(follower, track.learned_from),
-            taught=_links(follower, taught),
+            used_by=_links(follower, used_by),
             held_out=[
                 TaskScore(task, scores[0].get(task), scores[1].get(task))
                 for task in sorted(scores[0] | scores[1])[:MAX_TASKS]
@@ -248,7 +248,7 @@ def _row(follower: Follower, rank: int, view: NodeView) -> NodeRow:
         held_out_start=number(view.start["sampled"]) if view.start else None,
         held_out_now=number(view.now["sampled"]) if view.now else None,
         tokens_per_second=_speed(view),
-        from_others=follower.tracks[view.node].from_others,
+        external_share=follower.tracks[view.node].external_share,
         role=view.role,
     )
 

@@ -150,14 +150,14 @@ def create_app(
         round: Annotated[int | None, Query(ge=0, lt=1 << 53)] = None,
         node: Name = "",
         task: Name = "",
-        least: Reward = None,
-        most: Reward = None,
+        min_reward: Reward = None,
+        max_reward: Reward = None,
         after: Annotated[str | None, Query(max_length=100, description="`next` of the page before.")] = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 10,
         format: Format = "json",
     ) -> object:
         """Questions and what the models answered, the newest round first."""
-        page = texts.page(Wanted(round, node, task, least, most), after, limit)
+        page = texts.page(Wanted(round, node, task, min_reward, max_reward), after, limit)
         return page if format == "json" else as_csv("rollouts", tables.rollouts_csv(page.rollouts))
 
     @app.get("/api/events", response_model=r.EventPage, responses=OR_CSV)

@@ -92,7 +92,7 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
     @routes.get("/healthz")
     def healthz(swarm: Swarm) -> HealthMessage:
         found = telling.health(swarm)
-        return HealthMessage("stale" if found.status == "stale" else "OK", found.seconds_since_sign)
+        return HealthMessage("stale" if found.status == "stale" else "OK", found.seconds_since_heartbeat)
 
     @routes.get("/round_and_stage")
     def round_and_stage(swarm: Swarm) -> RoundAndStage:

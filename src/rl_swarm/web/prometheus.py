@@ -32,7 +32,7 @@ class Numbers(Collector):
             "nodes_alive": ("nodes that are there", told.alive),
             "reward": ("mean reward of the last rounds", told.reward),
             "held_out_score": ("mean score on questions that training never sees", told.held_out_now),
-            "from_others_share": ("share of the groups learned from that others wrote", told.from_others),
+            "external_share": ("share of external groups among the groups trained on", told.external_share),
         }
         for name, (what, value) in gauges.items():
             if value is not None:

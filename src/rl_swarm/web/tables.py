@@ -13,10 +13,10 @@ FORMULAS = tuple("=+-@＝＋－＠")  # some programs take the wide ones for the
 SPACES = ("\t", "\r", "\n")
 NodeTable = Literal[
     "learned_from",
-    "taught",
+    "used_by",
     "held_out",
     "rejected",
-    "refused",
+    "rejected_by_peers",
     "errors",
     "checkpoints",
     "settings",
@@ -55,7 +55,7 @@ def node_csv(node: NodeDetail, table: NodeTable) -> str:
         return records_csv(TaskScore, node.held_out)
     if table == "checkpoints":
         return csv_text(["round"], ([played] for played in node.checkpoints))
-    if table in ("learned_from", "taught"):
+    if table in ("learned_from", "used_by"):
         return records_csv(Link, getattr(node, table))
     rows: dict[str, Cell] = getattr(node, table)
     header = ["name", "value"] if table in ("settings", "hardware") else ["reason", "times"]

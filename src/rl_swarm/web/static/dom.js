@@ -47,8 +47,8 @@ export function moment(timestamp) {
 
 export const nodeLink = (node, name) => (node ? h("a", { href: `#/node/${encodeURIComponent(node)}` }, name) : name);
 
-export const life = (alive) => h("span", { class: alive ? "dot here" : "dot", title: alive ? "here" : "gone" },
-  h("span", { class: "hidden" }, alive ? "here" : "gone"));
+export const life = (alive) => h("span", { class: alive ? "dot online" : "dot", title: alive ? "online" : "offline" },
+  h("span", { class: "hidden" }, alive ? "online" : "offline"));
 
 export const save = (href, what) => h("a", { class: "save", href, download: true, "aria-label": `Save ${what} as CSV` }, "CSV");
 

@@ -1,9 +1,9 @@
-// Shows what peers say now, and what happened to them.
+// Shows events, and the latest completions of all nodes.
 
 import { csv, get } from "./api.js";
 import { card, h, happening, moment, nodeLink, redraw, score, table } from "./dom.js";
 
-const KINDS = ["joined", "joined_late", "restarted", "left", "gone", "came back", "skipped", "rejected", "not_asked", "failed", "checkpoint", "finished"];
+const KINDS = ["joined", "joined_late", "restarted", "left", "offline", "online", "skipped", "rejected", "not_asked", "failed", "checkpoint", "finished"];
 const PAGE = 50;
 
 export function events() {
@@ -18,10 +18,10 @@ export function events() {
     redraw(happened, table("Events", [
       { title: "When", short: true, cell: (event) => moment(event.timestamp) },
       { title: "Node", cell: (event) => nodeLink(event.node, event.name) },
-      { title: "What", short: true, cell: (event) => happening(event.event) },
+      { title: "Event", short: true, cell: (event) => happening(event.event) },
       { title: "Round", number: true, wide: true, cell: (event) => (event.round === null ? "–" : String(event.round)) },
       { title: "Detail", wide: true, cell: (event) => event.detail },
-    ], page.events, "Nothing of that kind."));
+    ], page.events, "No events of that kind."));
     const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; list(); } }, label);
     pages.replaceChildren(...[offset > 0 && move(-PAGE, "Newer"), offset + PAGE < page.total && move(PAGE, "Older")].filter(Boolean));
   }
@@ -31,7 +31,7 @@ export function events() {
     redraw(feed, ...gossip.messages.map((each) => h("li", { class: each.reward > 0 ? "good" : "" },
       h("p", { class: "note" }, nodeLink(each.nodeId, each.node), " ", moment(each.timestamp), h("span", { class: "mean" }, score(each.reward))),
       h("p", {}, each.question), h("pre", {}, each.answer || "(nothing)"))));
-    if (!gossip.messages.length) feed.append(h("li", { class: "empty" }, "Nobody has said anything yet."));
+    if (!gossip.messages.length) feed.append(h("li", { class: "empty" }, "No completions yet."));
   }
 
   return {
@@ -39,6 +39,6 @@ export function events() {
     refresh,
     element: h("div", { class: "feeds" },
       card("Events", csv("api/events", { limit: 1000 }), h("div", { class: "tools" }, h("label", { for: "kind" }, "Kind", kind)), happened, pages),
-      card("What they say now", null, feed)),
+      card("Latest completions", null, feed)),
   };
 }

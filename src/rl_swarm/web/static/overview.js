@@ -17,8 +17,8 @@ const COLUMNS = [
   { title: "Reward", number: true, cell: (row) => score(row.reward) },
   { title: "Trend", number: true, cell: (row) => (row.trend === null ? "–" : h("span", { class: row.trend > 0.005 ? "up" : row.trend < -0.005 ? "down" : "" }, `${arrow(row.trend)} ${signed(row.trend)}`)) },
   { title: "Wins", number: true, cell: (row) => String(row.wins) },
-  { title: "Held out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
-  { title: "From others", number: true, wide: true, cell: (row) => percent(row.from_others) },
+  { title: "Held-out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
+  { title: "External", number: true, wide: true, cell: (row) => percent(row.external_share) },
 ];
 
 export function overview() {
@@ -35,9 +35,9 @@ export function overview() {
     const wanted = search.value;
     const page = await get("api/nodes", { search: wanted, offset, limit: PAGE });
     if (wanted !== search.value) return;
-    redraw(leaders, table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node has that name." : "Nobody is here yet."));
+    redraw(leaders, table("Leaderboard", COLUMNS, page.nodes, wanted ? "No node matches." : "No node has joined yet."));
     const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; rank(); } }, label);
-    more.replaceChildren(...[offset > 0 && move(-PAGE, "Better"), offset + PAGE < page.total && move(PAGE, "More")].filter(Boolean));
+    more.replaceChildren(...[offset > 0 && move(-PAGE, "Higher ranks"), offset + PAGE < page.total && move(PAGE, "Lower ranks")].filter(Boolean));
   }
 
   async function refresh() {
@@ -48,31 +48,31 @@ export function overview() {
     facts.replaceChildren(
       fact("Round", `${played} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : "one stage each"),
       fact("Next round in", about.phase === "running" ? duration(about.seconds_to_next) : "–", about.phase === "running" ? ENDS[about.round_end] ?? "" : about.phase),
-      fact("Nodes", `${about.alive} of ${about.nodes}`, "are here"),
-      fact("Models trained", String(about.nodes), about.models.join(", ")),
-      fact("Tasks", String(about.tasks.length), "kinds of questions"),
+      fact("Nodes", `${about.alive} of ${about.nodes}`, "online"),
+      fact("Models", about.models.join(", ") || "–", "trained by the nodes"),
+      fact("Tasks", String(about.tasks.length), "in the task list"),
       fact("Reward", score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
       fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}; ${about.held_out_protocol}`),
-      fact("From others", percent(about.from_others), "of what was learned"),
+      fact("External groups", percent(about.external_share), "of the groups trained on"),
       fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
       fact("Rollouts", count(about.rollouts), "questions answered"),
     );
     reward.show(rewards);
     heldOut.show(scores);
-    note.hidden = about.logs || !about.nodes;
+    note.hidden = about.has_logs || !about.nodes;
     torn.hidden = !about.unreadable_lines;
     torn.textContent = `${count(about.unreadable_lines)} ${about.unreadable_lines === 1 ? "line" : "lines"} of the nodes' logs cannot be read: the curves may have gaps.`;
   }
 
   const board = card("Leaderboard", csv("api/nodes", { limit: 1000 }), leaders, more);
   board.querySelector(".head").insertBefore(search, board.querySelector(".save"));
-  const note = h("p", { class: "note", hidden: true }, "The nodes keep their logs to themselves: what is shown is what they report.");
+  const note = h("p", { class: "note", hidden: true }, "The nodes' logs cannot be read from here: this page shows what the nodes report.");
   const torn = h("p", { class: "note", role: "status", hidden: true });
   return {
     title: "Overview",
     refresh,
     element: h("div", { class: "stack" },
-      h("section", { class: "card", "aria-label": "Where it stands" }, progress, facts, note, torn),
+      h("section", { class: "card", "aria-label": "Status" }, progress, facts, note, torn),
       h("div", { class: "main-charts" },
         h("section", { class: "card", "aria-label": "Reward" }, reward.element),
         h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element)),

@@ -3,12 +3,12 @@
 import { csv, get } from "./api.js";
 import { folding, h, moment, nodeLink, save as saving, score, signed } from "./dom.js";
 
-const FIELDS = ["round", "task", "node", "least", "most"];
+const FIELDS = ["round", "task", "node", "min_reward", "max_reward"];
 
 function completion(text, number) {
   return h("li", { class: text.reward > 0 ? "answer good" : "answer" },
     h("p", { class: "marks" }, h("strong", {}, `Reward ${score(text.reward)}`), h("span", {}, `advantage ${signed(text.advantage)}`),
-      text.ended ? null : h("span", {}, "cut off at its longest"), text.cut ? h("span", {}, "shown in part") : null),
+      text.truncated ? h("span", {}, "truncated") : null, text.shortened ? h("span", {}, "shortened for display") : null),
     folding(text.text || "(nothing)", `completion ${number + 1}`));
 }
 
@@ -20,7 +20,7 @@ function rollout(row, open) {
     h("p", { class: "note" }, "Round ", String(row.round), ", ", nodeLink(row.node, row.name), " with ", row.model, ", ", moment(row.timestamp)),
     h("div", { class: "asking" },
       h("div", {}, h("h3", {}, "Question"), folding(row.question, "the question")),
-      h("div", {}, h("h3", {}, "Answer key"), h("pre", { class: "key" }, row.answer ?? (row.task ? "Many answers are right." : "This question could not be made again here.")))),
+      h("div", {}, h("h3", {}, "Answer key"), h("pre", { class: "key" }, row.answer ?? (row.task ? "Several answers are correct." : "This question could not be regenerated here.")))),
     h("h3", {}, `${row.completions.length} completions`), h("ol", { class: "answers" }, row.completions.map(completion)));
 }
 
@@ -29,10 +29,10 @@ export function rollouts(_, query) {
     round: h("input", { type: "number", min: 0, id: "round", value: query.get("round") }),
     task: h("select", { id: "task" }, h("option", { value: "" }, "all")),
     node: h("select", { id: "node" }, h("option", { value: "" }, "all")),
-    least: h("input", { type: "number", step: "any", id: "least", value: query.get("least") }),
-    most: h("input", { type: "number", step: "any", id: "most", value: query.get("most") }),
+    min_reward: h("input", { type: "number", step: "any", id: "min_reward", value: query.get("min_reward") }),
+    max_reward: h("input", { type: "number", step: "any", id: "max_reward", value: query.get("max_reward") }),
   };
-  const labels = { round: "Round", task: "Task", node: "Node", least: "Reward from", most: "Reward to" };
+  const labels = { round: "Round", task: "Task", node: "Node", min_reward: "Minimum reward", max_reward: "Maximum reward" };
   const list = h("div", { class: "stack", "aria-live": "polite" }, h("p", { class: "empty" }, "Reading …"));
   const older = h("button", { type: "button", hidden: true, onclick: () => load(next) }, "Older rollouts");
   const newer = h("button", { type: "button", hidden: true, onclick: () => load(null) }, "Show the newest");

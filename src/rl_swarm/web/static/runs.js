@@ -42,16 +42,16 @@ export function runs(_, query) {
 
   async function refresh() {
     const page = await get("api/runs");
-    if (!begun) page.runs.filter((row) => row.here).forEach((row) => chosen.add(row.run));
+    if (!begun) page.runs.filter((row) => row.current).forEach((row) => chosen.add(row.run));
     begun = true;
     redraw(list, table("Runs", [
       { title: "Show", cell: pick },
-      { title: "Run", cell: (row) => (row.here ? h("a", { href: "#/" }, h("strong", {}, row.run)) : h("a", { href: `${root}run/${encodeURIComponent(row.run)}/#/` }, row.run)) },
+      { title: "Run", cell: (row) => (row.current ? h("a", { href: "#/" }, h("strong", {}, row.run)) : h("a", { href: `${root}run/${encodeURIComponent(row.run)}/#/` }, row.run)) },
       { title: "Phase", short: true, cell: (row) => h("span", { class: `pill ${row.phase}` }, row.phase) },
       { title: "Round", number: true, wide: true, cell: (row) => `${row.phase === "finished" ? row.rounds : row.round} of ${count(row.rounds)}` },
       { title: "Nodes", number: true, wide: true, cell: (row) => String(row.nodes) },
       { title: "Reward", number: true, cell: (row) => score(row.reward) },
-      { title: "Held out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
+      { title: "Held-out", number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
     ], page.runs));
     await draw();
   }
