@@ -45,7 +45,7 @@ def followed(run: SmallRun) -> tuple[Follower, Clock]:
 
 
 def test_curves_stay_small_and_keep_their_means() -> None:
-    curves = Curves(max_reward=8)
+    curves = Curves(most=8)
     for played in range(100):
         curves.add([played], {"reward": [float(played)]})
     assert curves.stride == 16 and len(curves.sums["reward"]) == 7
@@ -63,7 +63,7 @@ def test_a_round_without_a_point_is_a_gap_and_one_played_twice_is_averaged() -> 
 
 
 def test_the_mean_of_all_counts_what_was_measured_however_coarse_the_curves_are() -> None:
-    short, long = Curves(max_reward=4), Curves(max_reward=4)
+    short, long = Curves(most=4), Curves(most=4)
     short.add([0, 1, 2], {"reward": [1.0, None, 3.0], "nothing": [None] * 3})
     long.add(range(8), {"reward": [0.0] * 8})
     assert (short.stride, long.stride) == (1, 2) and "nothing" not in short.sums
@@ -239,7 +239,7 @@ def test_events_come_newest_first_and_a_node_that_dies_is_one(tmp_path: Path) ->
     follower.look()
     times = [event.timestamp for event in telling.events(follower).events]
     assert len(times) == 5 and times == sorted(times, reverse=True)
-    assert [e.node for e in telling.events(follower, kind="gone").events] == [run.names[1]]
+    assert [e.node for e in telling.events(follower, kind="offline").events] == [run.names[1]]
     assert telling.overview(follower).phase == "stopped" and telling.health(follower).status == "stale"
     assert telling.events(follower, node="nobody").events == []
 

@@ -139,7 +139,7 @@ def test_it_is_used_by_keyboard_while_it_changes(visit: Visit, swarm: Real) -> N
     before = page.locator("dl.facts dd").first.inner_text()
     page.evaluate("window.drawn = document.querySelector('tbody')")
     expect(page.locator("dl.facts dd").first).not_to_have_text(before)
-    page.wait_for_function("!window.drawn.isConnected")
+    until(lambda: page.evaluate("!window.drawn.isConnected"))
     expect(link).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("h1")).to_contain_text(swarm.identities[1].name)
@@ -162,14 +162,14 @@ def test_search_finds_a_node_and_leads_to_its_page(visit: Visit, swarm: Real) ->
         expect(page.get_by_label(part, exact=True)).to_contain_text(other.name)
     page.goto(f"{visit.url}/#/")
     page.get_by_label("Search the leaderboard").fill("nobody")
-    expect(page.locator(".empty")).to_have_text("No node has that name.")
+    expect(page.locator(".empty")).to_have_text("No node matches.")
 
 
 def test_a_node_shows_its_own_settings_hardware_and_load(visit: Visit, swarm: Real) -> None:
     page = visit.open(f"#/node/{swarm.identities[0].node}")
     expect(page.get_by_label("Hardware", exact=True)).to_contain_text("torch")
     for curve in (
-        "Reward", "Completion length", "Entropy", "Gradient norm", "Tokens per second", "Processor load", "Memory",
+        "Reward", "Completion length", "Entropy", "Gradient norm", "Tokens per second", "CPU load", "Memory",
         "Seconds per phase",
     ):  # fmt: skip
         expect(page.locator("figure", has_text=curve).locator("canvas")).to_be_visible()
@@ -200,7 +200,7 @@ def test_a_rollout_opens_with_its_key_and_every_completion(visit: Visit) -> None
     expect(page.locator(".rollout")).to_have_count(10)
     expect(page.locator(".rollout[open] .answer")).to_have_count(4)
     expect(page.locator(".rollout[open]")).to_contain_text("advantage")
-    expect(page.locator(".rollout[open] .key")).not_to_contain_text("could not be made again")
+    expect(page.locator(".rollout[open] .key")).not_to_contain_text("could not be regenerated")
     page.locator(".rollout summary").nth(1).press("Enter")
     expect(page.locator(".rollout[open]")).to_have_count(2)
 
@@ -314,8 +314,8 @@ def test_rollouts_fold_and_are_filtered(browser: Browser, watched: str, played: 
     page.get_by_label("Round").fill("2")
     page.get_by_label("Round").press("Enter")
     expect(page.locator(".rollout")).to_have_count(6)
-    page.get_by_label("Reward from").fill("0.3")
-    page.get_by_label("Reward from").press("Enter")
+    page.get_by_label("Minimum reward").fill("0.3")
+    page.get_by_label("Minimum reward").press("Enter")
     expect(page.locator(".rollout")).to_have_count(3)
     page.get_by_label("Node").select_option(label=played.identities[0].name)
     expect(page.locator(".rollout")).to_have_count(1)
