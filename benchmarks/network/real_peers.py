@@ -181,7 +181,7 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
     os.setpgrp()  # so that whatever it starts can be ended with it
     environment, first = Arithmetic(), not known
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        peers = [Peer(Identity.new(), known, Path(folder) / str(k), environment) for k in range(count)]
+        peers = [Peer(Identity.generate(), known, Path(folder) / str(k), environment) for k in range(count)]
         if first:
             owner = peers[0].identity
             made = manifest(owner, *founded)

@@ -119,7 +119,7 @@ class World:
                 model="tiny",
                 joined=self.now,
                 timestamp=self.now,
-                invitation=admission.ticket(self.token, self.manifest, me) if self.token else "",
+                invitation=admission.make_ticket(self.token, self.manifest, me) if self.token else "",
             )
         )
 

@@ -29,7 +29,7 @@ from rl_swarm.network.folder import MANIFEST, STATE, FolderExchange, report_path
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.observer import KEPT_ROUNDS, Onlooker
-from rl_swarm.protocol.rounds import State, seen
+from rl_swarm.protocol.rounds import State, record_presence
 from rl_swarm.protocol.wire import seal
 from rl_swarm.storage.files import LocalFiles
 
@@ -163,7 +163,7 @@ def test_what_an_onlooker_has_counted_stays_counted(tmp_path):
     last = KEPT_ROUNDS + 49
     state = State(swarm=swarm.manifest.swarm(), phase="running", round=last)
     for who in (ann, bob):
-        state = seen(state, who, who, time.time())
+        state = record_presence(state, who, who, time.time())
     for number in range(last + 1):
         said = replace(report(swarm.manifest, "ann", number, reward=0.5, vote="bob"), node=ann)
         onlooker._note((number, 0, ann), seal(said, identity_of("ann")))

@@ -69,7 +69,7 @@ def members(address: str, as_json: bool) -> None:
     rows = []
     for peer_id in sorted({*state.members, *state.refused, *roll.allowed, *roll.denied}):
         member, refusal = state.members.get(peer_id), state.refused.get(peer_id)
-        why = admission.why_not(manifest, roll, peer_id, member)
+        why = admission.refusal_reason(manifest, roll, peer_id, member)
         if why is not None and member is None and refusal is not None:
             why = refusal.why  # the coordinator knows more: it has seen the invitation
         came_by = f"invitation {member.invitation}" if member and member.invitation else ""

@@ -17,7 +17,7 @@ from rl_swarm.network.round_server import read_history
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
-from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_named
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_with_digest
 
 T = TypeVar("T", Publication, Report)
 
@@ -151,7 +151,7 @@ def _newest(
             peer_id = paths[path]
             left.discard(peer_id)
             try:
-                document, digest = unseal_named(answer, kind, limit)
+                document, digest = unseal_with_digest(answer, kind, limit)
             except Rejected as error:
                 verdict.errors.append(f"{path}: altered or forged ({error})")
                 continue

@@ -35,8 +35,8 @@ from rl_swarm.protocol import admission
 from rl_swarm.protocol.admission import AccessList, AdmissionError
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.rollouts import Publication, within
-from rl_swarm.protocol.rounds import PeerInfo, Report, State, Why
+from rl_swarm.protocol.rollouts import Publication, fit_limits
+from rl_swarm.protocol.rounds import PeerInfo, RefusalReason, Report, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
 from rl_swarm.storage.files import LASTING, Files, Refused
@@ -165,7 +165,7 @@ def change_roll(
     """Allows or denies peers or invitations; the owner's list before and after. It is written only if it changes."""
     before = after = read_roll(files, manifest)
     for name in names:
-        after = after.changed(name, allow)
+        after = after.with_entry(name, allow)
     if after == before:
         return before, before
     try:
@@ -223,7 +223,7 @@ class FolderExchange:
         on_reject: OnReject,
         poll: float = 2.0,
         max_peers: int = 10,
-        refusal: Callable[[str], Why | None] = lambda peer_id: None,
+        refusal: Callable[[str], RefusalReason | None] = lambda peer_id: None,
         neighbourhoods: Callable[[], Mapping[str, str]] = dict,  # a folder shows no addresses
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -245,7 +245,7 @@ class FolderExchange:
             return
         self._published = True
         path = rollouts_path(*where, self.node)
-        data = self._sealed(within(publication, self.manifest.limits))
+        data = self._sealed(fit_limits(publication, self.manifest.limits))
         patiently(lambda: self.files.write(path, data), self.stop, self.manifest.peer_timeout)
 
     def _has_published(self, where: tuple[int, int]) -> bool:
@@ -264,7 +264,7 @@ class FolderExchange:
         numbers = sorted(publication.rollouts, key=int)
 
         def sealed(count: int) -> bytes:
-            fitting = publication.only({number: publication.rollouts[number] for number in numbers[:count]})
+            fitting = publication.restricted_to({number: publication.rollouts[number] for number in numbers[:count]})
             return seal(fitting, self.identity, compress=True, limit=limit)
 
         def refused(count: int) -> bool:
@@ -378,7 +378,7 @@ class FolderCoordinator:
         self._reported: set[tuple[int, int]] = set()
         self._joined = math.nan  # the introduction by which this node is known
         self.roll = AccessList(swarm=manifest.swarm())
-        self.turned_away: Why | None = None
+        self.turned_away: RefusalReason | None = None
         self._told_to_wait = False
 
     def knock(self, token: str | None) -> str:
@@ -386,7 +386,7 @@ class FolderCoordinator:
         shown, me = "", self.identity.peer_id
         if token:
             try:
-                shown = admission.ticket(token, self.manifest, me)
+                shown = admission.make_ticket(token, self.manifest, me)
             except Rejected as error:
                 raise AdmissionError(
                     f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, "
@@ -400,12 +400,14 @@ class FolderCoordinator:
             raise self.not_admitted(why)
         return shown
 
-    def not_admitted(self, why: Why) -> AdmissionError:
-        return AdmissionError(admission.sentence(why, self.manifest, self.identity.peer_id, str(self.files.root)))
+    def not_admitted(self, why: RefusalReason) -> AdmissionError:
+        return AdmissionError(
+            admission.refusal_message(why, self.manifest, self.identity.peer_id, str(self.files.root))
+        )
 
-    def refusal(self, peer_id: str) -> Why | None:
+    def refusal(self, peer_id: str) -> RefusalReason | None:
         """Why what a peer publishes is not used."""
-        return admission.why_not(self.manifest, self.roll, peer_id, self._last.members.get(peer_id))
+        return admission.refusal_reason(self.manifest, self.roll, peer_id, self._last.members.get(peer_id))
 
     def _read_roll(self) -> None:
         try:

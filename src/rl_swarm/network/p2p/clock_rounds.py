@@ -98,5 +98,5 @@ class ClockCoordinator(FolderCoordinator):
                 if peer.peer_id == self.identity.peer_id:
                     self.turned_away = why
                 continue
-            state = rounds.seen(state, peer.peer_id, peer.peer_id, min(now, met.seen), invitation)
+            state = rounds.record_presence(state, peer.peer_id, peer.peer_id, min(now, met.seen), invitation)
         return state

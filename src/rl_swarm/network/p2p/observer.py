@@ -33,7 +33,7 @@ KEPT_ROUNDS = 100  # of reports that are counted
 @contextmanager
 def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
     """A swarm's documents, and its state by the clock where nobody conducts it."""
-    identity, stop = Identity.new(), threading.Event()
+    identity, stop = Identity.generate(), threading.Event()
     with (
         tempfile.TemporaryDirectory() as folder,
         engine_of(identity, known_addresses(text), settings, Path(folder)) as engine,
