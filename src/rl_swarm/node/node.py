@@ -329,7 +329,7 @@ class Node:
 
     def sources(self, state: State) -> dict[str, str]:
         """Whom a member's rollouts are counted with: all of its invitation, else of its part of the internet."""
-        near = self.exchange.neighbourhoods()
+        near = self.exchange.subnets()
         return {
             peer_id: near.get(peer_id, source) if source == peer_id else source
             for peer_id, source in state.sources().items()
