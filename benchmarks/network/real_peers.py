@@ -155,7 +155,7 @@ class Peer:
             manifest, signed = found
             files = stack.enter_context(joining.among_peers(engine, self.identity, manifest, signed, self.folder))
             self.node = node = stub_node(files, manifest, self.identity, self.environment, self.stop)
-            node.coordinator.knock(None)  # type: ignore[attr-defined]
+            node.coordinator.request_admission(None)  # type: ignore[attr-defined]
             watch = Watch(files, node.name, self.identity, manifest.swarm())
             peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)

@@ -123,7 +123,7 @@ class Swarm:
             files.write(MANIFEST, self.signed)
         else:
             files.hand_on(MANIFEST, self.signed)
-        node.coordinator.knock(None)  # type: ignore[attr-defined]
+        node.coordinator.request_admission(None)  # type: ignore[attr-defined]
         info = introduction(node, world.now, "benchmark", 1)
         node.coordinator.register(info)
 

@@ -91,8 +91,8 @@ def read_peer(data: bytes) -> msgspec.Struct:
     return found
 
 
-def read_roll(data: bytes) -> msgspec.Struct:
-    found = folder.read_roll(OneFile(data), SWARM)  # type: ignore[arg-type]
+def read_access_list(data: bytes) -> msgspec.Struct:
+    found = folder.read_access_list(OneFile(data), SWARM)  # type: ignore[arg-type]
     admission.refusal_reason(SWARM, found, ALICE.peer_id, None)
     return found
 
@@ -103,7 +103,7 @@ READERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
     "publication": read_publication,
     "report": lambda data: wire.unseal_with_digest(data, Report, folder.RECORD_BYTES)[0],
     "peer": read_peer,
-    "roll": read_roll,
+    "roll": read_access_list,
     "state": read_state,
     "ended": read_history,
 }

@@ -35,8 +35,8 @@ from rl_swarm.network.p2p.records import (
     MAX_NOTICE,
     DhtRecord,
     key_of,
-    neighbourhood,
     parts_of,
+    subnet_of,
 )
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal, sign
@@ -388,5 +388,5 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
         ("", ""),
     ],
 )
-def test_an_address_is_in_a_neighbourhood(address, where):
-    assert neighbourhood(address) == where
+def test_an_address_is_in_a_subnet(address, where):
+    assert subnet_of(address) == where

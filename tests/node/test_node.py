@@ -298,14 +298,12 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     assert ("passed over" in caplog.text) == damaged
 
 
-def test_peers_of_one_neighbourhood_are_one_source_unless_they_were_invited(
-    environment: Reasoning, tmp_path: Path
-) -> None:
+def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS))
     one, two, three, four = (make_node(swarm, environment, tmp_path) for _ in range(4))
     peers = [node.identity.peer_id for node in (one, two, three, four)]
     swarm.apply(lambda state, now: rounds.record_presence(state, peers[3], four.name, now, "f" * 16))
-    one.exchange.neighbourhoods = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
+    one.exchange.subnets = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
     state = one.coordinator.current()
     assert one.sources(state) == {
         peers[0]: peers[0],

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
 from rl_swarm.network.folder import (
+    ADMISSION,
     MANIFEST,
-    ROLL,
     FolderCoordinator,
     FolderExchange,
-    change_roll,
-    read_roll,
+    change_access_list,
+    read_access_list,
     read_state,
     report_path,
 )
@@ -223,7 +223,7 @@ class Swarm:
         self.files.write(report_path(round, 0, who.node), seal(report, who))
 
     def change(self, *names: str, allow: bool) -> None:
-        change_roll(self.files, self.manifest, OWNER, names, allow)
+        change_access_list(self.files, self.manifest, OWNER, names, allow)
 
 
 def test_the_coordinator_makes_members_of_the_first_peers_that_an_invitation_admits(tmp_path):
@@ -395,7 +395,7 @@ def test_a_node_reads_the_list_only_when_the_state_names_a_newer_one(tmp_path):
         reads = 0
 
         def read(self, path: str, limit: int) -> bytes:
-            self.reads += path == ROLL
+            self.reads += path == ADMISSION
             return super().read(path, limit)
 
     swarm = Swarm(tmp_path, OPEN)
@@ -417,12 +417,12 @@ def test_a_node_reads_the_list_only_when_the_state_names_a_newer_one(tmp_path):
 def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
     swarm = Swarm(tmp_path, OPEN)
     swarm.change(ANN.peer_id, allow=False)
-    older = (tmp_path / ROLL).read_bytes()
+    older = (tmp_path / ADMISSION).read_bytes()
     swarm.change(EVE.peer_id, allow=False)
     node = swarm.join(EVE)
     swarm.look()
     node.current()
-    (tmp_path / ROLL).write_bytes(
+    (tmp_path / ADMISSION).write_bytes(
         {
             "a stranger's": seal(AccessList(swarm=OPEN.swarm(), number=9), EVE),
             "of another swarm": seal(AccessList(swarm=PRIVATE.swarm(), number=9), OWNER),
@@ -432,7 +432,7 @@ def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
         }[what]
     )
     if what == "gone":
-        (tmp_path / ROLL).unlink()
+        (tmp_path / ADMISSION).unlink()
     swarm.join(ANN)
     found = swarm.look()
     assert set(found.refused) == {ANN.peer_id, EVE.peer_id} and not found.members
@@ -445,11 +445,11 @@ def test_a_list_is_numbered_past_the_one_that_the_coordinator_has_seen(tmp_path)
         swarm.change(who.peer_id, allow=False)
     swarm.join(ANN)
     swarm.look()
-    (tmp_path / ROLL).unlink()
+    (tmp_path / ADMISSION).unlink()
     swarm.change(BOB.peer_id, allow=False)
-    assert read_roll(swarm.files, OPEN).number == 4
+    assert read_access_list(swarm.files, OPEN).number == 4
     swarm.change(BOB.peer_id, allow=False)
-    assert read_roll(swarm.files, OPEN).number == 4, "nothing has changed"
+    assert read_access_list(swarm.files, OPEN).number == 4, "nothing has changed"
     assert read_state(swarm.files, OPEN).roll == 3
 
 
@@ -467,16 +467,16 @@ def test_a_node_that_is_sure_to_be_turned_away_is_told_before_it_loads_anything(
     swarm = Swarm(tmp_path)
     _, token = invite()
     with pytest.raises(AdmissionError, match="takes invited peers only") as told:
-        swarm.node(EVE).knock(None)
+        swarm.node(EVE).request_admission(None)
     for part in (OWNER.peer_id, EVE.peer_id, "rl-swarm invite", "--invitation", "rl-swarm allow"):
         assert part in str(told.value)
     with pytest.raises(AdmissionError, match="INVITATION cannot be used"):
-        swarm.node(EVE).knock(token[:40])
+        swarm.node(EVE).request_admission(token[:40])
     swarm.change(EVE.peer_id, allow=False)
     with pytest.raises(AdmissionError, match="its owner has denied this node"):
-        swarm.node(EVE).knock(token)
-    assert swarm.node(ANN).knock(token)
-    assert swarm.node(OWNER).knock(None) == ""
+        swarm.node(EVE).request_admission(token)
+    assert swarm.node(ANN).request_admission(token)
+    assert swarm.node(OWNER).request_admission(None) == ""
 
 
 def test_a_member_keeps_its_invitation():

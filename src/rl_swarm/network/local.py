@@ -60,7 +60,7 @@ class LocalExchange:
             with self.swarm.changed:
                 self.swarm.changed.wait(min(self.poll, max(0.0, deadline - time.monotonic())))
 
-    def neighbourhoods(self) -> Mapping[str, str]:
+    def subnets(self) -> Mapping[str, str]:
         return {}
 
 

@@ -35,7 +35,7 @@ def check(manifest: Manifest, address: Path | str, settings: Settings) -> None:
                 "should be. Somebody may have put another one there: ask the owner for the address, or correct "
                 "SWARM_OWNER."
             )
-    elif not settings.invitation:  # a node that has one checks it when it knocks
+    elif not settings.invitation:  # a node that has one checks it when it asks for admission
         first = _remembered(_file(settings)).get(_place(address), owner)
         if first != owner:
             raise OwnerError(

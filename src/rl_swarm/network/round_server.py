@@ -20,12 +20,12 @@ from msgspec.structs import replace
 
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import (
+    ADMISSION,
     FIRST_PAUSE,
     GIVE_UP_AFTER,
     HISTORY,
     MANIFEST,
     RECORD_BYTES,
-    ROLL,
     STATE,
     TRIES,
     Listing,
@@ -33,8 +33,8 @@ from rl_swarm.network.folder import (
     patiently,
     pauses,
     place,
+    read_access_list,
     read_manifest,
-    read_roll,
     read_state,
     report_folder,
     report_path,
@@ -94,7 +94,7 @@ class RoundServer:
         self._listing = Listing()
         self._next: dict[str, str] = {}  # by folder: where the next look at refused documents begins
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
-        self.roll = AccessList(swarm=self.swarm)
+        self.access_list = AccessList(swarm=self.swarm)
         # Stamps of what all nodes read, by path.
         self._written: dict[str, tuple[int, ...] | None] = {}
         self._look_again_at = 0.0
@@ -163,13 +163,13 @@ class RoundServer:
 
     def _members(self, state: State, now: float, again: bool) -> State:
         """Who has joined and is admitted; and, now and then, who still gives signs of life."""
-        self._read_roll(state)
+        self._read_access_list(state)
         out = {
             peer_id: member.node
             for peer_id, member in state.members.items()
-            if admission.refusal_reason(self.manifest, self.roll, peer_id, member)
+            if admission.refusal_reason(self.manifest, self.access_list, peer_id, member)
         }
-        state = replace(rounds.stop_awaiting(state, out), roll=max(state.roll, self.roll.number))
+        state = replace(rounds.stop_awaiting(state, out), roll=max(state.roll, self.access_list.number))
         refused: dict[str, Refusal] = {}
         introduced = {member.node for member in state.members.values()} - set(out.values())
         for node in self._to_read("peers", introduced):
@@ -181,7 +181,7 @@ class RoundServer:
                 continue
             peer = read[0]
             invitation, why = admission.admit(
-                self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
+                self.manifest, self.access_list, state.members, peer.peer_id, peer.invitation, now
             )
             if why is None and peer.peer_id not in state.members:
                 state = rounds.drop_idle(state, MAX_MEMBERS - 1, now, self.rules.peer_timeout)
@@ -200,19 +200,21 @@ class RoundServer:
                 state = rounds.record_presence(state, peer.peer_id, node, now, invitation, peer.timestamp)
         return replace(state, refused=dict(sorted(refused.items())[:MAX_REFUSED]))
 
-    def _read_roll(self, state: State) -> None:
+    def _read_access_list(self, state: State) -> None:
         try:
-            roll = read_roll(self.files, self.manifest)
+            access_list = read_access_list(self.files, self.manifest)
         except OSError as error:  # the next look is soon
-            log.debug("%s cannot be read: %s", ROLL, error)
+            log.debug("%s cannot be read: %s", ADMISSION, error)
             return
         except Rejected as error:
-            self._refuse(ROLL, str(error))
+            self._refuse(ADMISSION, str(error))
             return
-        if roll.number < max(state.roll, self.roll.number):
-            self._refuse(ROLL, f"number {roll.number}, but there has been a newer one; `rl-swarm members` shows it")
-        if roll.number > self.roll.number:
-            self.roll = roll
+        if access_list.number < max(state.roll, self.access_list.number):
+            self._refuse(
+                ADMISSION, f"number {access_list.number}, but there has been a newer one; `rl-swarm members` shows it"
+            )
+        if access_list.number > self.access_list.number:
+            self.access_list = access_list
 
     def _reports(self, state: State, now: float) -> State:
         """The reports for the present stage."""
@@ -225,7 +227,7 @@ class RoundServer:
             if read is not None:
                 report, name = read
                 member = state.members.get(report.peer_id)
-                why = admission.refusal_reason(self.manifest, self.roll, report.peer_id, member)
+                why = admission.refusal_reason(self.manifest, self.access_list, report.peer_id, member)
                 if why is not None:
                     self._log_once(report_path(state.round, state.stage, node), f"not admitted ({why})")
                     continue
@@ -405,7 +407,7 @@ class RoundServer:
             peer_id: replace(member, last_seen=min(now, member.last_seen + silence))
             for peer_id, member in state.members.items()
         }
-        self._read_roll(state)
+        self._read_access_list(state)
         return replace(state, members=members)
 
     def _newest_state(self) -> State:

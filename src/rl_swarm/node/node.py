@@ -14,7 +14,7 @@ import msgspec
 from rl_swarm.environments.base import Environment, ModelRequest, Role
 from rl_swarm.learning.checkpoints import Checkpoints, Place
 from rl_swarm.learning.devices import peak_memory
-from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest, Work, update_batches
 from rl_swarm.learning.trainer import Update
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.node import selection, strategies
@@ -22,7 +22,6 @@ from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.evaluation import evaluate, mean
 from rl_swarm.node.hub import Push
 from rl_swarm.node.reputation import PeerReputation, in_turn
-from rl_swarm.node.requests import Published, SampleRequest, TrainRequest, Work, update_batches
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, derive_seed, question_seed
@@ -329,7 +328,7 @@ class Node:
 
     def sources(self, state: State) -> dict[str, str]:
         """Whom a member's rollouts are counted with: all of its invitation, else of its part of the internet."""
-        near = self.exchange.neighbourhoods()
+        near = self.exchange.subnets()
         return {
             peer_id: near.get(peer_id, source) if source == peer_id else source
             for peer_id, source in state.sources().items()
