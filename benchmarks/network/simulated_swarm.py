@@ -157,7 +157,7 @@ class Swarm:
 def identity(seed: int, number: int) -> Identity:
     """Return the same identity for the same label."""
     secret = hashlib.sha256(f"{seed} {number}".encode()).digest()
-    return Identity._of(Ed25519PrivateKey.from_private_bytes(secret))
+    return Identity._from_key(Ed25519PrivateKey.from_private_bytes(secret))
 
 
 def simulate(scenario: Scenario) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def identities(word):
     """The same ones every time: what is drawn by chance here is always the same."""
     for number in itertools.count():
         seed = hashlib.sha256(f"{word} {number}".encode()).digest()
-        yield Identity._of(Ed25519PrivateKey.from_private_bytes(seed))
+        yield Identity._from_key(Ed25519PrivateKey.from_private_bytes(seed))
 
 
 OWNER, *IDENTITIES = itertools.islice(identities("peer"), 1001)
