@@ -44,11 +44,11 @@ class History:
             "peer_timeout": 300.0,
         }
         settings = config.load(UP_PRESET, flags=flags, environ={}).settings
-        self.owner = Identity.new()
+        self.owner = Identity.generate()
         self.manifest = found(self.files, settings, root.name, self.owner)
         self.rules = Rules.of(self.manifest)
         self.swarm = self.manifest.swarm()
-        self.peers = [Identity.new() for _ in range(nodes)]
+        self.peers = [Identity.generate() for _ in range(nodes)]
         self.joined = time.time() - played * interval
         private = root.with_name(f"{root.name}-private")
         self.journals = [Journal(private / peer.node, (), self.files, f"logs/{peer.node}") for peer in self.peers]
@@ -91,7 +91,7 @@ class History:
             reward=reward(node, played), training_reward=reward(node, played), rollouts=4, vote=self.peers[0].peer_id,
         )  # fmt: skip
         FolderCoordinator(self.files, self.manifest, peer, peer.node, self.stop).submit(report)
-        self.state = rounds.submitted(self.state, report, time.time())
+        self.state = rounds.record_report(self.state, report, time.time())
 
     def end_round(self) -> None:
         over = self.state.started + self.rules.interval + 1

@@ -40,8 +40,8 @@ from rl_swarm.network.presence import Watch
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node.worker import signs_of_life
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive, question_seed
-from rl_swarm.protocol.rollouts import Group, Publication, Sampling, answers
+from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive_seed, question_seed
+from rl_swarm.protocol.rollouts import Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.settings import Settings
@@ -184,7 +184,7 @@ class Node:
 
         me, place = self.identity.peer_id, (state.round, state.stage)
         seeds = [question_seed(self.manifest, state.round, me, k) for k in range(QUESTIONS)]
-        rng = random.Random(derive(1, me, *place))
+        rng = random.Random(derive_seed(1, me, *place))
         questions = self.environment.questions(seeds)
         completions = self.environment.generate(len(questions), rng)
         groups = selection.score(
@@ -225,7 +225,7 @@ class Node:
             model="Qwen2.5-0.5B-Instruct",
             policy_version=state.round,
             sampling=Sampling(1.0, 1.0, 0, 256),
-            rollouts={str(k): answers(group, share_logprobs=False) for k, group in enumerate(groups)},
+            rollouts={str(k): to_answers(group, share_logprobs=False) for k, group in enumerate(groups)},
         )
 
     def publications(self, state: State, rng: random.Random) -> Iterator[Publication]:
@@ -261,7 +261,7 @@ def fail(node: str, reason: str, detail: str) -> None:
 
 
 def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
-    owner, stop, tally, environment = Identity.new(), threading.Event(), Tally(), Arithmetic()
+    owner, stop, tally, environment = Identity.generate(), threading.Event(), Tally(), Arithmetic()
     manifest = Manifest(
         peer_id=owner.peer_id,
         name="benchmark",
@@ -279,7 +279,7 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
     )
 
     def node(number: int) -> Node:
-        name, identity = f"node-{number}", Identity.new()
+        name, identity = f"node-{number}", Identity.generate()
         files = CountedFiles(locate(address).files, tally, scenario.latency)
         exchange = FolderExchange(files, manifest, identity, name, stop, fail, scenario.poll)
         coordinator = FolderCoordinator(files, manifest, identity, name, stop, scenario.poll)

@@ -18,9 +18,9 @@ REQUEST = b"rollouts/round_1/stage_0/" + b"x" * 52 + b".json"
 def measure() -> dict[str, float]:
     from hivemind.p2p import PeerID
 
-    one = CountedEngine(Identity.new(), [])
+    one = CountedEngine(Identity.generate(), [])
     one.start()
-    other = CountedEngine(Identity.new(), list(one.addresses))
+    other = CountedEngine(Identity.generate(), list(one.addresses))
     other.start()
     try:
         other.meet(10)

@@ -155,7 +155,7 @@ class Peer:
             manifest, signed = found
             files = stack.enter_context(joining.among_peers(engine, self.identity, manifest, signed, self.folder))
             self.node = node = stub_node(files, manifest, self.identity, self.environment, self.stop)
-            node.coordinator.knock(None)  # type: ignore[attr-defined]
+            node.coordinator.request_admission(None)  # type: ignore[attr-defined]
             watch = Watch(files, node.name, self.identity, manifest.swarm())
             peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)
@@ -181,7 +181,7 @@ def host(link: Connection, count: int, known: list[str], founded: tuple[float, i
     os.setpgrp()  # so that whatever it starts can be ended with it
     environment, first = Arithmetic(), not known
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        peers = [Peer(Identity.new(), known, Path(folder) / str(k), environment) for k in range(count)]
+        peers = [Peer(Identity.generate(), known, Path(folder) / str(k), environment) for k in range(count)]
         if first:
             owner = peers[0].identity
             made = manifest(owner, *founded)

@@ -123,7 +123,7 @@ class Swarm:
             files.write(MANIFEST, self.signed)
         else:
             files.hand_on(MANIFEST, self.signed)
-        node.coordinator.knock(None)  # type: ignore[attr-defined]
+        node.coordinator.request_admission(None)  # type: ignore[attr-defined]
         info = introduction(node, world.now, "benchmark", 1)
         node.coordinator.register(info)
 
@@ -157,7 +157,7 @@ class Swarm:
 def identity(seed: int, number: int) -> Identity:
     """Return the same identity for the same label."""
     secret = hashlib.sha256(f"{seed} {number}".encode()).digest()
-    return Identity._of(Ed25519PrivateKey.from_private_bytes(secret))
+    return Identity._from_key(Ed25519PrivateKey.from_private_bytes(secret))
 
 
 def simulate(scenario: Scenario) -> dict[str, Any]:

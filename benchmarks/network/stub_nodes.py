@@ -197,7 +197,7 @@ def stub_node(
             chosen.poll_interval,
             chosen.fetch_max_peers,
             coordinator.refusal,
-            files.neighbourhoods,
+            files.subnets,
             monotonic,
         ),
         coordinator=coordinator,

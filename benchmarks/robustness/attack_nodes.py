@@ -15,7 +15,7 @@ from rl_swarm.environments.reasoning import Reasoning, extract
 from rl_swarm.network.folder import FolderExchange, rollouts_path
 from rl_swarm.node.node import Node
 from rl_swarm.node.selection import Selection
-from rl_swarm.protocol.manifest import derive
+from rl_swarm.protocol.manifest import derive_seed
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import State
@@ -116,7 +116,7 @@ class Gullible(Honest):
 
     def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         self.exchange.wait_for_all()
-        rng = random.Random(derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
+        rng = random.Random(derive_seed(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
         nodes = [m.node for peer_id, m in sorted(state.members.items()) if peer_id != self.identity.peer_id]
         try:
             groups = [group for node in nodes for group in self.believed(node, state)]

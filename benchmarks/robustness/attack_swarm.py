@@ -119,7 +119,7 @@ class Swarm:
                 yield liar
 
     def admit(self, who: Identity, invitation: str) -> None:
-        self.swarm.apply(lambda state, now: rounds.seen(state, who.peer_id, who.node, now, invitation))
+        self.swarm.apply(lambda state, now: rounds.record_presence(state, who.peer_id, who.node, now, invitation))
 
     def run(self) -> Outcome:
         try:

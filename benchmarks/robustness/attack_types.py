@@ -81,7 +81,7 @@ def identity(label: str) -> Identity:
     """Return the same key for the same label, so that a run can be repeated."""
     key = Ed25519PrivateKey.from_private_bytes(sha256(label.encode()).digest())
     pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return Identity.of(key.private_bytes(*pem))
+    return Identity.from_bytes(key.private_bytes(*pem))
 
 
 def wrong(right: str, rng: random.Random) -> str:

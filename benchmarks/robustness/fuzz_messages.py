@@ -37,7 +37,7 @@ from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Limits
 from rl_swarm.protocol.rollouts import unpack
-from rl_swarm.protocol.rounds import Ended, PeerInfo, Report, Rules
+from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, StageRecord
 from rl_swarm.protocol.wire import Rejected, canonical, digest, seal
 
 SLOWEST = 1.0  # seconds of CPU time that one message may take
@@ -67,7 +67,7 @@ def read_publication(data: bytes) -> msgspec.Struct:
 def read_manifest(data: bytes) -> msgspec.Struct:
     found = folder.read_manifest(OneFile(data))  # type: ignore[arg-type]
     found.swarm()
-    found.questions_root()
+    found.questions_key()
     Rules.of(found)
     return found
 
@@ -82,18 +82,18 @@ def read_state(data: bytes) -> msgspec.Struct:
 def read_history(data: bytes) -> msgspec.Struct:
     line = data.replace(b"\n", b" ")
     round_server.parse_history(line + b"\n" + line[: len(line) // 2])
-    return wire.unseal(data, Ended)
+    return wire.unseal(data, StageRecord)
 
 
 def read_peer(data: bytes) -> msgspec.Struct:
-    found = wire.unseal_named(data, PeerInfo, folder.RECORD_BYTES)[0]
+    found = wire.unseal_with_digest(data, PeerInfo, folder.RECORD_BYTES)[0]
     admission.admit(SWARM, AccessList(swarm=SWARM.swarm()), {}, found.peer_id, found.invitation, now=1.0)
     return found
 
 
-def read_roll(data: bytes) -> msgspec.Struct:
-    found = folder.read_roll(OneFile(data), SWARM)  # type: ignore[arg-type]
-    admission.why_not(SWARM, found, ALICE.peer_id, None)
+def read_access_list(data: bytes) -> msgspec.Struct:
+    found = folder.read_access_list(OneFile(data), SWARM)  # type: ignore[arg-type]
+    admission.refusal_reason(SWARM, found, ALICE.peer_id, None)
     return found
 
 
@@ -101,9 +101,9 @@ EXCHANGE = folder.FolderExchange(None, SWARM, ALICE, "bob", None, None)  # type:
 READERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
     "manifest": read_manifest,
     "publication": read_publication,
-    "report": lambda data: wire.unseal_named(data, Report, folder.RECORD_BYTES)[0],
+    "report": lambda data: wire.unseal_with_digest(data, Report, folder.RECORD_BYTES)[0],
     "peer": read_peer,
-    "roll": read_roll,
+    "roll": read_access_list,
     "state": read_state,
     "ended": read_history,
 }
@@ -180,7 +180,7 @@ def with_strange_key(fields: dict[str, Any], rng: random.Random) -> tuple[str, b
     )
     for _ in range(rng.choice((1, 1, 2, 8))):
         public = change_bytes(public, [public], rng)
-    peer_id = identity.hashed_peer_id(public)
+    peer_id = identity.rsa_peer_id(public)
     message = canonical({**fields, "peer_id": peer_id})
     shown = len(public).to_bytes(4, "big")[2:] + public + OLD.sign(message)[-256:]
     signature = base64.b64encode(shown).decode()

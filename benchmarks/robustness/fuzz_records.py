@@ -17,7 +17,7 @@ from rl_swarm.protocol.admission import AccessList, Invitation
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
-from rl_swarm.protocol.rounds import Ended, Member, PeerInfo, Refusal, Report, State
+from rl_swarm.protocol.rounds import Member, PeerInfo, Refusal, Report, StageRecord, State
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import digest
 
@@ -77,9 +77,9 @@ SWARM = Manifest(
 def ticket_of(peer: Identity) -> str:
     """Return the ticket by which a peer is admitted."""
     key, uses, expires = seeded("invitation"), 3, 1 << 40
-    signature = OWNER.sign(Invitation(key.public_key().public_bytes_raw(), uses, expires).signed(SWARM))
+    signature = OWNER.sign(Invitation(key.public_key().public_bytes_raw(), uses, expires).message(SWARM))
     token = key.private_bytes_raw() + struct.pack(">IQ", uses, expires) + signature
-    return admission.ticket(base64.urlsafe_b64encode(token).decode(), SWARM, peer.peer_id)
+    return admission.make_ticket(base64.urlsafe_b64encode(token).decode(), SWARM, peer.peer_id)
 
 
 REPORT = Report(
@@ -152,7 +152,7 @@ RECORDS: dict[str, msgspec.Struct] = {
         roll=2,
         refused={OLD.peer_id: Refusal("denied", 1.0)},
     ),
-    "ended": Ended(
+    "ended": StageRecord(
         peer_id=OWNER.peer_id,
         swarm=SWARM.swarm(),
         round=0,

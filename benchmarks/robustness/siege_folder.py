@@ -194,7 +194,7 @@ def fill(hands: FolderWriter, folder: str, pace: Pace) -> None:
 
 def edits(target: Target, pace: Pace) -> None:
     """Edit settings and manifest, and damage the state: cut, replaced, signed by a stranger, an old one."""
-    me, manifest, hands = Identity.new(), target.made(), FolderWriter(target.folder)
+    me, manifest, hands = Identity.generate(), target.made(), FolderWriter(target.folder)
     settings = json.loads((target.folder / "settings.json").read_text())
     settings["settings"] |= {"model": "them/evil", "hub_repo": "them/all"}
     old = hands.get(STATE)

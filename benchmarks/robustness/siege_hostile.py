@@ -127,7 +127,7 @@ class HostileMember:
 
     def __init__(self, files: Files, target: Target, name: str, identity: Identity | None = None) -> None:
         self.files, self.target, self.name = files, target, name
-        self.identity = identity or Identity.new()
+        self.identity = identity or Identity.generate()
         self.manifest = target.made()
         self.coordinator = FolderCoordinator(files, self.manifest, self.identity, name, threading.Event(), 0.5)
         self.next_sign, self.joined = 0.0, time.time()

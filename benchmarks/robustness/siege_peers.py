@@ -43,8 +43,8 @@ def started(target: Target) -> PeerEngine:
     """Start a daemon, and again where the machine is too busy."""
     for _ in range(TRIES):
         with suppress(EngineError):
-            return PeerEngine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
-    return PeerEngine(Identity.new(), target.addresses, LISTEN, relay=False, map_ports=False).start()
+            return PeerEngine(Identity.generate(), target.addresses, LISTEN, relay=False, map_ports=False).start()
+    return PeerEngine(Identity.generate(), target.addresses, LISTEN, relay=False, map_ports=False).start()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from rl_swarm.network.p2p import engine, quota
 from rl_swarm.network.p2p.streams import StreamSlots
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
-from rl_swarm.protocol.rounds import Ended, Member, PeerInfo, Report, State
+from rl_swarm.protocol.rounds import Member, PeerInfo, Report, StageRecord, State
 from rl_swarm.protocol.wire import Rejected, canonical, digest, seal, unseal
 from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
@@ -144,7 +144,7 @@ ANY_RECORD = st.one_of(
         ),
     ),
     st.builds(
-        Ended, swarm=SHORT, round=COUNTS, stage=COUNTS, started=FLOATS, ended=FLOATS, why=SHORT,
+        StageRecord, swarm=SHORT, round=COUNTS, stage=COUNTS, started=FLOATS, ended=FLOATS, why=SHORT,
         members=st.lists(SHORT, max_size=3), reports=st.dictionaries(SHORT, SHORT, max_size=3),
     ),
     st.builds(
@@ -221,7 +221,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
 
 
 def test_a_peer_cannot_be_made_up():
-    stranger = Identity.new()
+    stranger = Identity.generate()
     with pytest.raises(AssertionError, match="nobody here signed"):
         messages.read(messages.Message("report", seal(REPORT, stranger)))
 

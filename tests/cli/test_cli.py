@@ -126,7 +126,7 @@ def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
-    nobody = f"p2p:///ip4/127.0.0.1/tcp/9/p2p/{Identity.new().peer_id}"
+    nobody = f"p2p:///ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
     wrong = {"GDRIVE_PATH": "/nowhere/at/all", "EXPERIMENT_NAME": "x", "P2P_KNOWN": nobody}
     code, output = run(tmp_path, "doctor", P2P_LISTEN="/ip4/127.0.0.1/tcp/0", **wrong)
     assert code == 1

@@ -15,7 +15,7 @@ from rl_swarm.network.folder import MANIFEST, await_manifest
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import name_from
+from rl_swarm.protocol.manifest import swarm_name
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
@@ -64,7 +64,7 @@ NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody 
         (["coordinate", "/proc/x"], "/proc/x cannot be made"),
         (["coordinate", "p2p://nobody"], "nobody is no address of a peer"),
         (["join", "p2p://"], "p2p:// is no address of a peer"),
-        (["join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.new().peer_id}"], "Write p2p:// before it"),
+        (["join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"], "Write p2p:// before it"),
         (["bootnode", "--initial-peers", "junk"], "junk is no address of a peer"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_run_may_have_any_name_that_a_folder_can_have(tmp_path: Path) -> None:
     ],
 )
 def test_a_swarm_is_called_after_its_folder(folder: str, name: str) -> None:
-    assert name_from(folder) == name
+    assert swarm_name(folder) == name
 
 
 def test_a_node_in_a_directory_that_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_node_in_a_directory_that_cannot_be_written_says_so(tmp_path: Path) ->
 
 def broken_manifest(folder: Path) -> LocalFiles:
     files = LocalFiles(folder)
-    files.write(MANIFEST, f'{{"peer_id": "{Identity.new().peer_id}", "digest": "00", "signature": ""}}'.encode())
+    files.write(MANIFEST, f'{{"peer_id": "{Identity.generate().peer_id}", "digest": "00", "signature": ""}}'.encode())
     return files
 
 

@@ -22,7 +22,7 @@ FILLING = "x" * 3072  # makes a notice as large as one may be
 def attacker() -> Iterator[PeerEngine]:
     """Start a peer that keeps nothing for other peers and breaks every rule."""
     known = engine_of("coordinator").addresses
-    engine = PeerEngine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False).start()
+    engine = PeerEngine(Identity.generate(), known, LOOPBACK, relay=False, map_ports=False).start()
     engine.node.protocol.storage = NoStorage()
     try:
         assert engine.meet(60)

@@ -42,9 +42,9 @@ class SmallRun:
         root.mkdir(parents=True)
         self.root, self.files, self.stop = root, files or LocalFiles(root), threading.Event()
         settings = config.load(UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}).settings
-        self.owner = Identity.new()
+        self.owner = Identity.generate()
         self.manifest: Manifest = found(self.files, settings, root.name, self.owner)
-        self.identities = [Identity.new() for _ in range(nodes)]
+        self.identities = [Identity.generate() for _ in range(nodes)]
         self.journals = {
             i.node: Journal(root.with_name(f"{root.name}-private") / i.node, (), self.files, f"logs/{i.node}")
             for i in self.identities
@@ -67,7 +67,7 @@ class SmallRun:
         FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).register(peer)
         self.journals[identity.node].event("joined", round=-1, model="tiny", pid=pid)
         self.score(identity, "start", 0.2)
-        self.state = rounds.seen(self.state, identity.peer_id, identity.node, now)
+        self.state = rounds.record_presence(self.state, identity.peer_id, identity.node, now)
 
     def tick(self) -> None:
         rules = Rules.of(self.manifest, len(self.identities))
@@ -90,7 +90,7 @@ class SmallRun:
                 timestamp=time.time(), reward=0.25, training_reward=0.3, rollouts=2, vote=first,
             )  # fmt: skip
             FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).submit(report)
-            self.state = rounds.submitted(self.state, report, time.time())
+            self.state = rounds.record_report(self.state, report, time.time())
         self.tick()
 
     def publish(self, identity: Identity, played: int, text: str) -> None:

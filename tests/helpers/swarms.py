@@ -31,12 +31,12 @@ from rl_swarm.storage.files import Files, LocalFiles
 POLL = 0.02
 FOR_EVER = 3600.0  # longer than a test may take
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-OWNER = Identity.new()
+OWNER = Identity.generate()
 _identities: dict[str, Identity] = {}
 
 
 def identity_of(node: str) -> Identity:
-    return _identities.setdefault(node, Identity.new())
+    return _identities.setdefault(node, Identity.generate())
 
 
 def peer_id(node: str) -> str:

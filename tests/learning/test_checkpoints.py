@@ -23,7 +23,7 @@ from rl_swarm.protocol.wire import Rejected, seal, unseal
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
-ME = Identity.new()
+ME = Identity.generate()
 
 
 def of(root, node="node", identity=ME, keep=5):
@@ -126,7 +126,7 @@ def test_the_newest_checkpoint_of_this_node_in_this_swarm_is_found(settings, tmp
     assert newest(tmp_path) == (tmp_path / "private" / "node" / "round_10", place(10))
     assert rounds(of(tmp_path)) == [(n, private) for n in (10, 9, 2) for private in (True, False)]
     assert rounds(elsewhere(tmp_path)) == [(10, False), (9, False), (2, False)]
-    assert rounds(of(tmp_path, identity=Identity.new())) == []
+    assert rounds(of(tmp_path, identity=Identity.generate())) == []
 
 
 def test_old_checkpoints_go_and_those_of_other_nodes_stay(settings, tmp_path):
@@ -252,7 +252,7 @@ def test_a_copy_that_somebody_else_changed_or_wrote_is_not_taken(settings, tmp_p
     (shared / "model.safetensors").write_bytes(real)
     (shared / "adapters.safetensors").write_bytes(b"more")  # nobody signed it, so nobody reads it
     assert not (kept.fetch(found) / "adapters.safetensors").exists()
-    save(policy, place(1), tmp_path, "node", keep=5, identity=Identity.new())
+    save(policy, place(1), tmp_path, "node", keep=5, identity=Identity.generate())
     save(policy, place(2), tmp_path, "node-2", keep=5)
     os.rename(shared.parent.parent / "round_2" / "node-2", shared.parent.parent / "round_2" / "node")
     assert rounds(elsewhere(tmp_path)) == [(0, True), (0, False)], "neither a stranger's nor another node's"

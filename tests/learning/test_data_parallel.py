@@ -138,7 +138,7 @@ def test_a_team_goes_on_from_a_checkpoint(settings, lead, tmp_path):
     alone = single(settings)
     alone.learn(groups_of(alone))
     place = checkpoints.Place("swarm", "me", "m", 0, 0, 1)
-    folder = checkpoints.Checkpoints(tmp_path, Identity.new(), "node").save(alone, place)
+    folder = checkpoints.Checkpoints(tmp_path, Identity.generate(), "node").save(alone, place)
     leader = lead(settings, folder)
     checkpoints.restore_optimizer(leader, folder)
     groups = groups_of(alone, 1)

@@ -339,7 +339,7 @@ def test_runs_of_one_folder_are_laid_over_each_other(tmp_path: Path) -> None:
 def test_a_file_that_introduces_nobody_is_no_node(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "run")
     (run.root / "peers" / "stranger.json").write_text('{"peer_id": "x"}')
-    run.identities.append(Identity.new())
+    run.identities.append(Identity.generate())
     follower, _ = followed(run)
     assert "stranger" not in [row.node for row in telling.nodes(follower).nodes]
     assert len(follower.view.nodes) == len(run.identities) - 1

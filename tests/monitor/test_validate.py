@@ -98,7 +98,7 @@ def alter_state(address: Path) -> None:
 def forge_rollouts(address: Path) -> None:
     """A stranger signs properly, under a member's name."""
     path = first(address, "rollouts/round_1/stage_0/*.json")
-    path.write_bytes(seal(unseal(path.read_bytes(), Publication), Identity.new()))
+    path.write_bytes(seal(unseal(path.read_bytes(), Publication), Identity.generate()))
 
 
 def copy_of_another_round(address: Path) -> None:
@@ -160,7 +160,7 @@ def _publication(fields: dict[str, object]) -> Publication:
 
 
 def test_what_a_stranger_put_into_the_folder_is_only_noted(address: Path) -> None:
-    path, stranger = first(address, "rollouts/round_1/stage_0/*.json"), Identity.new()
+    path, stranger = first(address, "rollouts/round_1/stage_0/*.json"), Identity.generate()
     fields = {**decode(path.read_bytes()), "peer_id": stranger.peer_id, "node": "stranger"}
     path.with_name("stranger.json").write_bytes(seal(_publication(fields), stranger))
     verdict, _ = validate(address)

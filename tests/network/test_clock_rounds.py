@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from swarms import OWNER, AmongPeers, Background, identity_of, introduction, publication
 
-from rl_swarm.network.folder import ROLL
+from rl_swarm.network.folder import ADMISSION
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.wire import seal
@@ -138,7 +138,7 @@ def test_whom_the_owner_denies_is_nobodys_member(peers):
     ann, bob = peers.member("ann"), peers.member("bob")
     assert names(ann.current()) == ["ann", "bob"]
     roll = AccessList(swarm=peers.manifest.swarm(), number=1, denied=[identity_of("bob").peer_id])
-    peers.files("coordinator").write(ROLL, seal(roll, OWNER))
+    peers.files("coordinator").write(ADMISSION, seal(roll, OWNER))
     assert names(ann.current()) == ["ann"]
     bob.current()
     assert bob.turned_away == "denied"

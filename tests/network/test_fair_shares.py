@@ -114,7 +114,7 @@ def test_the_author_with_the_most_bytes_loses_first(monkeypatch):
 def test_strangers_never_get_the_room_of_members(monkeypatch):
     monkeypatch.setattr(quota, "MAX_KEY_BYTES", 8_000)
     keeper = Keeper(members=("ann", "bob", "cleo"))
-    crowd = [Identity.new() for _ in range(20)]
+    crowd = [Identity.generate() for _ in range(20)]
     assert True in (taken := [keeper.offer(who) for who in crowd]) and not taken[-1]
     assert all(keeper.offer(node, inside="x" * 1000) for node in ("ann", "bob", "cleo"))
     assert {peer_id(node) for node in ("ann", "bob", "cleo")} < keeper.kept().keys()
@@ -129,13 +129,13 @@ def test_all_keys_together_are_shared_fairly_too(monkeypatch):
         keeper.now += 1
         assert keeper.offer("greedy", f"rewards/round_{number}/stage_0", inside="x" * 500)
     assert all(keeper.offer(f"node-{number}", "peers", f"node-{number}") for number in range(8))
-    kept = [keeper.offer(Identity.new(), "peers", "x") for _ in range(20)]
+    kept = [keeper.offer(Identity.generate(), "peers", "x") for _ in range(20)]
     assert kept[-1] is False
     assert keeper.offer("ann", "peers", "ann", inside="x" * 2000)
     assert len(keeper.kept("peers")) > 8 and peer_id("ann") in keeper.kept("peers")
     assert keeper.bytes() == sum(keeper.quota.shares.values()) <= 20_000
     keeper.now += 61
-    assert keeper.offer(Identity.new(), "peers", "x")
+    assert keeper.offer(Identity.generate(), "peers", "x")
 
 
 def test_nobody_books_the_future():
@@ -203,7 +203,7 @@ def test_nobody_hides_records_behind_hivemind_s_cache():
             60,
         )
 
-    honest, hostile = Identity.new(), Identity.new()
+    honest, hostile = Identity.generate(), Identity.generate()
     until(lambda: offer(honest, 100.0, False) == [True])  # on a busy machine a peer may answer too late, once
     until(lambda: (answer := offer(hostile, 600.0, True)) is not None and answer == [False])
     until(lambda: f"{honest.peer_id}/x.json" in one.find(key_of("c", "peers")))
@@ -344,7 +344,7 @@ def test_a_peer_id_in_another_encoding_is_no_second_author():
     """A key has one id: that in base58. As a CID, in hexadecimal or with something around it, it is none."""
     from hivemind.p2p import PeerID
 
-    who, message = Identity.new(), b"message"
+    who, message = Identity.generate(), b"message"
     raw = bytes([1, 0x72]) + PeerID.from_base58(who.peer_id).to_bytes()
     cid = "b" + base64.b32encode(raw).decode().lower().rstrip("=")
     signature = who.sign(message)

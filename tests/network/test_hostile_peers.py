@@ -83,7 +83,7 @@ def hand_out(engine: PeerEngine, folder, **changes) -> PeerFiles:
 def newcomer():
     """Knows the coordinator's address, and has met the others."""
     known = engine_of("coordinator").addresses
-    engine = PeerEngine(Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False).start()
+    engine = PeerEngine(Identity.generate(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False).start()
     assert engine.meet(60)
     yield engine
     engine.close()

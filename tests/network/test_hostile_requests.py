@@ -39,7 +39,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
 listen = ["/ip4/127.0.0.1/tcp/0"]
-engine = PeerEngine(Identity.new(), listen=listen, quota=DhtQuota(), relay=False, map_ports=False).start()
+engine = PeerEngine(Identity.generate(), listen=listen, quota=DhtQuota(), relay=False, map_ports=False).start()
 print(engine.addresses[0], flush=True)
 for line in sys.stdin:
     print(len(engine.find(line.strip())), flush=True)
@@ -59,7 +59,7 @@ def victim():
     )
     try:
         address = process.stdout.readline().strip()
-        engine = PeerEngine(Identity.new(), [address], LOOPBACK, relay=False, map_ports=False).start()
+        engine = PeerEngine(Identity.generate(), [address], LOOPBACK, relay=False, map_ports=False).start()
         try:
             assert engine.meet(60)
             yield process, engine, address.rpartition("/")[2]
@@ -256,7 +256,7 @@ def test_notices_of_peers_that_never_answer_hold_up_no_round(swarm):
 
         taken = 0
         for _ in range(12):
-            who = Identity.new()
+            who = Identity.generate()
             taken += leave("peers", who) + leave(report_folder(0, 0), who) + leave(report_folder(1, 0), who)
         assert taken >= 12
         asked = []
@@ -493,7 +493,7 @@ def test_who_sends_what_cannot_be_read_is_left_out_for_a_moment():
 
 def test_the_signature_of_a_record_that_was_read_before_is_not_checked_again(monkeypatch):
     """Strangers can fill half of a key: its records come with every look."""
-    who, now = Identity.new(), time.time()
+    who, now = Identity.generate(), time.time()
     value = seal(DhtRecord(swarm="s", path="peers/a.json", sha256="", size=1, timestamp=now), who)
     key, subkey = key_of("s", "peers"), f"{who.peer_id}/a.json"
     assert acceptable(key, subkey, value, now) is not None

@@ -34,7 +34,7 @@ def identities(word):
     """The same ones every time: what is drawn by chance here is always the same."""
     for number in itertools.count():
         seed = hashlib.sha256(f"{word} {number}".encode()).digest()
-        yield Identity._of(Ed25519PrivateKey.from_private_bytes(seed))
+        yield Identity._from_key(Ed25519PrivateKey.from_private_bytes(seed))
 
 
 OWNER, *IDENTITIES = itertools.islice(identities("peer"), 1001)
@@ -119,7 +119,7 @@ class World:
                 model="tiny",
                 joined=self.now,
                 timestamp=self.now,
-                invitation=admission.ticket(self.token, self.manifest, me) if self.token else "",
+                invitation=admission.make_ticket(self.token, self.manifest, me) if self.token else "",
             )
         )
 

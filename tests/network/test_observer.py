@@ -28,8 +28,8 @@ from rl_swarm.monitor.validate import validate
 from rl_swarm.network.folder import MANIFEST, STATE, FolderExchange, report_path, rollouts_path
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.observer import KEPT_ROUNDS, Onlooker
-from rl_swarm.protocol.rounds import State, seen
+from rl_swarm.network.p2p.observer import KEPT_ROUNDS, SwarmObserver
+from rl_swarm.protocol.rounds import State, record_presence
 from rl_swarm.protocol.wire import seal
 from rl_swarm.storage.files import LocalFiles
 
@@ -159,17 +159,17 @@ def test_what_an_onlooker_has_counted_stays_counted(tmp_path):
     """Reports of the last rounds are kept, and what those before come to."""
     swarm, ann, bob = ByTheClock(tmp_path / "swarm"), peer_id("ann"), peer_id("bob")
     files, me = swarm.files["founder"], identity_of("founder")
-    onlooker = Onlooker(ClockCoordinator(files, swarm.manifest, me, threading.Event(), whole=True))
+    observer = SwarmObserver(ClockCoordinator(files, swarm.manifest, me, threading.Event(), whole=True))
     last = KEPT_ROUNDS + 49
     state = State(swarm=swarm.manifest.swarm(), phase="running", round=last)
     for who in (ann, bob):
-        state = seen(state, who, who, time.time())
+        state = record_presence(state, who, who, time.time())
     for number in range(last + 1):
         said = replace(report(swarm.manifest, "ann", number, reward=0.5, vote="bob"), node=ann)
-        onlooker._note((number, 0, ann), seal(said, identity_of("ann")))
-    onlooker._ask(state)
-    onlooker._ask(state)
-    members = onlooker._counted(state).members
-    assert len(onlooker.reports) == KEPT_ROUNDS
+        observer._note((number, 0, ann), seal(said, identity_of("ann")))
+    observer._ask(state)
+    observer._ask(state)
+    members = observer._counted(state).members
+    assert len(observer.reports) == KEPT_ROUNDS
     assert (members[ann].participation, members[ann].reward) == (last + 1, (last + 1) / 2)
     assert members[bob].wins == last + 1

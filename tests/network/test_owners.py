@@ -15,7 +15,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
-OWNER, MALLORY = Identity.new(), Identity.new()
+OWNER, MALLORY = Identity.generate(), Identity.generate()
 
 
 class Folder:

@@ -35,8 +35,8 @@ from rl_swarm.network.p2p.records import (
     MAX_NOTICE,
     DhtRecord,
     key_of,
-    neighbourhood,
     parts_of,
+    subnet_of,
 )
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal, sign
@@ -69,7 +69,7 @@ NODE = """
 import sys, time
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.network.p2p.engine import PeerEngine
-engine = PeerEngine(Identity.new(), listen=["/ip4/127.0.0.1/tcp/0"], relay=False, map_ports=False).start()
+engine = PeerEngine(Identity.generate(), listen=["/ip4/127.0.0.1/tcp/0"], relay=False, map_ports=False).start()
 print(engine.folder, flush=True)
 time.sleep(100)
 """
@@ -90,7 +90,7 @@ def test_no_daemon_survives_its_node(ending):
 
 
 def test_the_engine_has_the_nodes_own_identity_and_ends_without_a_trace():
-    for identity in (Identity.new(), identity_of("ann")):
+    for identity in (Identity.generate(), identity_of("ann")):
         engine = PeerEngine(identity, **ALONE).start()
         (daemon,) = [one for one in daemons(os.getpid()) if str(engine.folder) in cmdline(one)]
         assert all(address.endswith(f"/p2p/{identity.peer_id}") for address in engine.addresses)
@@ -118,7 +118,7 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
         other.bind(("127.0.0.1", 0))
         other.listen()
         where = listen.format(taken=other.getsockname()[1])
-        engine = PeerEngine(Identity.new(), listen=[where], relay=False, map_ports=False)
+        engine = PeerEngine(Identity.generate(), listen=[where], relay=False, map_ports=False)
         with pytest.raises(EngineError, match=words) as error:
             engine.start()
     assert f"P2P_LISTEN={where}" in str(error.value)
@@ -126,7 +126,7 @@ def test_a_daemon_that_cannot_start_says_what_would_help(listen, words):
 
 
 def test_engines_of_one_process_can_start_at_the_same_time():
-    engines = [PeerEngine(Identity.new(), **ALONE) for _ in range(8)]
+    engines = [PeerEngine(Identity.generate(), **ALONE) for _ in range(8)]
     starting = [Background(one.start) for one in engines]
     try:
         assert [thread.result() for thread in starting] == engines
@@ -138,7 +138,7 @@ def test_engines_of_one_process_can_start_at_the_same_time():
 def test_a_trace_of_the_daemon_is_not_shown(caplog):
     """It has paths of the machine where the daemon was built."""
     nowhere = "/ip4/127.0.0.1/tcp/99999/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
-    engine = PeerEngine(Identity.new(), [nowhere], LOOPBACK, map_ports=False)
+    engine = PeerEngine(Identity.generate(), [nowhere], LOOPBACK, map_ports=False)
     with pytest.raises(EngineError) as error:
         engine.start()
     shown = str(error.value)
@@ -148,12 +148,12 @@ def test_a_trace_of_the_daemon_is_not_shown(caplog):
 
 def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
     monkeypatch.setattr("rl_swarm.network.p2p.engine.RECONNECT_SECONDS", (0.1, 0.2))
-    later = Identity.new()
+    later = Identity.generate()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}"
-    early = PeerEngine(Identity.new(), [f"{address}/p2p/{later.peer_id}", "nonsense"], **ALONE).start()
+    early = PeerEngine(Identity.generate(), [f"{address}/p2p/{later.peer_id}", "nonsense"], **ALONE).start()
     try:
         assert not early.meet(0.1)
         assert early.store("key", "sub", b"value", 60)  # kept by itself
@@ -171,7 +171,7 @@ def test_who_finds_nobody_goes_on_alone_and_meets_them_later(monkeypatch):
 
 def test_who_is_killed_knows_where_the_others_are(tmp_path):
     """Addresses are written down as soon as there are any, and not only by those who leave in an orderly way."""
-    one, two = PeerEngine(Identity.new(), **ALONE).start(), identity_of("two")
+    one, two = PeerEngine(Identity.generate(), **ALONE).start(), identity_of("two")
     try:
         other = PeerEngine(two, [one.addresses[0]], **ALONE).start()
         try:
@@ -187,7 +187,7 @@ def test_who_is_killed_knows_where_the_others_are(tmp_path):
 
 
 def test_who_comes_back_at_another_address_is_known_there():
-    one = PeerEngine(Identity.new(), **ALONE).start()
+    one = PeerEngine(Identity.generate(), **ALONE).start()
     try:
         two = PeerEngine(identity_of("two"), **ALONE).start()
         try:
@@ -205,7 +205,7 @@ def test_who_comes_back_at_another_address_is_known_there():
 
 def test_nobody_forgets_to_wait_for_one_that_is_slow_to_answer(caplog):
     """What only waits for an answer must not be tidied away as if nobody wanted it."""
-    who, engine = Identity.new().peer_id, PeerEngine(Identity.new(), **ALONE).start()
+    who, engine = Identity.generate().peer_id, PeerEngine(Identity.generate(), **ALONE).start()
     try:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             mute.settimeout(30)
@@ -261,7 +261,7 @@ def notice(identity, **changes):
 def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     ann, bob = identity_of("ann"), identity_of("bob")
     two = engine_of("bob")
-    one = PeerEngine(Identity.new(), two.addresses, **ALONE).start()  # which checks nothing
+    one = PeerEngine(Identity.generate(), two.addresses, **ALONE).start()  # which checks nothing
     key, mine = key_of("s", "peers"), f"{ann.peer_id}/ann.json"
     good = seal(notice(ann), ann)
 
@@ -348,7 +348,7 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
         with pytest.raises(OSError, match=r"early|closed|reset"):
             reader.ask(peer, b"x" * (MAX_REQUEST + 1), 1 << 20)
         with pytest.raises(OSError):
-            reader.ask(Identity.new().peer_id, path.encode(), 1 << 20)
+            reader.ask(Identity.generate().peer_id, path.encode(), 1 << 20)
     finally:
         swarm.close()
 
@@ -388,5 +388,5 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
         ("", ""),
     ],
 )
-def test_an_address_is_in_a_neighbourhood(address, where):
-    assert neighbourhood(address) == where
+def test_an_address_is_in_a_subnet(address, where):
+    assert subnet_of(address) == where

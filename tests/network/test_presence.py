@@ -22,7 +22,7 @@ from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import seal
 from rl_swarm.storage.files import LocalFiles
 
-ME = Identity.new()
+ME = Identity.generate()
 HOLDER = (
     "import sys; from pathlib import Path; from rl_swarm.protocol.identity import Identity\n"
     "from rl_swarm.network.presence import only_one_here\n"
@@ -61,7 +61,7 @@ def test_a_second_process_is_told_who_has_the_identity(holder, monkeypatch):
 
 
 def test_another_swarm_and_another_identity_are_free(holder):
-    with only_one_here(ME, "another"), only_one_here(Identity.new(), "swarm"):
+    with only_one_here(ME, "another"), only_one_here(Identity.generate(), "swarm"):
         pass
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_waited_for_on_a_normal_start(tmp_path):
     assert waits(Watch(files, "me", ME, "swarm")) == 0
     introduce(files, timestamp=time.time() - 61)
     assert waits(Watch(files, "me", ME, "swarm")) == 0
-    introduce(files, who=Identity.new())
+    introduce(files, who=Identity.generate())
     assert waits(Watch(files, "me", ME, "swarm")) == 0
 
 
@@ -226,8 +226,8 @@ def test_a_second_node_is_refused_and_a_killed_one_comes_back(tmp_path):
 
 
 def test_a_peer_that_takes_part_under_another_name_is_told_which():
-    state = rounds.seen(State(swarm="swarm"), ME.peer_id, "first-name", 1.0)
+    state = rounds.record_presence(State(swarm="swarm"), ME.peer_id, "first-name", 1.0)
     check_name(state, ME, "first-name")
-    check_name(state, Identity.new(), "second-name")
+    check_name(state, Identity.generate(), "second-name")
     with pytest.raises(NetworkError, match="NODE_ID=first-name"):
         check_name(state, ME, "second-name")

@@ -376,7 +376,7 @@ def test_the_owner_decides_by_url_who_takes_part(url, capsys):
     me = introduction(manifest, "ann").peer_id
     admission.invite(url, OWNER, uses=1, days=1.0)
     admission.change(url, OWNER, me, allow=True)
-    assert folder.read_roll(files, manifest).allowed == [me]
+    assert folder.read_access_list(files, manifest).allowed == [me]
     admission.change(url, OWNER, me, allow=False)
     admission.members(url, as_json=False)
     assert f"{me}  " in (told := capsys.readouterr().out) and "kept out" in told

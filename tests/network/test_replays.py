@@ -21,7 +21,7 @@ from rl_swarm.network.folder import (
     rollouts_path,
 )
 from rl_swarm.network.round_server import RoundServer
-from rl_swarm.protocol.rounds import Ended, Member, Report, State
+from rl_swarm.protocol.rounds import Member, Report, StageRecord, State
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
@@ -83,7 +83,7 @@ def test_a_state_of_another_swarm_or_author_is_refused(data, reason, tmp_path):
 
 def ended(round, stage, manifest=HERE, author=OWNER):
     fields = {"started": 1.0, "ended": 2.0, "why": "everyone", "members": [], "reports": {}}
-    return seal(Ended(swarm=manifest.swarm(), round=round, stage=stage, **fields), author) + b"\n"
+    return seal(StageRecord(swarm=manifest.swarm(), round=round, stage=stage, **fields), author) + b"\n"
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ from rl_swarm.network.folder import (
 )
 from rl_swarm.network.round_server import RoundServer, read_history
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.rounds import Ended, Report
-from rl_swarm.protocol.wire import seal, unseal, unseal_named
+from rl_swarm.protocol.rounds import Report, StageRecord
+from rl_swarm.protocol.wire import seal, unseal, unseal_with_digest
 from rl_swarm.settings import Settings
 from rl_swarm.storage import files as files_module
 from rl_swarm.storage.files import LocalFiles
@@ -155,7 +155,7 @@ class Story:
             for author, name in ended.reports.items():
                 node = next(node for node in self.nodes if peer_id(node) == author)
                 data = self.files.read(report_path(ended.round, ended.stage, node), 1 << 20)
-                said, found = unseal_named(data, Report)
+                said, found = unseal_with_digest(data, Report)
                 assert found == name
                 rewards[author] += said.reward
                 if ended.stage == 1:
@@ -312,7 +312,7 @@ def test_a_state_that_is_damaged_is_made_again(swarm, damage, machine, caplog, t
     state = replace(before, round=5)
     broken = {
         "half": whole[: len(whole) // 2],
-        "a stranger's": seal(state, Identity.new()),
+        "a stranger's": seal(state, Identity.generate()),
         "of another swarm": seal(replace(state, swarm="other"), OWNER),
         "junk": b"\x1f\x8bjunk",
     }
@@ -332,8 +332,8 @@ def test_a_state_that_is_damaged_is_made_again(swarm, damage, machine, caplog, t
 
 
 def test_lines_that_the_owner_did_not_write_are_no_history(swarm):
-    stranger = Identity.new()
-    line = Ended(
+    stranger = Identity.generate()
+    line = StageRecord(
         swarm=swarm.manifest.swarm(),
         round=4,
         stage=0,
@@ -455,7 +455,7 @@ def test_tidying_up_touches_rounds_only(swarm):
 
 
 def test_only_the_owner_conducts(swarm):
-    stranger = Identity.new()
+    stranger = Identity.generate()
     with pytest.raises(NetworkError) as error:
         RoundServer(swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event())
 

@@ -24,7 +24,7 @@ def shifted(seconds):
 @contextmanager
 def newcomer(*others, ahead=0.0):
     known = [address for other in others for address in other.addresses]
-    engine = PeerEngine(Identity.new(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
+    engine = PeerEngine(Identity.generate(), known, LOOPBACK, quota=DhtQuota(), relay=False, map_ports=False)
     engine.clock = shifted(ahead)
     try:
         yield engine.start()
@@ -39,7 +39,7 @@ def peers(*offsets):
     try:
         for offset in offsets:
             known = [address for engine in engines for address in engine.addresses]
-            engine = PeerEngine(Identity.new(), known, LOOPBACK, relay=False, map_ports=False)
+            engine = PeerEngine(Identity.generate(), known, LOOPBACK, relay=False, map_ports=False)
             engine.clock = shifted(offset)
             engines.append(engine.start())
         yield engines

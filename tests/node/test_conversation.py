@@ -15,7 +15,7 @@ from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.selection import check, select
 from rl_swarm.protocol.manifest import question_seed
 from rl_swarm.protocol.questions import Question
-from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, unpack, within
+from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, fit_limits, unpack
 from rl_swarm.protocol.wire import Rejected
 from rl_swarm.settings import Settings
 
@@ -262,7 +262,7 @@ def test_other_roles_speak_once_choose_among_what_is_allowed_and_cannot_be_inven
 
 def test_a_publication_that_is_cut_names_no_parents_of_what_was_left_out(swarm):
     publication = swarm.publish("peer-0", 1, count=4)
-    cut = within(publication, replace(MANIFEST.limits, questions=2))
+    cut = fit_limits(publication, replace(MANIFEST.limits, questions=2))
     assert set(cut.rollouts) == set(cut.parents) == {"0", "1"}
     assert len(swarm.check(cut)) == 2
 

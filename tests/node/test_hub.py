@@ -496,7 +496,7 @@ def test_auto_goes_on_with_the_model_it_began_with(tmp_path: Path) -> None:
     settings = Settings(model="auto", environment="coding", device="cpu")
     policy = Policy.load(settings, "")
     assert policy.settings.model == policy.name == "coder" and policy.settings.completion_tokens() == 64
-    kept = checkpoints.Checkpoints(tmp_path, Identity.new(), "node")
+    kept = checkpoints.Checkpoints(tmp_path, Identity.generate(), "node")
     kept.save(None, checkpoints.Place("s", "", "tiny", 3, 0, 5))
     again, found = worker._restored(kept, "s", settings, "", None)
     assert found and found.round == 3 and again.name == "tiny" and again.settings.completion_tokens() == 24

@@ -57,11 +57,11 @@ class RecordingExchange(LocalExchange):
 
 
 def manifest(settings: Settings) -> Manifest:
-    return new_manifest(settings, "test", Identity.new().peer_id, 0.0, stages=1)
+    return new_manifest(settings, "test", Identity.generate().peer_id, 0.0, stages=1)
 
 
 def make_node(swarm: LocalSwarm, environment: Reasoning, folder: Path, settings: Settings = SETTINGS) -> Node:
-    identity, stop = Identity.new(), threading.Event()
+    identity, stop = Identity.generate(), threading.Event()
     node = Node(
         name=identity.node,
         identity=identity,
@@ -237,7 +237,7 @@ def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_
     honest, member = (make_node(swarm, environment, tmp_path) for _ in range(2))
     state = swarm.state
     member.play(state)
-    stolen = msgspec.structs.replace(member.exchange.log[0], peer_id=Identity.new().peer_id)
+    stolen = msgspec.structs.replace(member.exchange.log[0], peer_id=Identity.generate().peer_id)
     member.exchange.publish(stolen)
     honest.play(state)
     assert rounds_of(honest)[0]["external_rejected"] == {"peer": 1}
@@ -280,7 +280,7 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, identity_path=str(tmp_path / "me.pem"))
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "swarm"
-    swarm = found(LocalFiles(address), settings, "swarm", Identity.new()).swarm()
+    swarm = found(LocalFiles(address), settings, "swarm", Identity.generate()).swarm()
     place = Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
     policy = Policy.load(settings, "")
     saved = Checkpoints(tmp_path / "elsewhere", me, me.node, LocalFiles(address))  # on another machine
@@ -298,14 +298,12 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     assert ("passed over" in caplog.text) == damaged
 
 
-def test_peers_of_one_neighbourhood_are_one_source_unless_they_were_invited(
-    environment: Reasoning, tmp_path: Path
-) -> None:
+def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment: Reasoning, tmp_path: Path) -> None:
     swarm = LocalSwarm(manifest(SETTINGS))
     one, two, three, four = (make_node(swarm, environment, tmp_path) for _ in range(4))
     peers = [node.identity.peer_id for node in (one, two, three, four)]
-    swarm.apply(lambda state, now: rounds.seen(state, peers[3], four.name, now, "f" * 16))
-    one.exchange.neighbourhoods = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
+    swarm.apply(lambda state, now: rounds.record_presence(state, peers[3], four.name, now, "f" * 16))
+    one.exchange.subnets = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
     state = one.coordinator.current()
     assert one.sources(state) == {
         peers[0]: peers[0],

@@ -14,7 +14,7 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.selection import Checks, Found, select
 from rl_swarm.node.strategies import STRATEGIES, StrategyError, named, weighed
-from rl_swarm.protocol.manifest import question_seed, task_of
+from rl_swarm.protocol.manifest import question_seed, task_index
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling
 from rl_swarm.settings import UP_PRESET, Settings
@@ -183,7 +183,7 @@ def test_specialists_are_asked_their_tasks_and_anybody_can_check_it():
     manifest = new_manifest(Settings(tasks="tiny"), "test", "owner", 0.0, stages=1)
     special = msgspec.structs.replace(manifest, specialists={"ann": [5, 7]})
     seeds = [question_seed(special, r, "ann", k) for r in range(5) for k in range(8)]
-    assert {task_of(seed, tasks) for seed in seeds} == {5, 7} and len(set(seeds)) == 40
+    assert {task_index(seed, tasks) for seed in seeds} == {5, 7} and len(set(seeds)) == 40
     others = [question_seed(special, 0, "bob", k) for k in range(8)]
     assert others == [question_seed(manifest, 0, "bob", k) for k in range(8)]
     again = msgspec.json.decode(msgspec.json.encode(special), type=type(special))
@@ -197,6 +197,6 @@ def test_the_task_of_a_seed_is_the_one_the_scoring_process_takes():
     tasks = task_list(Settings(tasks="tiny"))
     environment = Reasoning(tasks)
     try:
-        assert [q.number for q in environment.questions(range(40))] == [task_of(s, tasks) for s in range(40)]
+        assert [q.number for q in environment.questions(range(40))] == [task_index(s, tasks) for s in range(40)]
     finally:
         environment.close()

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
 from rl_swarm.network.folder import (
+    ADMISSION,
     MANIFEST,
-    ROLL,
     FolderCoordinator,
     FolderExchange,
-    change_roll,
-    read_roll,
+    change_access_list,
+    read_access_list,
     read_state,
     report_path,
 )
@@ -34,7 +34,7 @@ from rl_swarm.protocol.wire import Rejected, seal
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
-OWNER, ANN, BOB, EVE = (Identity.new() for _ in range(4))
+OWNER, ANN, BOB, EVE = (Identity.generate() for _ in range(4))
 WEEK = 7 * 86400
 
 
@@ -52,7 +52,7 @@ PRIVATE, OPEN = manifest(), replace(manifest(), admission="open")
 
 
 def admit(who: Identity, token: str = "", members=None, roll=None, swarm=PRIVATE, now=None):
-    shown = admission.ticket(token, swarm, who.peer_id) if token else ""
+    shown = admission.make_ticket(token, swarm, who.peer_id) if token else ""
     roll = roll or AccessList(swarm=swarm.swarm())
     return admission.admit(swarm, roll, members or {}, who.peer_id, shown, time.time() if now is None else now)
 
@@ -119,17 +119,17 @@ def test_an_invitation_is_recorded_in_an_open_swarm_too_and_a_bad_one_does_no_ha
 def test_an_invitation_of_another_swarm_or_of_a_stranger_is_none(swarm, owner):
     _, token = invite(swarm=swarm, owner=owner)
     with pytest.raises(Rejected, match="not signed by the owner of this swarm"):
-        admission.ticket(token, PRIVATE, ANN.peer_id)
+        admission.make_ticket(token, PRIVATE, ANN.peer_id)
 
 
 def test_who_reads_a_ticket_cannot_use_it():
     """Introductions lie open in the folder."""
-    shown = admission.ticket(invite(uses=9)[1], PRIVATE, ANN.peer_id)
+    shown = admission.make_ticket(invite(uses=9)[1], PRIVATE, ANN.peer_id)
     roll = AccessList(swarm=PRIVATE.swarm())
     assert admission.admit(PRIVATE, roll, {}, ANN.peer_id, shown, 0.0)[1] is None
     assert admission.admit(PRIVATE, roll, {}, EVE.peer_id, shown, 0.0)[1] == "invalid"
     with pytest.raises(Rejected):
-        admission.ticket(shown, PRIVATE, EVE.peer_id)
+        admission.make_ticket(shown, PRIVATE, EVE.peer_id)
 
 
 def test_no_term_of_an_invitation_can_be_altered():
@@ -139,16 +139,16 @@ def test_no_term_of_an_invitation_can_be_altered():
         forged = bytearray(data)
         forged[position] ^= 1
         with pytest.raises(Rejected):
-            admission.ticket(base64.urlsafe_b64encode(forged).decode(), PRIVATE, ANN.peer_id)
+            admission.make_ticket(base64.urlsafe_b64encode(forged).decode(), PRIVATE, ANN.peer_id)
     for part in (token[:-3], token[:50], token[3:], token + "AAAA"):
         with pytest.raises(Rejected):
-            admission.ticket(part, PRIVATE, ANN.peer_id)
+            admission.make_ticket(part, PRIVATE, ANN.peer_id)
 
 
 @given(st.text(max_size=300) | st.binary(max_size=300).map(lambda data: base64.urlsafe_b64encode(data).decode()))
 def test_junk_is_no_invitation(text):
     with pytest.raises(Rejected):
-        admission.ticket(text, PRIVATE, ANN.peer_id)
+        admission.make_ticket(text, PRIVATE, ANN.peer_id)
     assert admission.admit(PRIVATE, AccessList(swarm=""), {}, ANN.peer_id, text or "x", 0.0) == (
         "",
         "invalid",
@@ -158,18 +158,18 @@ def test_junk_is_no_invitation(text):
 def test_an_owner_with_an_rsa_key_invites_too():
     from test_identity import rsa_forms
 
-    owner = Identity.of(rsa_forms()["protobuf"])
+    owner = Identity.from_bytes(rsa_forms()["protobuf"])
     swarm = replace(PRIVATE, peer_id=owner.peer_id)
     name, token = admission.invite(swarm, owner, 1, int(time.time()) + WEEK)
     assert admit(ANN, token, swarm=swarm) == (name, None)
 
 
 def test_a_peer_is_on_one_list_at_a_time():
-    roll = AccessList(swarm="s").changed(ANN.peer_id, allow=True)
+    roll = AccessList(swarm="s").with_entry(ANN.peer_id, allow=True)
     assert (roll.allowed, roll.denied) == ([ANN.peer_id], [])
-    roll = roll.changed(ANN.peer_id, allow=False).changed("0123456789abcdef", allow=False)
+    roll = roll.with_entry(ANN.peer_id, allow=False).with_entry("0123456789abcdef", allow=False)
     assert (roll.allowed, roll.denied, roll.revoked) == ([], [ANN.peer_id], ["0123456789abcdef"])
-    roll = roll.changed(ANN.peer_id, allow=True).changed("0123456789abcdef", allow=True)
+    roll = roll.with_entry(ANN.peer_id, allow=True).with_entry("0123456789abcdef", allow=True)
     assert (roll.allowed, roll.denied, roll.revoked) == ([ANN.peer_id], [], [])
 
 
@@ -213,7 +213,7 @@ class Swarm:
         return node
 
     def ticket(self, token: str, who: Identity) -> str:
-        return admission.ticket(token, self.manifest, who.peer_id)
+        return admission.make_ticket(token, self.manifest, who.peer_id)
 
     def report(self, who: Identity, round: int = 0) -> None:
         report = Report(
@@ -223,7 +223,7 @@ class Swarm:
         self.files.write(report_path(round, 0, who.node), seal(report, who))
 
     def change(self, *names: str, allow: bool) -> None:
-        change_roll(self.files, self.manifest, OWNER, names, allow)
+        change_access_list(self.files, self.manifest, OWNER, names, allow)
 
 
 def test_the_coordinator_makes_members_of_the_first_peers_that_an_invitation_admits(tmp_path):
@@ -395,7 +395,7 @@ def test_a_node_reads_the_list_only_when_the_state_names_a_newer_one(tmp_path):
         reads = 0
 
         def read(self, path: str, limit: int) -> bytes:
-            self.reads += path == ROLL
+            self.reads += path == ADMISSION
             return super().read(path, limit)
 
     swarm = Swarm(tmp_path, OPEN)
@@ -417,12 +417,12 @@ def test_a_node_reads_the_list_only_when_the_state_names_a_newer_one(tmp_path):
 def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
     swarm = Swarm(tmp_path, OPEN)
     swarm.change(ANN.peer_id, allow=False)
-    older = (tmp_path / ROLL).read_bytes()
+    older = (tmp_path / ADMISSION).read_bytes()
     swarm.change(EVE.peer_id, allow=False)
     node = swarm.join(EVE)
     swarm.look()
     node.current()
-    (tmp_path / ROLL).write_bytes(
+    (tmp_path / ADMISSION).write_bytes(
         {
             "a stranger's": seal(AccessList(swarm=OPEN.swarm(), number=9), EVE),
             "of another swarm": seal(AccessList(swarm=PRIVATE.swarm(), number=9), OWNER),
@@ -432,7 +432,7 @@ def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
         }[what]
     )
     if what == "gone":
-        (tmp_path / ROLL).unlink()
+        (tmp_path / ADMISSION).unlink()
     swarm.join(ANN)
     found = swarm.look()
     assert set(found.refused) == {ANN.peer_id, EVE.peer_id} and not found.members
@@ -445,11 +445,11 @@ def test_a_list_is_numbered_past_the_one_that_the_coordinator_has_seen(tmp_path)
         swarm.change(who.peer_id, allow=False)
     swarm.join(ANN)
     swarm.look()
-    (tmp_path / ROLL).unlink()
+    (tmp_path / ADMISSION).unlink()
     swarm.change(BOB.peer_id, allow=False)
-    assert read_roll(swarm.files, OPEN).number == 4
+    assert read_access_list(swarm.files, OPEN).number == 4
     swarm.change(BOB.peer_id, allow=False)
-    assert read_roll(swarm.files, OPEN).number == 4, "nothing has changed"
+    assert read_access_list(swarm.files, OPEN).number == 4, "nothing has changed"
     assert read_state(swarm.files, OPEN).roll == 3
 
 
@@ -459,7 +459,7 @@ def test_strangers_do_not_make_the_state_grow_without_end(tmp_path, monkeypatch)
     monkeypatch.setattr(conductor, "MAX_REFUSED", 3)
     swarm = Swarm(tmp_path)
     for _ in range(5):
-        swarm.join(Identity.new())
+        swarm.join(Identity.generate())
     assert len(swarm.look().refused) == 3
 
 
@@ -467,21 +467,21 @@ def test_a_node_that_is_sure_to_be_turned_away_is_told_before_it_loads_anything(
     swarm = Swarm(tmp_path)
     _, token = invite()
     with pytest.raises(AdmissionError, match="takes invited peers only") as told:
-        swarm.node(EVE).knock(None)
+        swarm.node(EVE).request_admission(None)
     for part in (OWNER.peer_id, EVE.peer_id, "rl-swarm invite", "--invitation", "rl-swarm allow"):
         assert part in str(told.value)
     with pytest.raises(AdmissionError, match="INVITATION cannot be used"):
-        swarm.node(EVE).knock(token[:40])
+        swarm.node(EVE).request_admission(token[:40])
     swarm.change(EVE.peer_id, allow=False)
     with pytest.raises(AdmissionError, match="its owner has denied this node"):
-        swarm.node(EVE).knock(token)
-    assert swarm.node(ANN).knock(token)
-    assert swarm.node(OWNER).knock(None) == ""
+        swarm.node(EVE).request_admission(token)
+    assert swarm.node(ANN).request_admission(token)
+    assert swarm.node(OWNER).request_admission(None) == ""
 
 
 def test_a_member_keeps_its_invitation():
-    at = rounds.seen(State(swarm="s"), "a", "node", 1.0, "invitation")
-    assert rounds.seen(at, "a", "node", 2.0).members["a"] == Member("node", 0, 2.0, invitation="invitation")
+    at = rounds.record_presence(State(swarm="s"), "a", "node", 1.0, "invitation")
+    assert rounds.record_presence(at, "a", "node", 2.0).members["a"] == Member("node", 0, 2.0, invitation="invitation")
 
 
 # As a person does it.

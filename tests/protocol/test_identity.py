@@ -25,9 +25,9 @@ from rl_swarm.protocol.identity import (
     animal_name,
     base58,
     base58_decode,
-    hashed_peer_id,
     is_peer_id,
     peer_id_of,
+    rsa_peer_id,
     verify,
 )
 
@@ -85,7 +85,7 @@ def test_processes_that_start_together_agree_on_one_key(tmp_path):
 def test_whoever_loses_the_race_takes_the_winners_key(tmp_path, monkeypatch):
     """The other process writes its key after we looked and before we could."""
     path = tmp_path / "swarm.pem"
-    winner = Identity.new()
+    winner = Identity.generate()
     pem = winner.key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -152,7 +152,7 @@ def test_text_that_is_not_base58_decodes_to_nothing(text):
 
 
 def test_a_signature_is_good_for_its_message_and_its_author_only():
-    alice, bob = Identity.new(), Identity.new()
+    alice, bob = Identity.generate(), Identity.generate()
     signature = alice.sign(b"message")
     assert verify(alice.peer_id, b"message", signature)
     assert not verify(alice.peer_id, b"Message", signature)
@@ -171,7 +171,7 @@ def test_a_peer_id_that_is_none_signs_nothing(text):
 
 
 def test_a_key_in_another_wrapping_is_not_a_peer_id():
-    alice = Identity.new()
+    alice = Identity.generate()
     raw = base58_decode(alice.peer_id)
     signature = alice.sign(b"message")
     for wrong in (raw[1:], b"\0" + raw, raw + b"\0", raw[:-1], b"\1" + raw[1:], raw[:3] + b"\2" + raw[4:]):
@@ -200,7 +200,7 @@ def test_a_key_of_another_kind_or_with_a_password_is_explained(tmp_path):
     encoding, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     other = ec.generate_private_key(ec.SECP256R1())
     (tmp_path / "ec.pem").write_bytes(other.private_bytes(encoding, kind, serialization.NoEncryption()))
-    locked = Identity.new().key.private_bytes(encoding, kind, serialization.BestAvailableEncryption(b"secret"))
+    locked = Identity.generate().key.private_bytes(encoding, kind, serialization.BestAvailableEncryption(b"secret"))
     (tmp_path / "locked.pem").write_bytes(locked)
     with pytest.raises(IdentityError, match="an Ed25519 or RSA key is needed"):
         Identity.load(tmp_path / "ec.pem")
@@ -217,7 +217,7 @@ def test_a_key_file_that_cannot_be_read_is_explained(tmp_path, name):
 
 def test_a_name_is_three_words_and_never_changes():
     assert animal_name("12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu") == "exact black cougar"
-    identity = Identity.new()
+    identity = Identity.generate()
     assert identity.name == animal_name(identity.peer_id)
     assert len(identity.name.split(" ")) == 3
 
@@ -230,7 +230,7 @@ def test_many_peers_have_many_names():
 
 
 def test_the_node_name_can_be_a_file_name_and_tells_peers_of_one_animal_name_apart():
-    identity = Identity.new()
+    identity = Identity.generate()
     assert identity.node == f"{identity.name.replace(' ', '-')}-{identity.peer_id[-6:]}"
     assert all(character.isascii() and (character.isalnum() or character == "-") for character in identity.node)
 
@@ -282,7 +282,7 @@ def test_an_rsa_peer_id_is_the_one_libp2p_gives_to_the_key():
         "tTvYy590wFlJkkvyl+nPxIH0EEYMKK9XRWlu9XYnoSfboiwcv8M3SlsjAgMBAAE="
     )
     assert public[:5] == b"\x08\x00\x12\xa6\x02"
-    peer_id = hashed_peer_id(public[5:])
+    peer_id = rsa_peer_id(public[5:])
     assert peer_id == "QmQ2zigjQikYnyYUSXZydNXrDRhBut2mubwJBaLXobMt3A"
     assert base58_decode(peer_id).hex() == "122019318b6e5e0cf93a2314bf01269a2cc23cd3dcd452d742cdb9379d8646f6e4a9"
 
@@ -309,7 +309,7 @@ def test_an_rsa_key_of_an_earlier_system_keeps_its_peer_id_and_signs(tmp_path, f
     signature = identity.sign(b"message")
     assert verify(identity.peer_id, b"message", signature)
     rsa_key().public_key().verify(signature[-256:], b"message", padding.PKCS1v15(), hashes.SHA256())
-    assert Identity.of(identity.pem()).peer_id == identity.peer_id
+    assert Identity.from_bytes(identity.pem()).peer_id == identity.peer_id
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -320,17 +320,17 @@ def test_an_ed25519_key_of_libp2p_keeps_its_peer_id(copies):
     )
     data = protobuf(1, raw[4:36] + copies * raw[36:])
     for form in (data, base64.b64encode(data)):
-        assert Identity.of(form).peer_id == "12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
+        assert Identity.from_bytes(form).peer_id == "12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"
 
 
 def test_an_rsa_signature_is_good_for_its_message_its_author_and_its_key_only():
-    alice = Identity.of(protobuf(0, pkcs1(rsa_key())))
-    mallory = Identity.of(protobuf(0, pkcs1(rsa_key(2056))))
+    alice = Identity.from_bytes(protobuf(0, pkcs1(rsa_key())))
+    mallory = Identity.from_bytes(protobuf(0, pkcs1(rsa_key(2056))))
     signature = alice.sign(b"message")
     length = int.from_bytes(signature[:2], "big")
     assert not verify(alice.peer_id, b"Message", signature)
     assert not verify(alice.peer_id, b"message", mallory.sign(b"message"))
-    assert not verify(Identity.new().peer_id, b"message", signature)
+    assert not verify(Identity.generate().peer_id, b"message", signature)
     own_key = signature[: 2 + length] + mallory.sign(b"message")[2 + len(pkix(rsa_key(2056))) :]
     assert not verify(alice.peer_id, b"message", own_key)
     for position in (0, 1, 2, 40, 2 + length, len(signature) - 1):
@@ -351,7 +351,7 @@ def test_an_rsa_signature_is_good_for_its_message_its_author_and_its_key_only():
 def signed_with(key: rsa.RSAPrivateKey) -> tuple[str, bytes]:
     public = pkix(key)
     signature = key.sign(b"message", padding.PKCS1v15(), hashes.SHA256())
-    return hashed_peer_id(public), len(public).to_bytes(2, "big") + public + signature
+    return rsa_peer_id(public), len(public).to_bytes(2, "big") + public + signature
 
 
 def test_weak_and_costly_rsa_keys_are_nobodys(tmp_path):
@@ -360,7 +360,7 @@ def test_weak_and_costly_rsa_keys_are_nobodys(tmp_path):
     small = rsa_key(1024)
     assert not verify(signed_with(small)[0], b"message", signed_with(small)[1])
     with pytest.raises(ValueError, match="2048 to 8192 bits"):
-        Identity.of(protobuf(0, pkcs1(small)))
+        Identity.from_bytes(protobuf(0, pkcs1(small)))
     costly = with_exponent(rsa_key(), 2**40 + 1)
     costly.public_key().verify(signed_with(costly)[1][-256:], b"message", padding.PKCS1v15(), hashes.SHA256())
     assert not verify(signed_with(costly)[0], b"message", signed_with(costly)[1])
@@ -380,7 +380,7 @@ def with_exponent(key: rsa.RSAPrivateKey, least: int) -> rsa.RSAPrivateKey:
 def test_no_signature_whatever_raises(junk, framed):
     """Also when the peer id is the hash of the very junk that is given as its public key."""
     blob = len(junk).to_bytes(2, "big") + junk + junk if framed else junk
-    for peer_id in (hashed_peer_id(junk), "Qm" + "1" * 44, "QmQ2zigjQikYnyYUSXZydNXrDRhBut2mubwJBaLXobMt3A"):
+    for peer_id in (rsa_peer_id(junk), "Qm" + "1" * 44, "QmQ2zigjQikYnyYUSXZydNXrDRhBut2mubwJBaLXobMt3A"):
         assert not verify(peer_id, b"message", blob)
 
 
@@ -388,13 +388,13 @@ def test_a_public_key_of_another_kind_under_a_hashed_peer_id_signs_nothing():
     key = ec.generate_private_key(ec.SECP521R1())
     public = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     signature = key.sign(b"message", ec.ECDSA(hashes.SHA256()))
-    assert not verify(hashed_peer_id(public), b"message", len(public).to_bytes(2, "big") + public + signature)
+    assert not verify(rsa_peer_id(public), b"message", len(public).to_bytes(2, "big") + public + signature)
 
 
 @given(st.binary(max_size=200))
 def test_no_key_file_raises_anything_but_a_value_error(data):
     with pytest.raises(ValueError):
-        Identity.of(data)
+        Identity.from_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_no_key_file_raises_anything_but_a_value_error(data):
 )
 def test_what_is_no_key_of_libp2p_is_refused(data):
     with pytest.raises(ValueError):
-        Identity.of(data)
+        Identity.from_bytes(data)
 
 
 def test_a_key_that_others_can_read_is_warned_about(tmp_path, caplog):
@@ -463,7 +463,7 @@ def test_the_key_of_an_earlier_system_is_imported_signs_and_is_checked(tmp_path)
     assert code == 0
     code, output = run(tmp_path, "identity", "verify", "file", signature.strip(), peer_id)
     assert code == 0 and output.startswith("Good")
-    assert run(tmp_path, "identity", "verify", "file", signature.strip(), Identity.new().peer_id)[0] == 1
+    assert run(tmp_path, "identity", "verify", "file", signature.strip(), Identity.generate().peer_id)[0] == 1
     assert run(tmp_path, "identity", "verify", "file", "junk!", peer_id)[0] == 1
     (tmp_path / "file").write_bytes(b"Hello")
     code, output = run(tmp_path, "identity", "verify", "file", signature.strip(), peer_id)

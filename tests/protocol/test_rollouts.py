@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Limits
 from rl_swarm.protocol.questions import Question
-from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling, answers, unpack
+from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling, to_answers, unpack
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
 
-ALICE = Identity.new()
+ALICE = Identity.generate()
 LIMITS = Limits(questions=3, completions=4, characters=20)
 
 
@@ -111,7 +111,7 @@ def test_what_a_node_publishes_can_be_read_by_the_others(share):
         (1.0, 0.0),
         external=False,
     )
-    sent = publication({"0": answers(group, share)})
+    sent = publication({"0": to_answers(group, share)})
     received = unseal(seal(sent, ALICE, compress=True), Publication)
     assert received == sent
     (rollout,) = unpack(received, LIMITS)

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.rounds import (
-    LONGEST_WAIT,
     MAX_MISSED,
-    REGAINED,
+    MAX_WAIT,
+    REPORTS_PER_PARDON,
     Member,
     Report,
     Rules,
     State,
     advance,
-    seen,
-    submitted,
+    record_presence,
+    record_report,
 )
 from rl_swarm.settings import Settings
 
@@ -46,7 +46,7 @@ def running(*peers, now=0.0, rules=rules()):
     """A swarm whose first round has just begun with these peers."""
     state = State(swarm="swarm")
     for peer in peers:
-        state = seen(state, peer, f"node-{peer}", now)
+        state = record_presence(state, peer, f"node-{peer}", now)
     state, why = advance(state, rules, now)
     assert (state.phase, why) == ("running", None)
     return state
@@ -54,16 +54,16 @@ def running(*peers, now=0.0, rules=rules()):
 
 def reported(state, *reports, now=1.0):
     for one in reports:
-        state = submitted(state, one, now)
+        state = record_report(state, one, now)
     return state
 
 
 def test_nothing_begins_before_enough_peers_have_joined():
-    state = seen(State(swarm="swarm"), "a", "node-a", 1.0)
+    state = record_presence(State(swarm="swarm"), "a", "node-a", 1.0)
     assert advance(state, rules(min_peers=2), 100.0) == (state, None)
-    state = seen(state, "a", "node-a", 2.0)  # the same one again
+    state = record_presence(state, "a", "node-a", 2.0)  # the same one again
     assert advance(state, rules(min_peers=2), 100.0)[0].phase == "waiting"
-    state, why = advance(seen(state, "b", "node-b", 3.0), rules(min_peers=2), 100.0)
+    state, why = advance(record_presence(state, "b", "node-b", 3.0), rules(min_peers=2), 100.0)
     assert (state.phase, state.round, state.stage, state.started, why) == ("running", 0, 0, 100.0, None)
 
 
@@ -94,7 +94,7 @@ def test_a_round_with_a_deadline_ends_with_the_last_report_or_the_deadline():
     assert advance(reported(running("a"), report("a")), with_deadline, 2.0)[1] == "everyone"
     state = running("a", "b")
     for now in range(0, 60, 5):  # both are there, and slow
-        state = seen(seen(state, "a", "node-a", now), "b", "node-b", now)
+        state = record_presence(record_presence(state, "a", "node-a", now), "b", "node-b", now)
     assert advance(state, with_deadline, INTERVAL - 0.1) == (state, None)
     assert advance(state, with_deadline, INTERVAL)[1] == "deadline"
 
@@ -120,7 +120,7 @@ def test_a_member_that_vanishes_is_waited_for_once_and_then_holds_nobody_up():
 def test_a_member_that_vanished_counts_again_when_it_speaks():
     state, _ = advance(reported(running("a", "b"), report("a")), rules(), TIMEOUT + 1)
     now = TIMEOUT + 2
-    state = reported(seen(state, "b", "node-b", now), report("a", round=1), now=now)
+    state = reported(record_presence(state, "b", "node-b", now), report("a", round=1), now=now)
     assert advance(state, rules(), now)[1] is None
     state = reported(state, report("b", round=1, vote="a"), now=now + 1)
     state, why = advance(state, rules(), now + 1)
@@ -131,7 +131,7 @@ def test_a_member_that_vanished_counts_again_when_it_speaks():
 def test_a_report_is_a_sign_of_life():
     """Both reported; whoever did so long before the round ended has as much time for the next as the other."""
     state = reported(running("a", "b"), report("a"), now=1.0)
-    state = seen(state, "b", "node-b", 9.0)
+    state = record_presence(state, "b", "node-b", 9.0)
     state, _ = advance(reported(state, report("b"), now=18.0), rules(), 18.0)
     state = reported(state, report("b", round=1), now=19.0)
     assert advance(state, rules(), 18.0 + TIMEOUT)[1] is None
@@ -141,13 +141,13 @@ def test_a_report_is_a_sign_of_life():
 def test_signs_of_life_keep_a_slow_member_awaited():
     state = reported(running("a", "b"), report("a"), now=1.0)
     for now in (9.0, 18.0, 27.0):
-        state = seen(state, "b", "node-b", now)
+        state = record_presence(state, "b", "node-b", now)
         assert advance(state, rules(), now)[1] is None
 
 
 def test_a_late_joiner_is_part_of_the_round_it_finds():
     state, _ = advance(reported(running("a"), report("a")), rules(), 2.0)
-    state = reported(seen(state, "c", "node-c", 3.0), report("a", round=1), now=3.0)
+    state = reported(record_presence(state, "c", "node-c", 3.0), report("a", round=1), now=3.0)
     assert state.members["c"] == Member("node-c", joined_round=1, last_seen=3.0, missed=MAX_MISSED - 1)
     assert advance(state, rules(), 3.0)[1] is None
     state, why = advance(reported(state, report("c", round=1), now=4.0), rules(), 4.0)
@@ -165,15 +165,15 @@ def stage_with_a_silent_sloth(state, life, began, in_time=False):
     while (found := advance(state, life, now))[1] is None:
         assert now < began + 1000
         now += 1.0
-        state = seen(state, "b", "node-b", now)
+        state = record_presence(state, "b", "node-b", now)
     return found[0], now - began, found[1]
 
 
 @pytest.mark.parametrize(
     ("end", "first", "why"),
     [
-        ("everyone", 1 + LONGEST_WAIT * TIMEOUT, "patience"),
-        ("lockstep", 1 + LONGEST_WAIT * TIMEOUT, "patience"),
+        ("everyone", 1 + MAX_WAIT * TIMEOUT, "patience"),
+        ("lockstep", 1 + MAX_WAIT * TIMEOUT, "patience"),
         ("deadline", INTERVAL, "deadline"),
     ],
 )
@@ -193,7 +193,7 @@ def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_the
     assert state.members["b"].last_seen < now, "signs of life do not help"
 
     # Many reports in time make up for one wait in vain, and no more than one.
-    for in_time, waited in [(True, False)] * REGAINED + [
+    for in_time, waited in [(True, False)] * REPORTS_PER_PARDON + [
         (False, True),
         (False, False),
         (True, False),
@@ -203,7 +203,7 @@ def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_the
         now += took
         assert (took > 1) == waited
     # Who has earned it is given as many failures as anybody.
-    for in_time in [True] * MAX_MISSED * REGAINED + [False] * MAX_MISSED:
+    for in_time in [True] * MAX_MISSED * REPORTS_PER_PARDON + [False] * MAX_MISSED:
         state, took, _ = stage_with_a_silent_sloth(state, life, now, in_time)
         now += took
         assert (took > 1) == (not in_time)
@@ -213,7 +213,7 @@ def test_a_newcomer_that_never_reports_is_waited_for_once():
     life = rules("deadline", rounds=50)
     state, now = running("a", rules=life), 1.0
     state, _ = advance(reported(state, report("a"), now=now), life, now)
-    state = seen(state, "b", "node-b", now)
+    state = record_presence(state, "b", "node-b", now)
     waited = []
     for _ in range(5):
         state, took, _ = stage_with_a_silent_sloth(state, life, now)
@@ -223,10 +223,10 @@ def test_a_newcomer_that_never_reports_is_waited_for_once():
 
 
 def test_where_rounds_take_long_the_others_may_take_as_long_again_as_the_first():
-    life, long = rules("lockstep"), 3 * LONGEST_WAIT * TIMEOUT
-    state = seen(running("a", "b"), "b", "node-b", long)
+    life, long = rules("lockstep"), 3 * MAX_WAIT * TIMEOUT
+    state = record_presence(running("a", "b"), "b", "node-b", long)
     state = reported(state, report("a"), now=long)
-    state = seen(state, "b", "node-b", 2 * long)
+    state = record_presence(state, "b", "node-b", 2 * long)
     assert advance(state, life, 2 * long)[1] is None
     assert advance(state, life, 2 * long + 1)[1] == "patience"
 
@@ -237,7 +237,7 @@ def test_who_was_silent_has_missed_nothing_and_is_waited_for_when_it_comes_back(
         state = reported(state, report("a", round=number), now=now)
         state, why = advance(state, rules(rounds=50), now)
         assert why == "everyone"
-    state = reported(seen(state, "b", "node-b", now), report("a", round=state.round), now=now)
+    state = reported(record_presence(state, "b", "node-b", now), report("a", round=state.round), now=now)
     assert advance(state, rules(rounds=50), now)[1] is None
 
 
@@ -245,7 +245,7 @@ def test_on_an_interval_nobody_is_waited_for_and_nothing_is_missed():
     state, now = running("a", "b", rules=rules("interval")), 0.0
     for _ in range(MAX_MISSED):
         now += INTERVAL
-        state, _ = advance(seen(state, "b", "node-b", now), rules("interval"), now)
+        state, _ = advance(record_presence(state, "b", "node-b", now), rules("interval"), now)
     assert state.members["b"].missed == 0
 
 
@@ -256,7 +256,7 @@ def test_a_report_from_somebody_new_makes_it_a_member():
 
 def test_a_member_keeps_its_node_name_and_the_round_it_joined():
     state, _ = advance(reported(running("a"), report("a")), rules(), 2.0)
-    state = seen(state, "a", "another-name", 3.0)
+    state = record_presence(state, "a", "another-name", 3.0)
     assert state.members["a"].node == "node-a"
     assert state.members["a"].joined_round == 0
     assert state.members["a"].last_seen == 3.0
@@ -274,15 +274,15 @@ def test_reports_for_another_round_or_stage_are_ignored():
     state, _ = advance(reported(running("a", "b"), report("a"), report("b")), rules(), 2.0)
     assert state.round == 1
     for wrong in (report("a", round=0), report("a", round=2), report("a", round=1, stage=1)):
-        assert submitted(state, wrong, 3.0) == state
+        assert record_report(state, wrong, 3.0) == state
 
 
 def test_reports_before_the_first_round_and_after_the_last_are_ignored():
-    waiting = seen(State(swarm="swarm"), "a", "node-a", 0.0)
-    assert submitted(waiting, report("a"), 1.0) == waiting
+    waiting = record_presence(State(swarm="swarm"), "a", "node-a", 0.0)
+    assert record_report(waiting, report("a"), 1.0) == waiting
     finished, _ = advance(reported(running("a"), report("a")), rules(rounds=1), 2.0)
     assert finished.phase == "finished"
-    assert submitted(finished, report("a"), 3.0) == finished
+    assert record_report(finished, report("a"), 3.0) == finished
 
 
 def test_votes_are_wins_but_not_for_oneself_nor_for_strangers():
@@ -371,11 +371,11 @@ def test_whatever_happens_rounds_go_forward_and_nothing_counts_twice(events, end
     for event, *about in events:
         before = state
         if event == "seen":
-            state = seen(state, about[0], about[0], now)
+            state = record_presence(state, about[0], about[0], now)
         elif event == "report":
-            state = submitted(state, report(*about[:3], vote=about[3]), now)
+            state = record_report(state, report(*about[:3], vote=about[3]), now)
         elif event == "report now":
-            state = submitted(state, report(about[0], state.round, state.stage, vote=about[1]), now)
+            state = record_report(state, report(about[0], state.round, state.stage, vote=about[1]), now)
         else:
             now += about[0]
         state, why = advance(state, life, now)

@@ -35,10 +35,10 @@ from rl_swarm.protocol.wire import (
     seal,
     sign,
     unseal,
-    unseal_named,
+    unseal_with_digest,
 )
 
-ALICE, MALLORY = Identity.new(), Identity.new()
+ALICE, MALLORY = Identity.generate(), Identity.generate()
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def test_the_seal_is_the_documented_one():
     message = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     assert claimed == sha256(message).hexdigest()
     ALICE.key.public_key().verify(signature, message)
-    assert unseal_named(seal(note, ALICE), Note)[1] == claimed
+    assert unseal_with_digest(seal(note, ALICE), Note)[1] == claimed
 
 
 def test_the_same_record_has_the_same_bytes_whoever_asks():
@@ -448,14 +448,14 @@ MEET_NEW_TYPES = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import msgspec
-from rl_swarm.protocol.wire import typed
+from rl_swarm.protocol.wire import convert
 
 sys.setswitchinterval(1e-6)
 start = threading.Barrier(8)
 
 def read(kind):
     start.wait()
-    return typed({"inner": {"number": 1}}, kind).inner.number
+    return convert({"inner": {"number": 1}}, kind).inner.number
 
 with ThreadPoolExecutor(8) as threads:
     for number in range(400):

@@ -328,7 +328,7 @@ def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
     assert run_settings.resumed(address, user)["hub_repo"] == "me/mine"
     with pytest.raises(UserError, match="--identity-path"):
         run_settings.resumed(address, replace(user, identity_path=str(tmp_path / "other.pem")))
-    stranger, other = Identity.new(), found(LocalFiles(tmp_path / "other"), user, "other", Identity.new())
+    stranger, other = Identity.generate(), found(LocalFiles(tmp_path / "other"), user, "other", Identity.generate())
     run_settings.keep(replace(user, hub_repo="them/all", identity_path="x.pem"), address, manifest, stranger)
     shutil.rmtree(tmp_path / "private")
     with pytest.raises(UserError, match="cannot be used"):
@@ -362,7 +362,7 @@ def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_pr
     run_settings.keep(user, tmp_path / "r", manifest, me)
     whole = files.read("manifest.json", 1 << 20)
     assert run_settings.manifest_of(files, tmp_path / "r", user) is None, "the one in the folder is right"
-    for data in (seal(manifest, Identity.new()), whole[:-40], b"{}"):
+    for data in (seal(manifest, Identity.generate()), whole[:-40], b"{}"):
         files.write("manifest.json", data)
         with opened(locate(tmp_path / "r"), user, me, threading.Event()) as (_, taken):
             assert taken == manifest

@@ -68,7 +68,7 @@ def test_it_tells_the_numbers_of_the_page(tmp_path: Path) -> None:
 
 def test_who_is_gone_is_said_and_what_stopped_or_finished_too(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "run", nodes=2, total=2)
-    gone = Identity.new()
+    gone = Identity.generate()
     run.identities.append(gone)
     run.journals[gone.node] = run.journals[run.names[0]]
     run.join(gone, NOBODY)

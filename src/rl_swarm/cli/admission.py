@@ -10,7 +10,7 @@ from rich.console import Console
 from rl_swarm.cli import program
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
-from rl_swarm.network.folder import change_roll, read_manifest, read_roll, read_state
+from rl_swarm.network.folder import change_access_list, read_access_list, read_manifest, read_state
 from rl_swarm.plural import counted
 from rl_swarm.protocol import admission
 from rl_swarm.protocol.admission import is_invitation
@@ -49,7 +49,7 @@ def change(address: str, owner: Identity, name: str, allow: bool) -> None:
     files, manifest = _opened(address, owner)
     if name == manifest.peer_id:
         raise UserError(f"{name} is the owner of this swarm and always takes part.")
-    before, after = change_roll(files, manifest, owner, [name], allow)
+    before, after = change_access_list(files, manifest, owner, [name], allow)
     who = f"invitation {name}" if is_invitation(name) else f"{animal_name(name)} ({name})"
     what = "allowed" if allow else "denied"
     if before == after:
@@ -61,15 +61,15 @@ def change(address: str, owner: Identity, name: str, allow: bool) -> None:
 def members(address: str, as_json: bool) -> None:
     """Who takes part, how they came, and who is kept out."""
     files, manifest = _opened(address)
-    roll = _read(lambda: read_roll(files, manifest), address)
+    access_list = _read(lambda: read_access_list(files, manifest), address)
     try:
         state = read_state(files, manifest)
     except (OSError, Rejected):
         state = State(swarm=manifest.swarm())
     rows = []
-    for peer_id in sorted({*state.members, *state.refused, *roll.allowed, *roll.denied}):
+    for peer_id in sorted({*state.members, *state.refused, *access_list.allowed, *access_list.denied}):
         member, refusal = state.members.get(peer_id), state.refused.get(peer_id)
-        why = admission.why_not(manifest, roll, peer_id, member)
+        why = admission.refusal_reason(manifest, access_list, peer_id, member)
         if why is not None and member is None and refusal is not None:
             why = refusal.why  # the coordinator knows more: it has seen the invitation
         came_by = f"invitation {member.invitation}" if member and member.invitation else ""
@@ -78,14 +78,18 @@ def members(address: str, as_json: bool) -> None:
                 "peer_id": peer_id,
                 "name": animal_name(peer_id),
                 "node": member.node if member else "",
-                "by": "owner" if peer_id == manifest.peer_id else "allowed" if peer_id in roll.allowed else came_by,
+                "by": "owner"
+                if peer_id == manifest.peer_id
+                else "allowed"
+                if peer_id in access_list.allowed
+                else came_by,
                 "rounds": member.participation if member else 0,
                 "now": f"kept out: {why}" if why else "member" if member else "has not come yet",
             }
         )
     if as_json:
-        told = {"admission": manifest.admission, "owner": manifest.peer_id, "list": roll.number}
-        print(json.dumps({**told, "revoked": roll.revoked, "peers": rows}, indent=2))
+        told = {"admission": manifest.admission, "owner": manifest.peer_id, "list": access_list.number}
+        print(json.dumps({**told, "revoked": access_list.revoked, "peers": rows}, indent=2))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     takes = "anybody" if manifest.admission == "open" else "invited peers only"
@@ -94,8 +98,8 @@ def members(address: str, as_json: bool) -> None:
         rounds = counted(int(str(row["rounds"])), "round") if row["rounds"] else ""
         shown = filter(None, (row["peer_id"], row["name"], row["by"], rounds, row["now"]))
         print(printable("  ".join(str(value) for value in shown)))
-    if roll.revoked:
-        console.print(f"Revoked invitations: {', '.join(roll.revoked)}")
+    if access_list.revoked:
+        console.print(f"Revoked invitations: {', '.join(access_list.revoked)}")
 
 
 def _opened(address: str, owner: Identity | None = None) -> tuple[Files, Manifest]:

@@ -147,7 +147,7 @@ def peer_to_peer() -> Iterator[Finding]:
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        engine_of(Identity.new(), [], settings, Path(folder)) as engine,
+        engine_of(Identity.generate(), [], settings, Path(folder)) as engine,
     ):
         yield True, f"the daemon starts and listens at {engine.addresses[0].rpartition('/p2p/')[0]}"
         if engine.known:

@@ -76,7 +76,7 @@ def show(
 @app.command()
 def new(identity_path: KeyFile = None) -> None:
     """Make a new key. A file that is there is never overwritten."""
-    _keep(Identity.new(), key_path(identity_path), "made")
+    _keep(Identity.generate(), key_path(identity_path), "made")
 
 
 @app.command()
@@ -103,7 +103,7 @@ def import_(
     """Take a key from elsewhere, such as an earlier system's swarm.pem. It keeps its peer id."""
     try:
         with _opened(file) as source:
-            identity = Identity.of(source.read(KEY_FILE_BYTES))
+            identity = Identity.from_bytes(source.read(KEY_FILE_BYTES))
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{file} is no private key that a node can use ({error}). Give a PEM file without a password, or the "

@@ -22,7 +22,7 @@ from rl_swarm.learning import smollm2
 from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.address import is_peer_address, is_url
-from rl_swarm.network.folder import MANIFEST, change_roll
+from rl_swarm.network.folder import MANIFEST, change_access_list
 from rl_swarm.network.presence import only_run_here
 from rl_swarm.node import run_settings
 from rl_swarm.node.hub import outcomes
@@ -205,7 +205,7 @@ def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
 def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
     """Puts the nodes of a swarm of invited peers on its owner's list."""
     peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
-    change_roll(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
+    change_access_list(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
 def alone(role: str, address: Path | str, settings: Settings) -> None:

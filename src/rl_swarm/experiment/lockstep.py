@@ -25,12 +25,11 @@ from rl_swarm.environments.base import Environment
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
 from rl_swarm.learning.devices import pick_device, use_threads
 from rl_swarm.learning.parallel.sharing import Sharing
-from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
-from rl_swarm.node.requests import Published, SampleRequest, TrainRequest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question

@@ -19,7 +19,7 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import NodeLog, Run, Score, Tuned
-from rl_swarm.protocol.wire import Rejected, decode, typed
+from rl_swarm.protocol.wire import Rejected, convert, decode
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.schema import RoundRecord, Seconds
 
@@ -92,12 +92,12 @@ def _unpacked(path: Path, data: bytes) -> tuple[Head, Iterator[Run]]:
         lines = io.BytesIO(decompressor.decompress(data, MAX_UNPACKED))
         if len(data) > MAX_PACKED or not decompressor.eof or decompressor.unused_data:
             raise ValueError("it is cut off, or too large")
-        return typed(decode(lines.readline()), Head), _runs(path, lines)
+        return convert(decode(lines.readline()), Head), _runs(path, lines)
 
 
 def _runs(path: Path, lines: Iterable[bytes]) -> Iterator[Run]:
     with _named(path):
-        nodes = (typed(decode(line), NodeLine) for line in lines)
+        nodes = (convert(decode(line), NodeLine) for line in lines)
         for job, of_run in groupby(nodes, lambda node: node.job):
             logs = [node.log() for node in of_run]
             run = Run.of(job, logs)

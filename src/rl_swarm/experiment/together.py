@@ -11,9 +11,8 @@ from collections.abc import Hashable, Sequence
 from rl_swarm.learning import sampler
 from rl_swarm.learning.devices import out_of_memory
 from rl_swarm.learning.parallel.stacked import ModelStack, kind_of
-from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.policy import Policy, SampleRequest, TrainRequest
 from rl_swarm.learning.sampler import Request
-from rl_swarm.node.requests import SampleRequest, TrainRequest
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.telemetry.journal import Stopwatch
 

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
 from rl_swarm.learning.word_probability import word_probability
+from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
 from rl_swarm.settings import Settings
+from rl_swarm.telemetry.journal import Stopwatch
 
 if TYPE_CHECKING:
     from rl_swarm.learning.parallel.sharing import Sharing
@@ -256,6 +258,59 @@ class Policy:
     def close(self) -> None:
         """Gives back what is kept for this policy."""
         sampler.release(self.model)
+
+
+@dataclass
+class SampleRequest:
+    """Asks for completions of these questions. A process that plays several nodes can serve all requests together."""
+
+    policy: Policy
+    questions: Sequence[Question]
+    count: int
+    seed: int
+    watch: Stopwatch
+    greedy: bool = False
+    completions: list[list[Completion]] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[str]:
+        return [question.prompt for question in self.questions]
+
+    def run(self) -> None:
+        with self.watch("generate"):
+            self.completions = self.policy.sample(self.prompts, self.count, self.seed, self.greedy)
+
+
+@dataclass
+class TrainRequest:
+    """Asks for one update on these groups."""
+
+    policy: Policy
+    groups: Sequence[Group]
+    watch: Stopwatch
+    update: Update = field(default_factory=Update)
+
+    def run(self) -> None:
+        with self.watch("train"):
+            self.update = self.policy.learn(self.groups)
+
+
+@dataclass
+class Published:
+    """Asks for nothing: it marks that the node has published, and needs its peers' rollouts from here on."""
+
+    def run(self) -> None: ...
+
+
+Work = SampleRequest | Published | TrainRequest
+
+
+def update_batches(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
+    """Split the groups of a round into one batch per update; there is at least one batch."""
+    if not size:
+        return [groups]
+    useful = [group for group in groups if group.has_signal]
+    return [useful[start : start + size] for start in range(0, len(useful), size)] or [[]]
 
 
 def bundled(model: str) -> str | None:

@@ -19,7 +19,7 @@ from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
-from rl_swarm.protocol.wire import Rejected, decode, typed, unseal
+from rl_swarm.protocol.wire import Rejected, convert, decode, unseal
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
@@ -122,7 +122,7 @@ class NodeView:
                 pass  # not a round
             try:
                 record = decode(line)
-                typed(record, HeldOutRecord)
+                convert(record, HeldOutRecord)
                 self.held_out.append(record)
             except Rejected:
                 self.unreadable[METRICS] += 1

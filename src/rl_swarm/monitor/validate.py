@@ -27,8 +27,8 @@ from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication, unpack
-from rl_swarm.protocol.rounds import Ended, Report, State
-from rl_swarm.protocol.wire import MAX_BYTES, Rejected, typed, unseal, unseal_named
+from rl_swarm.protocol.rounds import Report, StageRecord, State
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import LOGS, read_lines
 from rl_swarm.telemetry.schema import RoundRecord
@@ -65,7 +65,7 @@ class ValidatedRun:
     address: Address
     manifest: Manifest
     state: State
-    history: list[Ended]
+    history: list[StageRecord]
     published: list[tuple[str, Publication]] | None = None  # where they do not lie in a folder
 
     @property
@@ -156,7 +156,7 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
                 continue
             path = report_path(ended.round, ended.stage, run.node(peer_id))
             try:
-                report, name = unseal_named(run.files.read(path, MAX_BYTES), Report)
+                report, name = unseal_with_digest(run.files.read(path, MAX_BYTES), Report)
             except FileNotFoundError:
                 verdict.errors.append(f"{path}: missing")
                 continue
@@ -266,7 +266,7 @@ def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
     found = []
     for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
         with suppress(Rejected):
-            found.append(typed(line, kind))
+            found.append(convert(line, kind))
     return found
 
 

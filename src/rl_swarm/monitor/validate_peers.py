@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from rl_swarm.config.resolve import load
 from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, check_size
-from rl_swarm.network.folder import read_manifest, read_roll, read_state, report_path, rollouts_path
+from rl_swarm.network.folder import read_access_list, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
 from rl_swarm.network.round_server import read_history
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
-from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_named
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_with_digest
 
 T = TypeVar("T", Publication, Report)
 
@@ -79,7 +79,7 @@ def _introduced(run: ValidatedRun, verdict: Verdict) -> dict[str, Member]:
 
 def _check_roll(run: ValidatedRun, verdict: Verdict) -> None:
     try:
-        if read_roll(run.files, run.manifest).number > 0:
+        if read_access_list(run.files, run.manifest).number > 0:
             verdict.count("owner's list")
     except OSError:
         verdict.notes.append("the owner's list of who may take part was not had: nobody who is there has it")
@@ -151,7 +151,7 @@ def _newest(
             peer_id = paths[path]
             left.discard(peer_id)
             try:
-                document, digest = unseal_named(answer, kind, limit)
+                document, digest = unseal_with_digest(answer, kind, limit)
             except Rejected as error:
                 verdict.errors.append(f"{path}: altered or forged ({error})")
                 continue

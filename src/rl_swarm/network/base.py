@@ -30,9 +30,9 @@ class Exchange(Protocol):
         """
         ...
 
-    def neighbourhoods(self) -> Mapping[str, str]:
+    def subnets(self) -> Mapping[str, str]:
         """Of peers whose address this node sees: the part of the internet that it is in. Names are free, addresses are
-        not, so those of one neighbourhood count as one source."""
+        not, so those of one subnet count as one source."""
         ...
 
 

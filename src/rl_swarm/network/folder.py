@@ -35,8 +35,8 @@ from rl_swarm.protocol import admission
 from rl_swarm.protocol.admission import AccessList, AdmissionError
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.rollouts import Publication, within
-from rl_swarm.protocol.rounds import PeerInfo, Report, State, Why
+from rl_swarm.protocol.rollouts import Publication, fit_limits
+from rl_swarm.protocol.rounds import PeerInfo, RefusalReason, Report, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, SealError, seal, unseal
 from rl_swarm.storage.files import LASTING, Files, Refused
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
-ROLL = "admission.json"
+ADMISSION = "admission.json"
 STATE = "state/current_state.json"
 HISTORY = "state/history.jsonl"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -146,26 +146,26 @@ def read_state(files: Files, manifest: Manifest) -> State:
     return state
 
 
-def read_roll(files: Files, manifest: Manifest) -> AccessList:
+def read_access_list(files: Files, manifest: Manifest) -> AccessList:
     """The owner's list; an empty one where there is none."""
     try:
-        roll = unseal(files.read(ROLL, MAX_BYTES), AccessList)
+        access_list = unseal(files.read(ADMISSION, MAX_BYTES), AccessList)
     except FileNotFoundError:
         return AccessList(swarm=manifest.swarm())
-    if roll.peer_id != manifest.peer_id:
+    if access_list.peer_id != manifest.peer_id:
         raise Rejected("owner", "the list is not signed by the swarm's owner")
-    if roll.swarm != manifest.swarm():
+    if access_list.swarm != manifest.swarm():
         raise Rejected("swarm", "the list of another swarm")
-    return roll
+    return access_list
 
 
-def change_roll(
+def change_access_list(
     files: Files, manifest: Manifest, owner: Identity, names: Iterable[str], allow: bool
 ) -> tuple[AccessList, AccessList]:
     """Allows or denies peers or invitations; the owner's list before and after. It is written only if it changes."""
-    before = after = read_roll(files, manifest)
+    before = after = read_access_list(files, manifest)
     for name in names:
-        after = after.changed(name, allow)
+        after = after.with_entry(name, allow)
     if after == before:
         return before, before
     try:
@@ -173,7 +173,7 @@ def change_roll(
     except (OSError, Rejected):  # no state yet
         newest = before.number
     after = replace(after, number=newest + 1, timestamp=time.time())
-    files.write(ROLL, seal(after, owner))
+    files.write(ADMISSION, seal(after, owner))
     return before, after
 
 
@@ -223,14 +223,14 @@ class FolderExchange:
         on_reject: OnReject,
         poll: float = 2.0,
         max_peers: int = 10,
-        refusal: Callable[[str], Why | None] = lambda peer_id: None,
-        neighbourhoods: Callable[[], Mapping[str, str]] = dict,  # a folder shows no addresses
+        refusal: Callable[[str], RefusalReason | None] = lambda peer_id: None,
+        subnets: Callable[[], Mapping[str, str]] = dict,  # a folder shows no addresses
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files, self.manifest, self.identity, self.node = files, manifest, identity, node
         self.stop, self.on_reject, self.poll, self.max_peers = stop, on_reject, poll, max_peers
         self.refusal = refusal  # why a peer is not admitted
-        self.neighbourhoods, self.clock = neighbourhoods, clock
+        self.subnets, self.clock = subnets, clock
         self._published = False  # by this process
         self._cache: dict[tuple[int, int, str], Publication | None] = {}  # None: rejected for good
         # Files that were there but not whole: tries so far, time of the first and of the next.
@@ -245,7 +245,7 @@ class FolderExchange:
             return
         self._published = True
         path = rollouts_path(*where, self.node)
-        data = self._sealed(within(publication, self.manifest.limits))
+        data = self._sealed(fit_limits(publication, self.manifest.limits))
         patiently(lambda: self.files.write(path, data), self.stop, self.manifest.peer_timeout)
 
     def _has_published(self, where: tuple[int, int]) -> bool:
@@ -264,7 +264,7 @@ class FolderExchange:
         numbers = sorted(publication.rollouts, key=int)
 
         def sealed(count: int) -> bytes:
-            fitting = publication.only({number: publication.rollouts[number] for number in numbers[:count]})
+            fitting = publication.restricted_to({number: publication.rollouts[number] for number in numbers[:count]})
             return seal(fitting, self.identity, compress=True, limit=limit)
 
         def refused(count: int) -> bool:
@@ -377,47 +377,49 @@ class FolderCoordinator:
         self._refusal = ""  # why a state was not used, said once
         self._reported: set[tuple[int, int]] = set()
         self._joined = math.nan  # the introduction by which this node is known
-        self.roll = AccessList(swarm=manifest.swarm())
-        self.turned_away: Why | None = None
+        self.access_list = AccessList(swarm=manifest.swarm())
+        self.turned_away: RefusalReason | None = None
         self._told_to_wait = False
 
-    def knock(self, token: str | None) -> str:
+    def request_admission(self, token: str | None) -> str:
         """The ticket to introduce oneself with; raises `AdmissionError` when this node is sure to be turned away."""
         shown, me = "", self.identity.peer_id
         if token:
             try:
-                shown = admission.ticket(token, self.manifest, me)
+                shown = admission.make_ticket(token, self.manifest, me)
             except Rejected as error:
                 raise AdmissionError(
                     f"INVITATION cannot be used ({error}). Copy it whole, from the owner of this swarm, "
                     f"{self.manifest.peer_id}; if "
                     "somebody else invited you, this is not the manifest of their swarm."
                 ) from error
-        self._read_roll()
+        self._read_access_list()
         members = self.current().members
-        _, why = admission.admit(self.manifest, self.roll, members, me, shown, self.clock())
+        _, why = admission.admit(self.manifest, self.access_list, members, me, shown, self.clock())
         if why is not None:
             raise self.not_admitted(why)
         return shown
 
-    def not_admitted(self, why: Why) -> AdmissionError:
-        return AdmissionError(admission.sentence(why, self.manifest, self.identity.peer_id, str(self.files.root)))
+    def not_admitted(self, why: RefusalReason) -> AdmissionError:
+        return AdmissionError(
+            admission.refusal_message(why, self.manifest, self.identity.peer_id, str(self.files.root))
+        )
 
-    def refusal(self, peer_id: str) -> Why | None:
+    def refusal(self, peer_id: str) -> RefusalReason | None:
         """Why what a peer publishes is not used."""
-        return admission.why_not(self.manifest, self.roll, peer_id, self._last.members.get(peer_id))
+        return admission.refusal_reason(self.manifest, self.access_list, peer_id, self._last.members.get(peer_id))
 
-    def _read_roll(self) -> None:
+    def _read_access_list(self) -> None:
         try:
-            roll = read_roll(self.files, self.manifest)
+            access_list = read_access_list(self.files, self.manifest)
         except OSError as error:  # the one that was read before stands, and the next look is soon
-            log.debug("%s cannot be read now: %s", ROLL, error)
+            log.debug("%s cannot be read now: %s", ADMISSION, error)
             return
         except Rejected as error:
-            log.warning("%s is not used: %s", ROLL, error)
+            log.warning("%s is not used: %s", ADMISSION, error)
             return
-        if roll.number > self.roll.number:
-            self.roll = roll
+        if access_list.number > self.access_list.number:
+            self.access_list = access_list
 
     def register(self, peer: PeerInfo) -> None:
         self._joined = peer.joined
@@ -455,8 +457,8 @@ class FolderCoordinator:
                 self._refusal = str(error)
                 log.warning("%s is not used: %s", STATE, error)
             return self._last
-        if state.roll > self.roll.number:
-            self._read_roll()
+        if state.roll > self.access_list.number:
+            self._read_access_list()
         refusal = state.refused.get(self.identity.peer_id)
         if refusal is not None and refusal.joined == self._joined:
             self.turned_away = refusal.why

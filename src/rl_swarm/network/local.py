@@ -60,7 +60,7 @@ class LocalExchange:
             with self.swarm.changed:
                 self.swarm.changed.wait(min(self.poll, max(0.0, deadline - time.monotonic())))
 
-    def neighbourhoods(self) -> Mapping[str, str]:
+    def subnets(self) -> Mapping[str, str]:
         return {}
 
 
@@ -69,10 +69,10 @@ class LocalCoordinator:
         self.swarm, self.stop, self.poll = swarm, stop, poll
 
     def register(self, peer: PeerInfo) -> None:
-        self.swarm.apply(lambda state, now: rounds.seen(state, peer.peer_id, peer.node, now))
+        self.swarm.apply(lambda state, now: rounds.record_presence(state, peer.peer_id, peer.node, now))
 
     def submit(self, report: Report) -> None:
-        self.swarm.apply(lambda state, now: rounds.submitted(state, report, now))
+        self.swarm.apply(lambda state, now: rounds.record_report(state, report, now))
 
     def current(self) -> State:
         return self.swarm.apply(lambda state, now: state)

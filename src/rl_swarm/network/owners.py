@@ -12,7 +12,7 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import is_url
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode, typed
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, decode
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
@@ -35,7 +35,7 @@ def check(manifest: Manifest, address: Path | str, settings: Settings) -> None:
                 "should be. Somebody may have put another one there: ask the owner for the address, or correct "
                 "SWARM_OWNER."
             )
-    elif not settings.invitation:  # a node that has one checks it when it knocks
+    elif not settings.invitation:  # a node that has one checks it when it asks for admission
         first = _remembered(_file(settings)).get(_place(address), owner)
         if first != owner:
             raise OwnerError(
@@ -70,7 +70,7 @@ def _file(settings: Settings) -> Path:
 
 def _remembered(file: Path) -> dict[str, str]:
     try:
-        return typed(decode(LocalFiles(file.parent).read(file.name, MAX_BYTES)), dict[str, str])
+        return convert(decode(LocalFiles(file.parent).read(file.name, MAX_BYTES)), dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, Rejected) as error:

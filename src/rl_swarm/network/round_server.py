@@ -20,12 +20,12 @@ from msgspec.structs import replace
 
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import (
+    ADMISSION,
     FIRST_PAUSE,
     GIVE_UP_AFTER,
     HISTORY,
     MANIFEST,
     RECORD_BYTES,
-    ROLL,
     STATE,
     TRIES,
     Listing,
@@ -33,8 +33,8 @@ from rl_swarm.network.folder import (
     patiently,
     pauses,
     place,
+    read_access_list,
     read_manifest,
-    read_roll,
     read_state,
     report_folder,
     report_path,
@@ -43,9 +43,9 @@ from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.rounds import Ended, PeerInfo, Refusal, Report, Rules, State
+from rl_swarm.protocol.rounds import PeerInfo, Refusal, Report, Rules, StageRecord, State
 from rl_swarm.protocol.untrusted import quoted
-from rl_swarm.protocol.wire import Incomplete, Rejected, seal, unseal, unseal_named
+from rl_swarm.protocol.wire import Incomplete, Rejected, seal, unseal, unseal_with_digest
 from rl_swarm.settings import Settings
 from rl_swarm.storage.beneath import Misplaced
 from rl_swarm.storage.files import MAX_NAMES, ROUND_FOLDER, Files, LocalFiles
@@ -94,7 +94,7 @@ class RoundServer:
         self._listing = Listing()
         self._next: dict[str, str] = {}  # by folder: where the next look at refused documents begins
         self._unread: dict[str, float] = {}  # paths that are not whole -> since when
-        self.roll = AccessList(swarm=self.swarm)
+        self.access_list = AccessList(swarm=self.swarm)
         # Stamps of what all nodes read, by path.
         self._written: dict[str, tuple[int, ...] | None] = {}
         self._look_again_at = 0.0
@@ -163,13 +163,13 @@ class RoundServer:
 
     def _members(self, state: State, now: float, again: bool) -> State:
         """Who has joined and is admitted; and, now and then, who still gives signs of life."""
-        self._read_roll(state)
+        self._read_access_list(state)
         out = {
             peer_id: member.node
             for peer_id, member in state.members.items()
-            if admission.why_not(self.manifest, self.roll, peer_id, member)
+            if admission.refusal_reason(self.manifest, self.access_list, peer_id, member)
         }
-        state = replace(rounds.given_up(state, out), roll=max(state.roll, self.roll.number))
+        state = replace(rounds.stop_awaiting(state, out), roll=max(state.roll, self.access_list.number))
         refused: dict[str, Refusal] = {}
         introduced = {member.node for member in state.members.values()} - set(out.values())
         for node in self._to_read("peers", introduced):
@@ -181,10 +181,10 @@ class RoundServer:
                 continue
             peer = read[0]
             invitation, why = admission.admit(
-                self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
+                self.manifest, self.access_list, state.members, peer.peer_id, peer.invitation, now
             )
             if why is None and peer.peer_id not in state.members:
-                state = rounds.with_room(state, MAX_MEMBERS - 1, now, self.rules.peer_timeout)
+                state = rounds.drop_idle(state, MAX_MEMBERS - 1, now, self.rules.peer_timeout)
                 why = "full" if len(state.members) >= MAX_MEMBERS else None
             if why is not None:
                 refused[peer.peer_id] = Refusal(why, peer.joined)
@@ -197,22 +197,24 @@ class RoundServer:
             # An old one that is shown again is no sign of life.
             member = state.members.get(peer.peer_id)
             if member is None or peer.timestamp > member.sign:
-                state = rounds.seen(state, peer.peer_id, node, now, invitation, peer.timestamp)
+                state = rounds.record_presence(state, peer.peer_id, node, now, invitation, peer.timestamp)
         return replace(state, refused=dict(sorted(refused.items())[:MAX_REFUSED]))
 
-    def _read_roll(self, state: State) -> None:
+    def _read_access_list(self, state: State) -> None:
         try:
-            roll = read_roll(self.files, self.manifest)
+            access_list = read_access_list(self.files, self.manifest)
         except OSError as error:  # the next look is soon
-            log.debug("%s cannot be read: %s", ROLL, error)
+            log.debug("%s cannot be read: %s", ADMISSION, error)
             return
         except Rejected as error:
-            self._refuse(ROLL, str(error))
+            self._refuse(ADMISSION, str(error))
             return
-        if roll.number < max(state.roll, self.roll.number):
-            self._refuse(ROLL, f"number {roll.number}, but there has been a newer one; `rl-swarm members` shows it")
-        if roll.number > self.roll.number:
-            self.roll = roll
+        if access_list.number < max(state.roll, self.access_list.number):
+            self._refuse(
+                ADMISSION, f"number {access_list.number}, but there has been a newer one; `rl-swarm members` shows it"
+            )
+        if access_list.number > self.access_list.number:
+            self.access_list = access_list
 
     def _reports(self, state: State, now: float) -> State:
         """The reports for the present stage."""
@@ -225,11 +227,11 @@ class RoundServer:
             if read is not None:
                 report, name = read
                 member = state.members.get(report.peer_id)
-                why = admission.why_not(self.manifest, self.roll, report.peer_id, member)
+                why = admission.refusal_reason(self.manifest, self.access_list, report.peer_id, member)
                 if why is not None:
                     self._log_once(report_path(state.round, state.stage, node), f"not admitted ({why})")
                     continue
-                state = rounds.submitted(state, report, now)
+                state = rounds.record_report(state, report, now)
                 self._digests[report.peer_id] = name
         return state
 
@@ -287,7 +289,7 @@ class RoundServer:
     def _read(self, path: str, kind: type[T], node: str, state: State) -> tuple[T, str] | None:
         """A signed document and its digest, or None: not whole yet, or not to be believed (said once)."""
         try:
-            record, name = unseal_named(self.files.read(path, RECORD_BYTES), kind, RECORD_BYTES)
+            record, name = unseal_with_digest(self.files.read(path, RECORD_BYTES), kind, RECORD_BYTES)
             self._check(record, node, state)
         except FileNotFoundError:
             return None
@@ -346,7 +348,7 @@ class RoundServer:
     def _write_history(self, state: State, why: str, now: float) -> None:
         if (state.round, state.stage) <= self._ended:  # the state could not be written after it
             return
-        ended = Ended(
+        ended = StageRecord(
             swarm=self.swarm,
             round=state.round,
             stage=state.stage,
@@ -405,7 +407,7 @@ class RoundServer:
             peer_id: replace(member, last_seen=min(now, member.last_seen + silence))
             for peer_id, member in state.members.items()
         }
-        self._read_roll(state)
+        self._read_access_list(state)
         return replace(state, members=members)
 
     def _newest_state(self) -> State:
@@ -426,7 +428,7 @@ class RoundServer:
         known, state = self.state, self._restore(now)
         self.state = state if place(state) >= place(known) else replace(known, reports={})
 
-    def _history(self) -> Iterator[Ended]:
+    def _history(self) -> Iterator[StageRecord]:
         """What this swarm's owner wrote into the history. On a machine that has none, the one in the folder is
         taken."""
         if not self.history.size:
@@ -445,7 +447,7 @@ class RoundServer:
         wrote = [(each.peer_id, each.swarm) == (self.manifest.peer_id, self.swarm) for each in ended]
         return line.endswith(b"\n") and any(wrote)
 
-    def _replayed(self, state: State, history: Iterable[Ended]) -> State:
+    def _replayed(self, state: State, history: Iterable[StageRecord]) -> State:
         """The state after the stages that the history says have ended, their reports counted again."""
         at_once = dataclasses.replace(self.rules, end="interval", interval=-math.inf)
         deadline = time.monotonic() + FIRST_PAUSE * 2**TRIES
@@ -460,9 +462,9 @@ class RoundServer:
             for peer_id in ended.members:
                 if peer_id in peers and peer_id not in state.members:
                     node, invitation, sign = peers[peer_id]
-                    state = rounds.seen(state, peer_id, node, ended.ended, invitation, sign)
+                    state = rounds.record_presence(state, peer_id, node, ended.ended, invitation, sign)
             for report in self._counted(state, ended, deadline):
-                state = rounds.submitted(state, report, ended.ended)
+                state = rounds.record_report(state, report, ended.ended)
             state, _ = rounds.advance(state, at_once, ended.ended)
         return state
 
@@ -478,11 +480,11 @@ class RoundServer:
     def _came_by(self, peer: PeerInfo) -> str:
         """The invitation of a peer that was a member once: whether it still admits others is no matter."""
         try:
-            return admission.shown_by(peer.peer_id, peer.invitation, self.manifest).name(self.manifest)
+            return admission.check_ticket(peer.peer_id, peer.invitation, self.manifest).name(self.manifest)
         except Rejected:
             return ""
 
-    def _counted(self, state: State, ended: Ended, deadline: float) -> list[Report]:
+    def _counted(self, state: State, ended: StageRecord, deadline: float) -> list[Report]:
         """The reports that a stage in the history ended with, as they lie in the folder."""
         while True:
             nodes = [state.members[peer_id].node for peer_id in ended.reports if peer_id in state.members]
@@ -529,7 +531,7 @@ def expired(rounds_present: Iterable[tuple[str, int]], current: int, keep: int) 
     return [name for name, number in newest_first if number <= current - keep]
 
 
-def read_history(files: Files) -> tuple[list[Ended], int]:
+def read_history(files: Files) -> tuple[list[StageRecord], int]:
     """The stages that ended, and how many lines cannot be read (a crash may leave one half)."""
     try:
         return parse_history(files.read(HISTORY, HISTORY_BYTES))
@@ -537,13 +539,13 @@ def read_history(files: Files) -> tuple[list[Ended], int]:
         return [], 0
 
 
-def parse_history(data: bytes) -> tuple[list[Ended], int]:
+def parse_history(data: bytes) -> tuple[list[StageRecord], int]:
     ended, unreadable = [], 0
     for line in filter(None, (line.rstrip() for line in io.BytesIO(data))):
         try:
             if len(line) < SHORTEST_ENDED:
                 raise Rejected("size")
-            ended.append(unseal(line, Ended))
+            ended.append(unseal(line, StageRecord))
         except Rejected:
             unreadable += 1
     return ended, unreadable

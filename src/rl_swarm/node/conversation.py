@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rl_swarm.environments.base import PEER_SECONDS, Environment, FollowUp
-from rl_swarm.protocol.manifest import Manifest, derive, question_seed
+from rl_swarm.protocol.manifest import Manifest, derive_seed, question_seed
 from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
 from rl_swarm.protocol.untrusted import quoted
@@ -76,9 +76,9 @@ class Conversation:
 
     def order(self, peer_id: str) -> list[str]:
         """The other members, in the order in which a peer is to hear them."""
-        root = digest(self.manifest.questions_root())
+        root = digest(self.manifest.questions_key())
         others = [other for other in self.members if other != peer_id]
-        return sorted(others, key=lambda other: (derive(root, "hears", self.round, peer_id, other), other))
+        return sorted(others, key=lambda other: (derive_seed(root, "hears", self.round, peer_id, other), other))
 
     def _speakers(self, stage: int, peers: Sequence[str], most: int) -> list[str]:
         """Of those who can be heard."""

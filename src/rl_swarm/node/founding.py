@@ -3,7 +3,7 @@
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.protocol.manifest import Manifest, name_from
+from rl_swarm.protocol.manifest import Manifest, swarm_name
 from rl_swarm.settings import Settings
 
 
@@ -11,7 +11,7 @@ def new_manifest(settings: Settings, name: str, owner: str, created: float, stag
     environment = environments.named(settings.environment)
     return Manifest(
         peer_id=owner,
-        name=name_from(name),
+        name=swarm_name(name),
         created=created,
         seed=settings.seed,
         environment=settings.environment,

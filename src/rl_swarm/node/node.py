@@ -14,7 +14,7 @@ import msgspec
 from rl_swarm.environments.base import Environment, ModelRequest, Role
 from rl_swarm.learning.checkpoints import Checkpoints, Place
 from rl_swarm.learning.devices import peak_memory
-from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest, Work, update_batches
 from rl_swarm.learning.trainer import Update
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.node import selection, strategies
@@ -22,12 +22,11 @@ from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.evaluation import evaluate, mean
 from rl_swarm.node.hub import Push
 from rl_swarm.node.reputation import PeerReputation, in_turn
-from rl_swarm.node.requests import Published, SampleRequest, TrainRequest, Work, update_batches
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import Manifest, derive, question_seed
+from rl_swarm.protocol.manifest import Manifest, derive_seed, question_seed
 from rl_swarm.protocol.questions import Question, Statement
-from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling, answers
+from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import Member, Report, State
 from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Journal, Stopwatch
@@ -229,7 +228,7 @@ class Node:
         """The node's own completions of the questions, scored."""
         self.check_stop()
         count = count or self.settings.generations
-        seed = derive(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
+        seed = derive_seed(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
         yield (answering := SampleRequest(self.policy, questions, count, seed, self.watch, greedy))
         with self.watch("score"):
             return self.scored(questions, answering.completions)
@@ -257,7 +256,7 @@ class Node:
                 policy_version=self.policy.version,
                 sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.completion_tokens()),
                 tokenizer=self.policy.tokenizer_hash if settings.share_logprobs else "",
-                rollouts={str(k): answers(group, settings.share_logprobs) for k, group in enumerate(groups)},
+                rollouts={str(k): to_answers(group, settings.share_logprobs) for k, group in enumerate(groups)},
                 heard=list(map(list, heard)),
                 parents={number: digests for number, digests in named.items() if digests},
                 role=self.role_name,
@@ -267,7 +266,7 @@ class Node:
     def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
         """Rollouts of others, checked and scored here."""
         self.check_stop()
-        rng = random.Random(derive(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
+        rng = random.Random(derive_seed(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
         settings, sources = self.settings, self.sources(state)
         found = selection.select(
             self.publications(state, rng, sources),
@@ -329,7 +328,7 @@ class Node:
 
     def sources(self, state: State) -> dict[str, str]:
         """Whom a member's rollouts are counted with: all of its invitation, else of its part of the internet."""
-        near = self.exchange.neighbourhoods()
+        near = self.exchange.subnets()
         return {
             peer_id: near.get(peer_id, source) if source == peer_id else source
             for peer_id, source in state.sources().items()

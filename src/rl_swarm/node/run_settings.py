@@ -14,7 +14,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.network.folder import MANIFEST, read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.wire import Id, Rejected, decode, seal, typed, unseal
+from rl_swarm.protocol.wire import Id, Rejected, convert, decode, seal, unseal
 from rl_swarm.settings import SECRETS, Settings
 from rl_swarm.storage.files import Files, LocalFiles, Refused
 from rl_swarm.storage.private import remember_swarm, started_swarm, swarm_folder
@@ -81,7 +81,7 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
         )
     private = LocalFiles(swarm_folder(user, run, manifest.swarm()))
     try:
-        return typed(decode(private.read(SETTINGS_FILE, SETTINGS_BYTES)), RunSettings).settings
+        return convert(decode(private.read(SETTINGS_FILE, SETTINGS_BYTES)), RunSettings).settings
     except (OSError, Rejected):  # another machine, or a directory that was moved
         pass
     key = Path(user.identity_path)

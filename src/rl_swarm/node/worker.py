@@ -220,7 +220,7 @@ def _take_part(
     files, here = address.files, address.here
     coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
     shown = coordinator.node  # to others; what stays on this machine has the node's own name
-    ticket = coordinator.knock(settings.invitation)
+    ticket = coordinator.request_admission(settings.invitation)
     owners.remember(manifest, address.text, settings)
     check_name(coordinator.current(), identity, shown)
     watch = Watch(files, shown, identity, manifest.swarm())
@@ -266,7 +266,7 @@ def _take_part(
             settings.poll_interval,
             settings.fetch_max_peers,
             coordinator.refusal,
-            getattr(files, "neighbourhoods", dict),
+            getattr(files, "subnets", dict),
         ),
         coordinator=coordinator,
         journal=journal,

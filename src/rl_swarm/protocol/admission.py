@@ -21,18 +21,18 @@ from msgspec.structs import replace
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import Identity, animal_name, peer_id_of, verify
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.rounds import LONGEST_TICKET, Member, Why
+from rl_swarm.protocol.rounds import MAX_TICKET, Member, RefusalReason
 from rl_swarm.protocol.wire import Rejected, canonical, digest
 
 _TERMS = struct.Struct(">IQ")  # of an invitation: uses, expires
-MAX_LISTED = 10_000  # peers or invitations in one list
+MAX_LIST_ENTRIES = 10_000  # peers or invitations in one list
 
 
 class AdmissionError(UserError):
     """A peer that may not take part; the message says whom to ask for what."""
 
 
-Listed = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_LISTED)]
+PeerList = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_LIST_ENTRIES)]
 
 
 class AccessList(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +43,11 @@ class AccessList(msgspec.Struct, frozen=True, kw_only=True):
     swarm: str
     number: Annotated[int, Meta(ge=0)] = 0
     timestamp: float = 0.0
-    allowed: Listed = []
-    denied: Listed = []
-    revoked: Listed = []  # invitations: whoever came by one of these is out, unless allowed
+    allowed: PeerList = []
+    denied: PeerList = []
+    revoked: PeerList = []  # invitations: whoever came by one of these is out, unless allowed
 
-    def changed(self, name: str, allow: bool) -> "AccessList":
+    def with_entry(self, name: str, allow: bool) -> "AccessList":
         """The list with one more peer or invitation allowed or denied."""
         allowed, denied, revoked = (set(names) - {name} for names in (self.allowed, self.denied, self.revoked))
         if is_invitation(name):
@@ -65,11 +65,11 @@ class Invitation:
     uses: int  # peers that it admits
     expires: int  # seconds since 1970
 
-    def signed(self, manifest: Manifest) -> bytes:
+    def message(self, manifest: Manifest) -> bytes:
         return canonical(["invitation", manifest.swarm(), self.key.hex(), self.uses, self.expires])
 
     def name(self, manifest: Manifest) -> str:
-        return digest(self.signed(manifest))[:16]
+        return digest(self.message(manifest))[:16]
 
 
 def is_invitation(name: str) -> bool:
@@ -81,32 +81,32 @@ def invite(manifest: Manifest, owner: Identity, uses: int, expires: int) -> tupl
     """A new invitation: its name, and a token. Whoever has the token can join."""
     key = Ed25519PrivateKey.generate()
     invitation = Invitation(key.public_key().public_bytes_raw(), uses, expires)
-    signature = owner.sign(invitation.signed(manifest))
-    return invitation.name(manifest), _text(key.private_bytes_raw(), _TERMS.pack(uses, expires), signature)
+    signature = owner.sign(invitation.message(manifest))
+    return invitation.name(manifest), _encode(key.private_bytes_raw(), _TERMS.pack(uses, expires), signature)
 
 
-def ticket(token: str, manifest: Manifest, peer_id: str) -> str:
+def make_ticket(token: str, manifest: Manifest, peer_id: str) -> str:
     """What a peer shows when it comes with a token: of no use to anybody else. Raises `Rejected`."""
-    data = _bytes(token)
+    data = _decode(token)
     key = Ed25519PrivateKey.from_private_bytes(data[:32])
     proof = key.sign(_claim(manifest, peer_id))
-    shown = _text(key.public_key().public_bytes_raw(), data[32:44], proof, data[44:])
-    shown_by(peer_id, shown, manifest)
+    shown = _encode(key.public_key().public_bytes_raw(), data[32:44], proof, data[44:])
+    check_ticket(peer_id, shown, manifest)
     return shown
 
 
-def shown_by(peer_id: str, shown: str, manifest: Manifest) -> Invitation:
+def check_ticket(peer_id: str, shown: str, manifest: Manifest) -> Invitation:
     """The invitation by which a peer comes; raises `Rejected` if the ticket is not this peer's or not the owner's."""
-    data = _bytes(shown)
+    data = _decode(shown)
     invitation = Invitation(data[:32], *_TERMS.unpack(data[32:44]))
     if not verify(peer_id_of(invitation.key), _claim(manifest, peer_id), data[44:108]):
         raise Rejected("invitation", "another peer's")
-    if not verify(manifest.peer_id, invitation.signed(manifest), data[108:]):
+    if not verify(manifest.peer_id, invitation.message(manifest), data[108:]):
         raise Rejected("invitation", "not signed by the owner of this swarm for this swarm")
     return invitation
 
 
-def why_not(manifest: Manifest, roll: AccessList, peer_id: str, member: Member | None) -> Why | None:
+def refusal_reason(manifest: Manifest, roll: AccessList, peer_id: str, member: Member | None) -> RefusalReason | None:
     """Why a peer may not take part, as far as the list and the state tell."""
     if peer_id == manifest.peer_id:
         return None
@@ -122,16 +122,16 @@ def why_not(manifest: Manifest, roll: AccessList, peer_id: str, member: Member |
 
 def admit(
     manifest: Manifest, roll: AccessList, members: Mapping[str, Member], peer_id: str, shown: str, now: float
-) -> tuple[str, Why | None]:
+) -> tuple[str, RefusalReason | None]:
     """By which invitation a peer comes, if any, and why it may not take part. `shown` is its ticket."""
     member = members.get(peer_id)
-    why = why_not(manifest, roll, peer_id, member)
+    why = refusal_reason(manifest, roll, peer_id, member)
     came_by = member.invitation if member else ""
     if why == "denied" or not shown or (came_by and why is None):
         return came_by, why
-    problem: Why | None = None
+    problem: RefusalReason | None = None
     try:
-        invitation = shown_by(peer_id, shown, manifest)
+        invitation = check_ticket(peer_id, shown, manifest)
     except Rejected:
         return "", why and "invalid"
     name = invitation.name(manifest)
@@ -144,7 +144,7 @@ def admit(
     return ("", why and problem) if problem else (name, None)
 
 
-def sentence(why: Why, manifest: Manifest, peer_id: str, address: str) -> str:
+def refusal_message(why: RefusalReason, manifest: Manifest, peer_id: str, address: str) -> str:
     """What a peer is told that may not take part."""
     owner = f"its owner, {animal_name(manifest.peer_id)} ({manifest.peer_id})"
     what = {
@@ -169,17 +169,17 @@ def _claim(manifest: Manifest, peer_id: str) -> bytes:
     return canonical(["invited", manifest.swarm(), peer_id])
 
 
-def _text(*parts: bytes) -> str:
+def _encode(*parts: bytes) -> str:
     return base64.urlsafe_b64encode(b"".join(parts)).decode().rstrip("=")
 
 
-def _bytes(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     """The bytes of a token or a ticket: a key, the terms, and what else there is."""
     text = text.strip()
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise Rejected("invitation", "no invitation, or a part of one") from error
-    if not 32 + _TERMS.size + 64 <= len(data) <= LONGEST_TICKET:
+    if not 32 + _TERMS.size + 64 <= len(data) <= MAX_TICKET:
         raise Rejected("invitation", "no invitation, or a part of one")
     return data

@@ -32,8 +32,8 @@ _PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 _HASHED = bytes([0x12, 0x20])  # a SHA-256 multihash: of the protobuf {type: RSA, data: the key as PKIX DER}
 _RSA, _ED25519 = 0, 1  # libp2p's numbers of the kinds of key
 RSA_BITS = range(2048, 8192 + 1)
-LARGEST_EXPONENT = 2**31 - 1  # beyond that, checking one signature takes long
-LARGEST_SIGNATURE = 2 + 1100 + 1024  # length, public key and signature of 8192 bits
+MAX_EXPONENT = 2**31 - 1  # beyond that, checking one signature takes long
+MAX_SIGNATURE = 2 + 1100 + 1024  # length, public key and signature of 8192 bits
 KEY_FILE_BYTES = 64 << 10
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
@@ -69,24 +69,24 @@ class Identity:
         return len(public).to_bytes(2, "big") + public + signature
 
     @classmethod
-    def new(cls) -> "Identity":
-        return cls._of(Ed25519PrivateKey.generate())
+    def generate(cls) -> "Identity":
+        return cls._from_key(Ed25519PrivateKey.generate())
 
     @classmethod
     def derived(cls, *parts: str | int) -> "Identity":
         """An identity that anybody can make again from its parts: for nodes of experiments, which keep no secret."""
-        return cls._of(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(repr(parts).encode()).digest()))
+        return cls._from_key(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(repr(parts).encode()).digest()))
 
     @classmethod
-    def _of(cls, key: Ed25519PrivateKey | RSAPrivateKey) -> "Identity":
+    def _from_key(cls, key: Ed25519PrivateKey | RSAPrivateKey) -> "Identity":
         if isinstance(key, RSAPrivateKey):
             check_rsa(key.public_key())
-            return cls(key, hashed_peer_id(_pkix(key.public_key())))
+            return cls(key, rsa_peer_id(_pkix(key.public_key())))
         public = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
         return cls(key, peer_id_of(public))
 
     @classmethod
-    def of(cls, data: bytes) -> "Identity":
+    def from_bytes(cls, data: bytes) -> "Identity":
         """The identity whose private key this is: PEM, libp2p's protobuf, or base64 of that; or `ValueError`."""
         if b"-----BEGIN" in data:
             key: object = serialization.load_pem_private_key(data, password=None)
@@ -96,13 +96,13 @@ class Identity:
             key = libp2p_key(data)
         if not isinstance(key, Ed25519PrivateKey | RSAPrivateKey):
             raise ValueError(f"it holds a {type(key).__name__}; an Ed25519 or RSA key is needed")
-        return cls._of(key)
+        return cls._from_key(key)
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
         try:
             with path.open("rb") as file:
-                return cls.of(file.read(KEY_FILE_BYTES))
+                return cls.from_bytes(file.read(KEY_FILE_BYTES))
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise IdentityError(
                 f"IDENTITY_PATH={path} is not a private key this node can use ({error}). "
@@ -113,7 +113,7 @@ class Identity:
     def load_or_create(cls, path: Path) -> "Identity":
         """The identity in `path`, made there at first use. An existing file is never overwritten."""
         if not path.exists():
-            identity = cls.new()
+            identity = cls.generate()
             try:
                 write_new(path, identity.pem())
                 return identity
@@ -224,7 +224,7 @@ def peer_id_of(public_key: bytes) -> str:
     return base58(_PREFIX + public_key)
 
 
-def hashed_peer_id(public_key: bytes) -> str:
+def rsa_peer_id(public_key: bytes) -> str:
     """The peer id of an RSA key, given as PKIX DER."""
     length = len(public_key)
     protobuf = bytes([0x08, _RSA, 0x12, length & 0x7F | 0x80, length >> 7]) + public_key
@@ -237,7 +237,7 @@ def _pkix(key: RSAPublicKey) -> bytes:
 
 def check_rsa(key: RSAPublicKey) -> None:
     exponent = key.public_numbers().e
-    if key.key_size not in RSA_BITS or not 3 <= exponent <= LARGEST_EXPONENT:
+    if key.key_size not in RSA_BITS or not 3 <= exponent <= MAX_EXPONENT:
         raise ValueError(
             f"an RSA key of {key.key_size} bits with exponent {exponent}; "
             f"{RSA_BITS[0]} to {RSA_BITS[-1]} bits and an exponent below 2^31 are accepted"
@@ -269,7 +269,7 @@ def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
 def _verify_rsa(peer_id: str, message: bytes, signature: bytes) -> bool:
     length = int.from_bytes(signature[:2], "big")
     public = signature[2 : 2 + length]
-    if len(signature) > LARGEST_SIGNATURE or length < 128 or hashed_peer_id(public) != peer_id:
+    if len(signature) > MAX_SIGNATURE or length < 128 or rsa_peer_id(public) != peer_id:
         return False
     key = serialization.load_der_public_key(public)
     if not isinstance(key, RSAPublicKey):

@@ -61,38 +61,38 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The id that every message of this swarm carries, so that none can be replayed in another."""
         return digest(canonical(self))[:32]
 
-    def questions_root(self) -> bytes:
+    def questions_key(self) -> bytes:
         """What decides the questions and nothing else, so that two runs with one seed ask the same."""
         return canonical([self.seed, self.environment, self.tasks, self.versions])
 
 
-def name_from(text: str) -> str:
+def swarm_name(text: str) -> str:
     """Makes a swarm's name from that of its folder, which may hold any letters: `Mein Läufchen` becomes
     `Mein-Laufchen`."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("._-")[:64] or "run"
 
 
-def derive(*parts: str | int | bytes) -> int:
+def derive_seed(*parts: str | int | bytes) -> int:
     """A seed from its parts: H(part, part, ...), uniform and independent for different parts."""
     encoded = canonical([part.hex() if isinstance(part, bytes) else part for part in parts])
     return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") >> (64 - SEED_BITS)
 
 
 def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> int:
-    root = manifest.questions_root()
+    root = manifest.questions_key()
     if manifest.shared is True:
-        return derive(root, round, number)
-    seed = derive(root, round, peer_id, number)
+        return derive_seed(root, round, number)
+    seed = derive_seed(root, round, peer_id, number)
     specialists = {} if manifest.specialists is msgspec.UNSET else manifest.specialists
     theirs = specialists.get(peer_id, [])
     for draw in range(1, MAX_DRAWS if theirs else 1):
-        if task_of(seed, manifest.tasks) in theirs:
+        if task_index(seed, manifest.tasks) in theirs:
             break
-        seed = derive(root, round, peer_id, number, draw)
+        seed = derive_seed(root, round, peer_id, number, draw)
     return seed
 
 
-def task_of(seed: int, tasks: Sequence[Task]) -> int:
+def task_index(seed: int, tasks: Sequence[Task]) -> int:
     """The number of the task that a question is of."""
     return random.Random(seed).choices(range(len(tasks)), [task.weight for task in tasks])[0]

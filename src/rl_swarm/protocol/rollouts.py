@@ -21,7 +21,7 @@ from rl_swarm.protocol.wire import Count, Id, Name, Rejected, canonical, digest
 log = logging.getLogger(__name__)
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
-MAX_HEARD = 256  # peers of a stage, and parents of a question
+MAX_PARENTS = 256  # peers of a stage, and parents of a question
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -58,16 +58,16 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokenizer: Id = ""
     rollouts: dict[str, list[Answer]]
     # Of a later stage: by earlier stage, whose rollouts its questions were made from, and for each question which.
-    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_HEARD)]], Meta(max_length=64)] = []
-    parents: dict[str, Annotated[list[Id], Meta(max_length=MAX_HEARD)]] = {}
+    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_PARENTS)]], Meta(max_length=64)] = []
+    parents: dict[str, Annotated[list[Id], Meta(max_length=MAX_PARENTS)]] = {}
     role: Annotated[str, Meta(max_length=64)] = ""  # of its author, where it is not the ordinary one
 
     @property
-    def fewest(self) -> int:
+    def min_completions(self) -> int:
         """Completions of a question. One learns from groups; other roles may say a thing once."""
         return 1 if self.role else 2
 
-    def only(self, rollouts: dict[str, list[Answer]]) -> "Publication":
+    def restricted_to(self, rollouts: dict[str, list[Answer]]) -> "Publication":
         """The same with these rollouts alone."""
         parents = {number: named for number, named in self.parents.items() if number in rollouts}
         return replace(self, rollouts=rollouts, parents=parents)
@@ -122,7 +122,7 @@ class Group:
         return sum(self.rewards) / len(self.rewards)
 
 
-def answers(group: Group, share_logprobs: bool) -> list[Answer]:
+def to_answers(group: Group, share_logprobs: bool) -> list[Answer]:
     return [
         Answer(
             prompt=group.question.prompt,
@@ -136,7 +136,7 @@ def answers(group: Group, share_logprobs: bool) -> list[Answer]:
     ]
 
 
-def within(publication: Publication, limits: Limits) -> Publication:
+def fit_limits(publication: Publication, limits: Limits) -> Publication:
     """What receivers accept of a publication: without its longest answers, and the last questions, where it is too
     much.
 
@@ -146,7 +146,7 @@ def within(publication: Publication, limits: Limits) -> Publication:
     for number in sorted(publication.rollouts, key=int)[: limits.questions]:
         given = publication.rollouts[number]
         fitting = [a for a in given if max(len(a.prompt), len(a.response)) <= limits.characters]
-        if len(fitting) < publication.fewest:
+        if len(fitting) < publication.min_completions:
             break
         kept[number] = fitting[: limits.completions]
     lost = sum(map(len, publication.rollouts.values())) - sum(map(len, kept.values()))
@@ -161,7 +161,7 @@ def within(publication: Publication, limits: Limits) -> Publication:
             limits.completions,
             limits.characters,
         )
-    return publication.only(kept)
+    return publication.restricted_to(kept)
 
 
 def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
@@ -180,10 +180,10 @@ def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
 
 
 def _rollout(publication: Publication, number: int, given: Sequence[Answer], limits: Limits) -> Rollout:
-    if not publication.fewest <= len(given) <= limits.completions:
+    if not publication.min_completions <= len(given) <= limits.completions:
         raise Rejected(
             "limits",
-            f"{len(given)} completions, between {publication.fewest} and {limits.completions} are accepted",
+            f"{len(given)} completions, between {publication.min_completions} and {limits.completions} are accepted",
         )
     for answer in given:
         if max(len(answer.prompt), len(answer.response)) > limits.characters:

@@ -21,12 +21,12 @@ from rl_swarm.protocol.manifest import Manifest, RoundEnd
 from rl_swarm.protocol.wire import Count, Id, Name
 
 Round = Count
-LONGEST_TICKET = 4096  # characters
+MAX_TICKET = 4096  # characters
 MAX_MISSED = 3  # stages for which a member was waited for in vain, until it is not; for a newcomer, one
-REGAINED = 50  # reports in time that make up for one wait in vain
-LONGEST_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
+REPORTS_PER_PARDON = 50  # reports in time that make up for one wait in vain
+MAX_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
 # Why a peer is not admitted.
-Why = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
+RefusalReason = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     joined: float
     timestamp: float
-    invitation: Annotated[str, Meta(max_length=LONGEST_TICKET)] = ""  # a ticket (admission.py)
+    invitation: Annotated[str, Meta(max_length=MAX_TICKET)] = ""  # a ticket (admission.py)
     role: Name | msgspec.UnsetType = msgspec.UNSET  # where it is not the ordinary one
 
 
@@ -73,7 +73,7 @@ class Member(msgspec.Struct, frozen=True):
     invitation: str = ""  # the name of the one by which it came
     sign: float = 0.0  # when its newest introduction was written, by its own clock
     missed: int = 0  # ends of stages at which it was waited for in vain
-    punctual: int = 0  # reports in time since then; `REGAINED` of them take one back
+    punctual: int = 0  # reports in time since then; `REPORTS_PER_PARDON` of them take one back
 
     @property
     def is_on_probation(self) -> bool:
@@ -87,7 +87,7 @@ class Member(msgspec.Struct, frozen=True):
 class Refusal(msgspec.Struct, frozen=True):
     """A peer that is not admitted. `joined` says which introduction this answers."""
 
-    why: Why
+    why: RefusalReason
     joined: float
 
 
@@ -116,7 +116,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return {peer_id: member.invitation or peer_id for peer_id, member in self.members.items()}
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is written into the history when a stage ends."""
 
     peer_id: Id = ""
@@ -152,7 +152,9 @@ class Rules:
         )
 
 
-def seen(state: State, peer_id: str, node: str, now: float, invitation: str = "", sign: float = 0.0) -> State:
+def record_presence(
+    state: State, peer_id: str, node: str, now: float, invitation: str = "", sign: float = 0.0
+) -> State:
     """A peer has joined or given a sign of life."""
     member = state.members.get(peer_id)
     if member is None:
@@ -163,25 +165,25 @@ def seen(state: State, peer_id: str, node: str, now: float, invitation: str = ""
     return replace(state, members={**state.members, peer_id: member})
 
 
-def with_room(state: State, most: int, now: float, peer_timeout: float) -> State:
+def drop_idle(state: State, most: int, now: float, peer_timeout: float) -> State:
     """The state with at most so many members: of too many, those go that are silent and never reported."""
     idle = (p for p, m in state.members.items() if not m.participation and now - m.last_seen > peer_timeout)
     gone = set(itertools.islice(idle, max(0, len(state.members) - most)))
     return replace(state, members={p: m for p, m in state.members.items() if p not in gone})
 
 
-def given_up(state: State, peer_ids: Iterable[str]) -> State:
+def stop_awaiting(state: State, peer_ids: Iterable[str]) -> State:
     """Members that nobody waits for from now on, until they are seen again."""
     gone = {peer_id: replace(state.members[peer_id], last_seen=0.0) for peer_id in peer_ids}
     return replace(state, members={**state.members, **gone})
 
 
-def submitted(state: State, report: Report, now: float) -> State:
+def record_report(state: State, report: Report, now: float) -> State:
     """A peer has reported. Only the first report of a member for the current stage counts."""
     current = state.phase == "running" and (report.round, report.stage) == (state.round, state.stage)
     if not current or report.peer_id in state.reports:
         return state
-    state = seen(state, report.peer_id, report.node, now)
+    state = record_presence(state, report.peer_id, report.node, now)
     heard = state.heard if state.reports else now
     proven = state.proven if state.members[report.peer_id].is_on_probation else now
     return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard, proven=proven)
@@ -193,11 +195,11 @@ def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
         if len(state.members) < rules.min_peers:
             return state, None
         return replace(state, phase="running", started=now, timestamp=now), None
-    why = reason_to_end(state, rules, now) if state.phase == "running" else None
+    why = end_reason(state, rules, now) if state.phase == "running" else None
     if why is None:
         return state, None
     counted = replace(
-        state, members=counted_members(state, rules, now), reports={}, proven=0.0, started=now, timestamp=now
+        state, members=count_reports(state, rules, now), reports={}, proven=0.0, started=now, timestamp=now
     )
     if state.stage + 1 < rules.stages:
         return replace(counted, stage=state.stage + 1), why
@@ -206,7 +208,7 @@ def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
     return replace(counted, phase="finished"), why
 
 
-def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
+def end_reason(state: State, rules: Rules, now: float) -> str | None:
     elapsed = now - state.started
     if rules.end == "interval":
         return "interval" if elapsed >= rules.interval else None
@@ -219,7 +221,7 @@ def reason_to_end(state: State, rules: Rules, now: float) -> str | None:
     if rules.end == "deadline" and elapsed >= rules.interval:
         return "deadline"
     # Where rounds take long, others may take as long again as the first did.
-    longest = max(LONGEST_WAIT * rules.peer_timeout, state.heard - state.started)
+    longest = max(MAX_WAIT * rules.peer_timeout, state.heard - state.started)
     return "patience" if state.reports and now - state.heard > longest else None
 
 
@@ -232,7 +234,7 @@ def late_members(state: State, rules: Rules, now: float) -> list[str]:
     ]
 
 
-def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]:
+def count_reports(state: State, rules: Rules, now: float) -> dict[str, Member]:
     """Members with this stage's reports counted, and who was waited for in vain; votes only at the end of a round.
 
     Whoever reported has the whole `peer_timeout` for the next stage, however long ago its report came.
@@ -251,8 +253,8 @@ def counted_members(state: State, rules: Rules, now: float) -> dict[str, Member]
             last_seen=now,
             participation=member.participation + last,
             reward=member.reward + report.reward,
-            missed=member.missed - punctual // REGAINED,
-            punctual=punctual % REGAINED,
+            missed=member.missed - punctual // REPORTS_PER_PARDON,
+            punctual=punctual % REPORTS_PER_PARDON,
         )
     for peer_id, report in state.reports.items() if last else ():
         if report.vote in members and report.vote != peer_id:

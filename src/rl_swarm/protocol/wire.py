@@ -78,7 +78,7 @@ def seal(record: msgspec.Struct, identity: Identity, compress: bool = False, lim
     """The record as a signed document that readers with this limit accept; raises `SealError` if there is none."""
     data = sign(record, identity, compress)
     try:
-        typed(decode(data, limit), type(record))
+        convert(decode(data, limit), type(record))
     except Rejected as error:
         what = type(record).__name__
         raise SealError(f"What this node was to send, a {what}, would be refused by all ({error}).") from error
@@ -97,10 +97,10 @@ def sign(record: msgspec.Struct, identity: Identity, compress: bool = False) -> 
 
 def unseal(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> T:
     """The record in a sealed document, its author's signature checked; raises `Rejected`."""
-    return unseal_named(data, kind, limit)[0]
+    return unseal_with_digest(data, kind, limit)[0]
 
 
-def unseal_named(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T, str]:
+def unseal_with_digest(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T, str]:
     """The record and its digest, by which others can refer to it."""
     fields = decode(data, limit)
     claimed = fields.pop("digest", None)
@@ -118,18 +118,18 @@ def unseal_named(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T,
     if not verify(peer_id, message, raw):
         raise Rejected("signature", f"not signed by {peer_id if is_peer_id(peer_id) else quoted(peer_id)}")
     del message  # as large as the document, and the record is about to be built
-    return typed(fields, kind), claimed
+    return convert(fields, kind), claimed
 
 
-def typed(fields: Mapping[str, object], kind: type[T]) -> T:
+def convert(fields: Mapping[str, object], kind: type[T]) -> T:
     try:
         with _converting:
             return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise Rejected("schema", explained(error)) from error
+        raise Rejected("schema", describe_mismatch(error)) from error
 
 
-def explained(error: msgspec.ValidationError) -> str:
+def describe_mismatch(error: msgspec.ValidationError) -> str:
     """Says what does not fit a type, without the value that was given."""
     said = re.sub(r"(Invalid enum value|unknown field) .*?( - at|$)", r"\1\2", str(error), flags=re.DOTALL)
     return said.replace("`$.", "`").replace("`", "'")

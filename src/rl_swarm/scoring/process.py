@@ -16,7 +16,7 @@ import msgspec
 
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.protocol.wire import Rejected, typed
+from rl_swarm.protocol.wire import Rejected, convert
 from rl_swarm.scoring.lockdown import describe
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ScoringProcess:
                 for score in self._ask(who, request, SCORE_SECONDS, left):
                     if len(scores) == len(items):
                         raise Rejected("score", "more scores than answers")
-                    scores.append(typed(score, float))
+                    scores.append(convert(score, float))
                 break
             except ScorerGone:
                 gone += 1
@@ -133,7 +133,7 @@ class ScoringProcess:
             found: list[Question] = []
             try:
                 for made in self._ask(who, request, QUESTION_SECONDS, seconds):
-                    found.append(typed(made, Question))
+                    found.append(convert(made, Question))
             except (ScorerBroke, Rejected) as error:
                 if attempt and seconds is None:
                     raise TaskError(

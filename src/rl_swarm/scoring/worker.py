@@ -156,7 +156,7 @@ class Tasks:
     def question(self, seed: int) -> dict[str, object]:
         """The training question of a seed: which task, then the first of its questions that is not held out."""
         rng = random.Random(seed)
-        number = rng.choices(range(len(self.names)), self.weights)[0]  # as in `manifest.task_of`
+        number = rng.choices(range(len(self.names)), self.weights)[0]  # as in `manifest.task_index`
         for made in self._draws(number, rng, 1000):
             if not is_held_out(str(made["prompt"])):
                 return made

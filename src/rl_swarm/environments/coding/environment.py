@@ -264,9 +264,9 @@ class Coding(Environment):
         return Question(f"{level} {subject}", len(self.tasks), cue.seed, prompt, None, role="proposer")
 
     def _question(self, seed: int) -> Question:
-        from rl_swarm.protocol.manifest import task_of
+        from rl_swarm.protocol.manifest import task_index
 
-        number = task_of(seed, self.tasks)
+        number = task_index(seed, self.tasks)
         for draw in range(MAX_DRAWS):
             at = seed if draw == 0 else Draw("again", seed, draw).between(0, 2**62)
             task = self.drawn(number, at)

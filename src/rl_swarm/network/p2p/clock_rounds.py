@@ -52,7 +52,7 @@ class ClockCoordinator(FolderCoordinator):
         phase: Literal["finished", "running"] = "finished" if played >= manifest.rounds else "running"
         if number != self._looked_in or (self.members.others() < FEW and now - self._looked_at >= self.poll):
             self._looked_in, self._looked_at = number, now
-            self._read_roll()
+            self._read_access_list()
             self._look()
             self._last = self._met(now)
         self._last = replace(
@@ -83,7 +83,7 @@ class ClockCoordinator(FolderCoordinator):
 
     def _admits(self, peer: PeerInfo) -> bool:
         shown = peer.invitation
-        return admission.admit(self.manifest, self.roll, {}, peer.peer_id, shown, self.clock())[1] is None
+        return admission.admit(self.manifest, self.access_list, {}, peer.peer_id, shown, self.clock())[1] is None
 
     def _met(self, now: float) -> State:
         """The members: who has introduced itself lately, and is admitted."""
@@ -92,11 +92,11 @@ class ClockCoordinator(FolderCoordinator):
         for met in known:
             peer = met.info
             invitation, why = admission.admit(
-                self.manifest, self.roll, state.members, peer.peer_id, peer.invitation, now
+                self.manifest, self.access_list, state.members, peer.peer_id, peer.invitation, now
             )
             if why is not None:
                 if peer.peer_id == self.identity.peer_id:
                     self.turned_away = why
                 continue
-            state = rounds.seen(state, peer.peer_id, peer.peer_id, min(now, met.seen), invitation)
+            state = rounds.record_presence(state, peer.peer_id, peer.peer_id, min(now, met.seen), invitation)
         return state

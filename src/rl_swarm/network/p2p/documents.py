@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_swarm.network.folder import HISTORY, MANIFEST, RECORD_BYTES, ROLL, SAFE_NAME, STATE
+from rl_swarm.network.folder import ADMISSION, HISTORY, MANIFEST, RECORD_BYTES, SAFE_NAME, STATE
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.late_answers import Ask
 from rl_swarm.network.p2p.records import (
@@ -34,8 +34,8 @@ from rl_swarm.network.p2p.records import (
     DhtRecord,
     acceptable,
     key_of,
-    neighbourhood,
     parts_of,
+    subnet_of,
 )
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.protocol.identity import Identity, is_peer_id
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OWNERS = {MANIFEST, ROLL, STATE, HISTORY}  # which only the owner writes, and everybody hands on
+OWNERS = {MANIFEST, ADMISSION, STATE, HISTORY}  # which only the owner writes, and everybody hands on
 OF_A_ROUND = ("rollouts/", "rewards/")
 OF_NODES = ("peers", "rewards/")  # folders in which a document is called as its node
 MAX_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
@@ -236,7 +236,7 @@ class PeerFiles:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda item: ask(*item), wanted))
 
-    def neighbourhoods(self) -> dict[str, str]:
+    def subnets(self) -> dict[str, str]:
         """Where others are: those to whom there is a connection by what is seen of it, others by what they say."""
         known = self.members.known if self.members is not None else {}
         said = {peer_id: met.where for peer_id, met in known.items() if met.where}
@@ -244,7 +244,7 @@ class PeerFiles:
             addresses = self.engine.peers()
         except OSError:
             return said
-        return said | {address.rpartition("/")[2]: where for address in addresses if (where := neighbourhood(address))}
+        return said | {address.rpartition("/")[2]: where for address in addresses if (where := subnet_of(address))}
 
     def remove(self, folder: str) -> None:
         self._forget(folder)

@@ -22,7 +22,7 @@ from rl_swarm.network.p2p.records import DhtRecord, acceptable, key_of
 from rl_swarm.network.presence import only_one_here
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode, typed, unseal
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, decode, unseal
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
@@ -238,7 +238,7 @@ def _body(engine: PeerEngine, notice: DhtRecord) -> bytes:
 
 def _addresses(local: LocalFiles, name: str) -> list[str]:
     try:
-        found = typed(decode(local.read(name, MAX_BYTES)), dict[str, list[str]])
+        found = convert(decode(local.read(name, MAX_BYTES)), dict[str, list[str]])
         return [text for text in found.get("addresses", []) if is_peer_address(text)][:MAX_ADDRESSES]
     except (OSError, Rejected):
         return []

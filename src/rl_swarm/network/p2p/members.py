@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, DhtRecord, neighbourhood, parts_of
+from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, DhtRecord, parts_of, subnet_of
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo
@@ -201,7 +201,7 @@ class Members:
     def _meet(self, peer: PeerInfo, notice: DhtRecord) -> None:
         before = self.known.get(peer.peer_id)
         if before is None or peer.timestamp > before.info.timestamp:
-            where = next(filter(None, map(neighbourhood, notice.addresses)), "")
+            where = next(filter(None, map(subnet_of, notice.addresses)), "")
             seen = max(peer.timestamp, before.seen if before else 0.0)
             self.known[peer.peer_id] = Met(peer, notice.inside.encode(), seen, where)
         self.files.engine.introduce(notice.peer_id, notice.addresses)

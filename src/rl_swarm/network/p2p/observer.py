@@ -33,7 +33,7 @@ KEPT_ROUNDS = 100  # of reports that are counted
 @contextmanager
 def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
     """A swarm's documents, and its state by the clock where nobody conducts it."""
-    identity, stop = Identity.new(), threading.Event()
+    identity, stop = Identity.generate(), threading.Event()
     with (
         tempfile.TemporaryDirectory() as folder,
         engine_of(identity, known_addresses(text), settings, Path(folder)) as engine,
@@ -49,7 +49,7 @@ def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[
         files.handed[MANIFEST] = signed
         clock = None
         if manifest.round_end == "interval":
-            clock = Onlooker(ClockCoordinator(files, manifest, identity, stop, whole=True)).current
+            clock = SwarmObserver(ClockCoordinator(files, manifest, identity, stop, whole=True)).current
         yield replace(locate(text), files=files), clock
 
 
@@ -62,7 +62,7 @@ class Counted:
     wins: int = 0
 
 
-class Onlooker:
+class SwarmObserver:
     """Knows of a swarm without a coordinator what its members tell: that they are there, and their reports."""
 
     def __init__(self, coordinator: ClockCoordinator) -> None:

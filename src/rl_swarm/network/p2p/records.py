@@ -101,7 +101,7 @@ def _unsealed(value: bytes) -> DhtRecord | None:
         return None
 
 
-def neighbourhood(address: str) -> str:
+def subnet_of(address: str) -> str:
     """The part of the internet that a multiaddress is in; nothing for one of a private network or through a relay."""
     kind, _, rest = address.lstrip("/").partition("/")
     host = rest.partition("/")[0]

@@ -169,7 +169,7 @@ def probe(channel: int) -> None:
     os.write(channel, json.dumps(lockdown.probe(os.path.dirname(sys.executable), MEMORY)).encode())
 
 
-class Ended(ctypes.Structure):
+class ExitRecord(ctypes.Structure):
     """How a child ended, where the kernel writes it down. It is sent from here and wiped: Python's own numbers would
     stay in memory that is free again, and the next child would inherit them."""
 
@@ -180,13 +180,13 @@ class Ended(ctypes.Structure):
     ]
 
 
-class Parent:
+class ForkServer:
     """Forks a child for every program, and waits for it."""
 
     def __init__(self, control: socket.socket, isolation: str, seconds: float, wall: float) -> None:
         self.control = control
         self.lock = partial(lock, seconds, lockdown.prepare(lockdown.call_filter(for_code=True)))
-        self.ended = Ended()
+        self.ended = ExitRecord()
         self.scratch = move(isolation)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # waited for, not handled
         self._child_signal = ctypes.create_string_buffer(128)
@@ -232,7 +232,7 @@ class Parent:
 
     def _reap(self, pid: int, options: int) -> bool:
         ended = self.ended
-        status, usage = ctypes.byref(ended), ctypes.byref(ended, Ended.usage.offset)
+        status, usage = ctypes.byref(ended), ctypes.byref(ended, ExitRecord.usage.offset)
         return int(lockdown.LIBC.wait4(pid, status, options, usage)) == pid
 
     def probe(self) -> dict[str, bool]:
@@ -263,13 +263,13 @@ def main() -> None:
         os.environ.clear()
         gc.collect()
         gc.freeze()  # what is shared with the children stays shared
-        parent = Parent(control, isolation, seconds, wall)
-        control.send(json.dumps({"kept_from": parent.probe()}).encode() + b"\n")
+        server = ForkServer(control, isolation, seconds, wall)
+        control.send(json.dumps({"kept_from": server.probe()}).encode() + b"\n")
     except BaseException as error:
         last = traceback.format_exception_only(type(error), error)[-1].strip()
         control.send(json.dumps({"error": last}).encode() + b"\n")
         raise
-    parent.serve()
+    server.serve()
 
 
 if __name__ == "__main__":
