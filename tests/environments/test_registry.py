@@ -126,7 +126,7 @@ def test_a_node_takes_the_role_that_its_settings_name_and_the_settings_of_that_r
     install("court = others:Court", ROLES)
     manifest = new_manifest(Settings(environment="court"), "test", "owner", 0.0, stages=2)
     judge = with_role(Settings(role="judge", local_groups=5), manifest)
-    assert (judge.model, judge.local) == ("smollm2-135m", 5), "what the user says wins"
+    assert (judge.model, judge.local_groups) == ("smollm2-135m", 5), "what the user says wins"
     kind = environments.of_swarm(manifest)
     named = {role: role_of(Settings(role=role), kind) for role in ("worker", "party", "judge")}
     assert named["worker"] == named["party"] == (kind.roles["party"], "")

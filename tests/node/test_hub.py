@@ -127,7 +127,7 @@ def test_a_card_tells_what_the_model_is_and_how_good_it_has_become() -> None:
         "| **all** | 0.125 | 0.875 | 0.250 | 0.500 |",
         "| `chain_sum` | 0.125 | 0.875 | 0.250 | 0.500 |",
         "after the last round",
-        "| `external` | `2` |",
+        "| `external_groups` | `2` |",
         "| `learning_rate` | `0.0001` |",
         '- `count_primes`, weight 1, `{"min_n":1,"max_n":100}`',
         'from_pretrained("ada/model")',

@@ -411,6 +411,8 @@ def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path)
             httpx.get(f"{url}/health", timeout=240)
         except httpx.ConnectError:
             return True
+        except httpx.HTTPError:  # it is on its way out
+            return False
         return False
 
     until(gone)

@@ -256,7 +256,7 @@ class Keeper:
                     raise KeeperBroke(f"it takes no program: {error}") from error
             ending = Ending.told(self._hear(STATUS.size, until))
             output = b""
-            with suppress(BlockingIOError):
+            with suppress(BlockingIOError, ConnectionResetError):  # a child that was killed before it had read all
                 while part := ours.recv(1 << 18):
                     output += part
         return output.decode(errors="replace").split("\n")[:-1], ending.reason(self.cpu_seconds, self.wall_seconds)
