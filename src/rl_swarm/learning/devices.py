@@ -109,7 +109,7 @@ def pick_model(settings: Settings, device: torch.device) -> str:
     if settings.model != "auto":
         return settings.model
     coding = settings.environment == "coding"
-    free = memory.available(device, memory.sharing(settings, device))
+    free = memory.available(device, memory.processes_on_device(settings, device))
     fitting = (
         card.name
         for pool in _pools(settings, device)

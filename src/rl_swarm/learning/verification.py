@@ -98,7 +98,7 @@ def difference(model: Model, pad: int) -> str | None:
 @torch.no_grad()
 def _difference(model: Model, pad: int) -> str | None:
     prompts = _prompts(model)
-    drawn = sampler.sample(model, prompts, EACH, sampler.Decoding(TOKENS, frozenset(), pad), 0)
+    drawn = sampler.sample(model, prompts, EACH, sampler.SamplingParams(TOKENS, frozenset(), pad), 0)
     completions = [[list(sample.tokens) for sample in group] for group in drawn]
     exact = _reference(model, prompts, completions, nullcontext())
     if not exact.isfinite().all():

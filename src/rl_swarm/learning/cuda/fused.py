@@ -337,7 +337,7 @@ class _ActivatedProduct(torch.autograd.Function):
 
 
 def activated_product(x_NE: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
-    """gelu(x + bias) weight, keeping only x for the way back."""
+    """gelu(x + bias) weight, resident_bytes only x for the way back."""
     out: Tensor = _ActivatedProduct.apply(x_NE, bias, weight)
     return out
 
@@ -470,7 +470,7 @@ def _gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """(activation(gate) * up) weight, keeping only gate and up for the way back."""
+    """(activation(gate) * up) weight, resident_bytes only gate and up for the way back."""
     out: Tensor = _GatedProduct.apply(gate, up, weight, kind)
     return out
 
