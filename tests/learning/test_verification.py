@@ -161,7 +161,7 @@ def test_models_with_a_recurrent_state_are_sampled_from_and_trained(kind, caplog
     model = recurrent_model(kind, len(tokenizer), tokenizer.eos_token_id)
     with caplog.at_level(logging.WARNING, "rl_swarm"):
         policy = policy_of(model)
-    assert "cannot be shared by completions" in caplog.text
+    assert "cannot share the cache of their prompt" in caplog.text
     check_computed(model)
     sampled = policy.sample(["What is 2 plus 2?", "Hi"], 2, seed=3)
     assert sampled == policy_of(model).sample(["What is 2 plus 2?", "Hi"], 2, seed=3)

@@ -110,18 +110,18 @@ class Decoder:
             kind = hidden.device.type
             low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             if self.family == "gpt2":
-                return fused.added_norm(*residual, norm.weight, norm.bias, norm.eps, low)
+                return fused.residual_norm(*residual, norm.weight, norm.bias, norm.eps, low)
             gemma = self.family == "gemma3_text"
             weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
-            return fused.added_norm(*residual, weight, None, eps, low)
+            return fused.residual_norm(*residual, weight, None, eps, low)
         hidden = hidden if more is None else hidden + more
         return hidden, self._norm(norm, hidden)
 
     def _embedded(self, module: Any, ids_N: Tensor) -> Tensor:
         if self.fused and type(module) is torch.nn.Embedding:
-            from rl_swarm.learning.cuda import fused
+            from rl_swarm.learning.cuda import vocabulary
 
-            return fused.embedded(ids_N, module.weight, module.padding_idx)
+            return vocabulary.embedded(ids_N, module.weight, module.padding_idx)
         out: Tensor = module(ids_N)
         return out
 
@@ -195,7 +195,7 @@ class Decoder:
             from rl_swarm.learning.cuda import fused
 
             inner = fused.linear(x, inside.weight, None, True)
-            return hidden, fused.activated_product(inner, inside.bias, out.weight), out.bias
+            return hidden, fused.gelu_product(inner, inside.bias, out.weight), out.bias
         inner = self._linear(inside, x)
         inner = F.gelu(inner, approximate="tanh") if self.known_activation else layer.mlp.act(inner)
         return self._branch(hidden, out, inner)

@@ -88,7 +88,7 @@ def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
 def head_logprobs(decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     head: Any = decoder.head
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
-        from rl_swarm.learning.cuda.fused import word_logprobs
+        from rl_swarm.learning.cuda.vocabulary import target_logprobs
 
-        return word_logprobs(states_ME, head.weight, targets_M, temperature)
+        return target_logprobs(states_ME, head.weight, targets_M, temperature)
     return token_logprobs(head(states_ME), targets_M, temperature)

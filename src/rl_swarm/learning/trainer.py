@@ -119,10 +119,10 @@ class Trainer:
         """Free the gradients and CUDA graphs that are kept between updates; Adam's moments stay."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.graphs is not None:
-            from rl_swarm.learning.cuda.fused import forget_low
+            from rl_swarm.learning.cuda.products import drop_low
 
             self.graphs.release()
-            forget_low(self.parameters())
+            drop_low(self.parameters())
 
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
         """Make one optimiser step on the groups, in smaller micro-batches when memory runs out."""
@@ -203,7 +203,7 @@ class Trainer:
         """Sum gradients and metrics over all micro-batches; return the metrics."""
         self.metrics.zero_()
         if self.graphs is not None:
-            from rl_swarm.learning.cuda.fused import keep_low
+            from rl_swarm.learning.cuda.products import keep_low
 
             with low_precision(self.model):
                 keep_low(self.parameters())

@@ -401,7 +401,7 @@ def _restored(
             policy = load(same, system_prompt, folder)
             restore_optimizer(policy, folder)
         except (ModelError, CheckpointError) as error:
-            log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
+            log.warning("the checkpoint of round %d is skipped: %s", place.round, error)
             continue
         policy.version = place.policy_version
         return policy, place

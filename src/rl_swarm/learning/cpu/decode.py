@@ -1,7 +1,8 @@
 """Decodes on a CPU with fused weights in low precision, one step for all sequences.
 
 Matrix products run in bfloat16, everything between them in float32. Attention reads the keys of a prompt once
-for all of its completions. Shapes: P prompts, C completions of each, B = P C sequences or fewer when some have ended, K key heads, G query heads per key head, D of a head, L prompt length, T tokens written so far.
+for all of its completions. Shapes: P prompts, C completions of each, B = P C sequences (fewer when some have ended),
+K key heads, G query heads per key head, D of a head, L prompt length, T tokens written so far.
 """
 
 from collections.abc import Sequence

@@ -19,8 +19,8 @@ from torch import Tensor
 from rl_swarm.learning.batches import Batch, BatchShape, flat
 from rl_swarm.learning.cuda import decoding as kernels
 from rl_swarm.learning.cuda.attention import Segments
-from rl_swarm.learning.cuda.fused import ALIGNED
 from rl_swarm.learning.cuda.graphs import GraphCache, capture, capture_lock
+from rl_swarm.learning.cuda.products import ALIGNED
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.devices import out_of_memory, release_memory
 from rl_swarm.learning.parallel.batcher import DynamicBatcher
@@ -337,8 +337,8 @@ class CudaEngine:
         at = self.scratch
         width = at.hidden_ME.shape[2]
         kernels.embed[(rows, 1, self.nodes)](
-            at.active_Z, at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, self.embeddings_Z, self.positions_Z,
-            at.hidden_ME, at.low_ME, at.squares_MS, at.capacity.tokens, width, at.capacity.sequences,
+            at.active_Z, at.slots_M, at.tokens_BT, at.lengths_B, at.prompt_lengths_B, self.embeddings_Z,
+            self.positions_Z, at.hidden_ME, at.low_ME, at.squares_MS, at.capacity.tokens, width, at.capacity.sequences,
             at.squares_MS.shape[2], self.weights.embedding_scale,
             POSITIONS=self.positions_Z is not None, MANY=self.nodes > 1, BE=next_power_of_2(width),
         )  # fmt: skip
