@@ -1,10 +1,8 @@
-"""Defines the coding environment: solvers write Python, proposers invent tasks, evaluators guess what execution
-will say.
+"""Defines the coding environment: solvers write Python, proposers invent tasks, evaluators predict verdicts.
 
-A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones.
-In the
-second, solvers answer what was proposed. So half of what a solver learns from is local and half proposed. What solvers
-made of a proposal is in the rollouts that they publish: its proposer reads them, runs them itself, and moves its level.
+A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new tasks.
+In the second, solvers answer the proposals. So a solver trains half on local and half on proposed tasks. A proposer
+reads the answers to its proposals from the published rollouts, runs them itself, and moves its level.
 
 An answer is right if its fenced program passes all tests, shown and hidden, in the sandbox.
 """
@@ -35,13 +33,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
-MAX_DRAWS = 1000  # of a task that is not held out
-MAX_CHECKED = 2048  # proposals whose check is remembered
-MAX_PROPOSED = 8192  # digests of what was proposed, remembered
+SECOND = 1 << 40  # in seeds of the second stage, which differ from those of the first
+MAX_DRAWS = 1000  # before giving up on a task that is not held out
+MAX_CHECKED = 2048  # cached checks of proposals
+MAX_PROPOSED = 8192  # stored digests of proposals
 MAX_PROPOSALS = 8  # of one peer in a round
 
-Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
+Key: TypeAlias = tuple[str, str, str]  # text, level and subject of a proposal
 
 
 class Coding(Environment):
@@ -65,15 +63,15 @@ class Coding(Environment):
                 raise TaskError(f"the coding environment has no task {task.name!r}; it has {known}")
         self.data = Path("data")
         self.token: str | None = None
-        self.level = LEVELS[1]  # at which a proposer of this node proposes
+        self.level = LEVELS[1]  # of the tasks that this node proposes
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
-        self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
-        # Digests of solutions and descriptions that were proposed, to that of the first statement with them.
+        self._checked: OrderedDict[str, proposals.CheckedProposal] = OrderedDict()
+        # From digests of proposed solutions and descriptions to the digest of the first statement with them.
         self.proposed: dict[str, str] = {}
-        self._measured: set[str] = set()  # digests of held-out descriptions that were asked here
+        self._measured: set[str] = set()  # digests of the held-out descriptions that measure this node
         self._sandbox: Sandbox | None = None
-        self.guesser: LanguageModel | None = None  # whose guess stands in for running a program
+        self.evaluator: LanguageModel | None = None  # whose prediction replaces running a program
 
     @classmethod
     def preset(cls, model: str) -> Sequence[Task]:
@@ -81,15 +79,15 @@ class Coding(Environment):
 
     @classmethod
     def cast(cls, nodes: int) -> Sequence[str]:
-        """One proposer and one evaluator, as soon as there are solvers for them."""
+        """Return one proposer and one evaluator, if there are solvers for them."""
         others = ["proposer", "evaluator"][: max(0, nodes - 1)]
         return ["solver"] * (nodes - len(others)) + others
 
     def settle(self, settings: Settings, load_model: ModelLoader) -> None:
         self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
         if settings.evaluator_model is not None:
-            self.guesser = load_model(settings.evaluator_model)
-            log.warning("no program is run here: %s guesses whether they are right", self.guesser.name)
+            self.evaluator = load_model(settings.evaluator_model)
+            log.warning("no program is run here: %s predicts whether they are right", self.evaluator.name)
         for number, task in enumerate(self.tasks):
             if task.name in sources.FORMATS:
                 self.loaded(number)
@@ -131,28 +129,28 @@ class Coding(Environment):
         return found
 
     def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
-        """Proposers are asked for tasks. A solver's k-th question is the k-th proposal in an order that follows from
-        who
-        proposes and who solves, or, where that one is not sound, a task of the sources.
+        """Ask proposers for tasks, and solvers for answers to proposals.
 
-        Nodes may not agree on what is sound: a solution may throw dice. So a peer is believed which of the two it was
-        asked, no question depends on whether another one's proposal is sound, and `score` says what answers earn.
+        A solver's k-th question is the k-th proposal in an order that proposer and solver determine; if that proposal
+        is not valid, it is a task of the sources. Nodes may disagree on validity, since a solution may be random. So
+        a peer may claim either question, no question depends on the validity of another proposal, and `score` decides
+        what answers earn.
         """
         if cues and cues[0].role == "proposer":
             return [self._invitation(cue) for cue in cues]
         if not cues or cues[0].stage != SOLVING:
             return self.questions([cue.seed for cue in cues], seconds)
         tasks = _readable(cues[0].heard)
-        ranked = sorted(tasks, key=lambda said: _rank(cues[0].peer_id, said.question.seed))
-        sound = set() if cues[0].claimed else self._sound(ranked, seconds or 2 * PEER_SECONDS)
+        ranked = sorted(tasks, key=lambda statement: _rank(cues[0].peer_id, statement.question.seed))
+        valid = set() if cues[0].claimed else self._valid(ranked, seconds or 2 * PEER_SECONDS)
         questions = self.questions([cue.seed ^ SECOND for cue in cues], seconds)
         for number, (cue, own) in enumerate(zip(cues, questions, strict=False) if ranked else ()):
-            said = ranked[cue.number % len(ranked)]
-            task = tasks[said]
-            chosen = cue.claimed == task.prompt if cue.claimed else said in sound
+            statement = ranked[cue.number % len(ranked)]
+            task = tasks[statement]
+            chosen = cue.claimed == task.prompt if cue.claimed else statement in valid
             if chosen and task.prompt != own.prompt:
                 questions[number] = Question(
-                    "proposed", len(self.tasks), cue.seed, task.prompt, task.reference, parents=(said,)
+                    "proposed", len(self.tasks), cue.seed, task.prompt, task.reference, parents=(statement,)
                 )
         return questions
 
@@ -177,7 +175,7 @@ class Coding(Environment):
         return answers.program(text) is not None
 
     def solutions(self, questions: Sequence[Question]) -> list[str | None]:
-        """A completion of every question that earns the full reward, or None where none is known."""
+        """Return a completion of every question that earns the full reward, None where none is known."""
         tasks = self.tasks_of(questions)
         completions = [answers.fenced(task.reference) if task and task.reference else None for task in tasks]
         asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
@@ -185,38 +183,41 @@ class Coding(Environment):
         return [text if text is not None and self.credit(next(rewards)) else None for text in completions]
 
     def _verdicts(self, asked: Sequence[tuple[Question, str]], seconds: float | None) -> list[bool | None]:
-        """Whether programs are right; None where time was up. To an unsound proposal no program is."""
+        """Return whether programs are right; None where time was up. For an invalid proposal no program is right."""
         tasks = self.tasks_of([question for question, _ in asked], seconds)
         known = [(*pair, task) for pair, task in zip(asked, tasks, strict=True) if task is not None]
         found: list[bool | None]
-        if self.guesser is None:
+        if self.evaluator is None:
             found = self.judge([(code, task.tests) for _, code, task in known], seconds)
         else:
-            stated = probabilities(self.guesser, [(question.prompt, code) for question, code, _ in known], seconds)
+            stated = probabilities(self.evaluator, [(question.prompt, code) for question, code, _ in known], seconds)
             found = [*(p > 0.5 for p in stated), *[None] * (len(known) - len(stated))]
         verdicts = iter(found)
         return [False if task is None else next(verdicts) for task in tasks]
 
     def judge(self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None) -> list[bool | None]:
-        """Whether each program passes its tests, by running it; None where time was up."""
+        """Run each program and return whether it passes its tests; None where time was up."""
         if not programs:
             return []
         verdicts = self.sandbox.judge([Program(code, tuple(tests)) for code, tests in programs], seconds)
         return [verdict.right if verdict.judged else None for verdict in verdicts]
 
     def tasks_of(self, questions: Sequence[Question], seconds: float | None = None) -> list[CodingTask | None]:
-        """The tasks of questions, made again; None for a proposal that this node does not find sound."""
+        """Recreate the tasks of questions; None for a proposal that this node finds invalid."""
         parents = list(dict.fromkeys(question.parents[0] for question in questions if question.parents))
         checked = dict(zip(parents, self.check(parents, seconds), strict=True))
         return [checked[one.parents[0]].task if one.parents else self.drawn(one.number, one.seed) for one in questions]
 
-    def check(self, said: Sequence[Statement], seconds: float | None = None) -> list[proposals.Checked]:
-        """What becomes of proposals, each judged once. Proposers have equal parts of the time, and what one leaves
-        is for the next; a proposal for which its own part is not enough is refused."""
+    def check(self, statements: Sequence[Statement], seconds: float | None = None) -> list[proposals.CheckedProposal]:
+        """Check proposals, each of them once.
+
+        Proposers have equal parts of the time; unused time passes to the next. A proposal that exceeds the part of
+        its proposer is refused.
+        """
         until = _until(seconds)
-        keys = [_key(one.question, one.texts[0]) for one in said]
+        keys = [_key(one.question, one.texts[0]) for one in statements]
         fresh: dict[str, list[Key]] = {}
-        for one, key in zip(said, keys, strict=True):
+        for one, key in zip(statements, keys, strict=True):
             if _name(key) not in self._checked:
                 fresh.setdefault(one.peer_id, []).append(key)
         for number, theirs in enumerate(fresh.values()):
@@ -224,10 +225,10 @@ class Coding(Environment):
         return [self._checked.get(_name(key), proposals.LATE) for key in keys]
 
     def _check(self, keys: Sequence[Key], seconds: float | None) -> None:
-        """Judges what was not judged yet: nothing if there is no time, or where no program may run."""
+        """Check new proposals, unless there is no time left or no program may run."""
         until = _until(seconds)
         fresh = [key for key in dict.fromkeys(keys) if _name(key) not in self._checked]
-        if not fresh or self.guesser is not None or time.monotonic() > until:
+        if not fresh or self.evaluator is not None or time.monotonic() > until:
             return
         found = proposals.check(fresh, lambda programs: self.judge(programs, until - time.monotonic()))
         for key, result in zip(fresh, found, strict=True):
@@ -236,27 +237,27 @@ class Coding(Environment):
         while len(self._checked) > MAX_CHECKED:
             self._checked.popitem(last=False)
 
-    def _sound(self, said: Sequence[Statement], seconds: float) -> set[Statement]:
-        """The statements that propose something sound and new: not what another one does, in this round or before."""
-        sound = set()
-        for one, checked in zip(said, self.check(said, seconds), strict=True):
+    def _valid(self, statements: Sequence[Statement], seconds: float) -> set[Statement]:
+        """Return the statements with a valid and new proposal, which no other one had in this round or before."""
+        valid = set()
+        for one, checked in zip(statements, self.check(statements, seconds), strict=True):
             if checked.task is not None:
                 texts, this = (checked.task.reference, checked.task.description), one.digest[:DIGITS]
                 first = {self.proposed.setdefault(digest_of_words(text), this) for text in texts}
                 if first == {this}:
-                    sound.add(one)
+                    valid.add(one)
         for oldest in list(self.proposed)[:-MAX_PROPOSED]:
             del self.proposed[oldest]
-        return sound
+        return valid
 
     def _score_proposals(self, answered: Sequence[tuple[Question, str]], seconds: float | None) -> list[float]:
-        """1 for a proposal that counts."""
+        """Return 1 for a proposal that counts, else 0."""
         keys = [_key(question, text) for question, text in answered]
         self._check(keys, seconds)
         return [float(self._checked.get(_name(key), proposals.LATE).task is not None) for key in keys]
 
     def _invitation(self, cue: FollowUp) -> Question:
-        """What a proposer is asked. The subject follows from the seed; the level is its own choice."""
+        """Return the question of a proposer. The subject follows from the seed; the proposer chooses the level."""
         subject = prompts.SUBJECTS[cue.seed % len(prompts.SUBJECTS)]
         asked = {prompts.proposer_prompt(level, subject): level for level in LEVELS}
         level = asked.get(cue.claimed, self.level)
@@ -293,7 +294,7 @@ def _until(seconds: float | None) -> float:
 
 
 def _rank(peer_id: str, seed: int) -> str:
-    """Where a proposal stands for a peer: by its place in the round, so that nobody words one until it is drawn."""
+    """Rank a proposal for a peer by its place in the round, so that its text cannot improve its rank."""
     return _digest(f"{peer_id} {seed}")
 
 
@@ -311,7 +312,7 @@ def _digest(text: str) -> str:
 
 
 def _readable(heard: Sequence[Statement]) -> dict[Statement, CodingTask]:
-    """What was proposed, of each peer the first few, before anything of it was run: the same for everybody."""
+    """Return the readable proposals, the first few of each peer, without running any: the same for all nodes."""
     of_peer: Counter[str] = Counter()
     found = {}
     for one in heard:

@@ -1,8 +1,8 @@
-"""Breaks a right program a little: a wrong operator, a number off by one, a line left out.
+"""Mutates a right program: a wrong operator, a number off by one, a line left out.
 
-Tests that cannot tell a program from these are not worth much, so a proposal's must fail them; and a model that is
-to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run. What a
-program with a mistake returns never depends on the order of a set, which is another one in every process.
+Useful tests fail such mutants, so the tests of a proposal must; and a model that judges programs is trained on them.
+Mutation changes text and neither parses nor runs it. The result of a mutant never depends on the order of a set, which
+differs between processes.
 """
 
 import re
@@ -46,12 +46,12 @@ SWAPS = {
 }
 _PLACES = re.compile(r"\[::-1\]|\[::2\]|not in|[=!<>+]=|\*\*|//|(?<![\w*/])'[a-z]'|\b\d{1,4}\b|[-+*%<>]|\b[A-Za-z]+\b")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LONGEST = 4000  # characters of a program that is changed
+MAX_LENGTH = 4000  # characters of a program that are mutated
 
 
-def slips(program: str) -> Iterator[str]:
-    """Every program that one small mistake makes of this one, first to last."""
-    for match in _PLACES.finditer(program[:LONGEST]):
+def mutants(program: str) -> Iterator[str]:
+    """Yield every program that differs from this one by one small mistake, in order."""
+    for match in _PLACES.finditer(program[:MAX_LENGTH]):
         found = match.group()
         if found.isdigit():
             others: tuple[str, ...] = (str(int(found) + 1), str(max(int(found) - 1, 0)))

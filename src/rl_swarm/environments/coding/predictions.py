@@ -1,9 +1,8 @@
-"""Asks a frozen model whether a program is right, and measures how good such guesses are.
+"""Predicts with a frozen model whether a program is right, and measures such predictions.
 
-The guess is not read from anything the model writes. The program stands in the prompt as a JSON string, in which no
-control token survives, and the verdict is the probability of `yes` against `no` as the very next token. So a program
-can
-lie to the model as any text can, but it cannot answer in its place.
+The model writes nothing. The program is a JSON string in the prompt, in which no control token survives, and the
+prediction is the probability of `yes` against `no` as the next token. So a program can mislead the model as any text
+can, but it cannot answer in its place.
 """
 
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ BINS = 10
 
 
 def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], seconds: float | None = None) -> list[float]:
-    """For every task and program, how likely the model holds the program to be right: 0.5 where they are too long.
+    """Return for every task and program the predicted probability that it is right; 0.5 where they are too long.
 
-    With `seconds`, of the first ones only, where all would take longer.
+    With `seconds`, return only the first ones when all would take longer.
     """
     found = [prompts.evaluator_prompt(task, program) for task, program in asked]
     return model.word_probability(found, prompts.YES, prompts.NO, seconds)
@@ -26,16 +25,14 @@ def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], second
 
 @dataclass(frozen=True)
 class Quality:
-    """How guesses compare with execution."""
+    """Metrics of predictions against execution."""
 
     guesses: int
     right_share: float  # of the programs, by execution
     accuracy: float
-    balanced: (
-        float  # mean of the accuracies on right and on wrong programs: 0.5 for the same answer always, or one kind
-    )
+    balanced: float  # mean accuracy on right and on wrong programs: 0.5 for a constant answer
     disagreement: float
-    calibration: float  # how far the stated probabilities are off, on average (ECE, ten bins)
+    calibration: float  # expected calibration error, ten bins
     brier: float
 
     def metrics(self) -> dict[str, float]:
@@ -43,7 +40,7 @@ class Quality:
 
 
 def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
-    """Of probabilities beside what execution said; of one at least."""
+    """Compare probabilities with the results of execution; there is at least one."""
     hits = [(p > 0.5) == right for p, right in guesses]
     kinds = [[hit for hit, (_, right) in zip(hits, guesses, strict=True) if right == kind] for kind in (True, False)]
     bins: dict[int, list[tuple[float, bool]]] = {}

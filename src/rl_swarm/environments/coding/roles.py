@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
-MAX_TRIES = 64  # at a task of the generator that counts and is new
-MAX_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
-MAX_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
-MAX_GUESSES = 512  # that an evaluator's metrics are of
-FEW_ANSWERS = 64  # judged by an evaluator in a stage
+MAX_TRIES = 64  # to draw a task of the generator that counts and is new
+MAX_REMEMBERED = 2048  # digests of a proposer's own proposals, in its checkpoint
+MAX_KEPT = 1024  # digests of proposals that a solver got, in its checkpoint
+MAX_GUESSES = 512  # predictions in an evaluator's metrics
+MAX_ANSWERS = 64  # that an evaluator judges in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
 
 class Solver(Role):
-    """Answers, publishes, collects, learns, as any node does; in the second stage, what was proposed."""
+    """Answers, publishes, collects and learns as any node does; answers proposals in the second stage."""
 
     settings: ClassVar[Mapping[str, object]] = {"model": "auto"}
 
@@ -55,7 +55,7 @@ class Proposer(Role):
         super().__init__(environment)
         self.coding = environment
         self.difficulty = Difficulty()
-        self.known: dict[str, None] = {}  # digests of what was proposed, the oldest first
+        self.known: dict[str, None] = {}  # digests of its proposals, the oldest first
         self.written = [0, 0]  # proposals by the model, and all
 
     def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
@@ -86,7 +86,7 @@ class Proposer(Role):
         yield from node.show(groups, state, **metrics)
 
     def _results(self, node: RoleContext, state: State) -> list[float]:
-        """The share of right answers to each of this node's proposals of the round before, by own execution."""
+        """Run the answers to this node's proposals of the last round; return the share of right ones for each."""
         if state.round == 0:
             return []
         mine = [
@@ -101,7 +101,7 @@ class Proposer(Role):
         return [fmean(share) for share in shares.values()]
 
     def _choose(self, question: Question, drafts: list[str]) -> tuple[str, bool]:
-        """The first draft that counts and is new, or a task of the generator; and whether the model wrote it."""
+        """Return the first draft that counts and is new, else a generated task; and whether the model wrote it."""
         for text in drafts:
             if self.coding.score([(question, text)])[0] and self._is_new(text, question):
                 return text, True
@@ -117,7 +117,7 @@ class Proposer(Role):
         return text, False
 
     def _is_new(self, text: str, question: Question) -> bool:
-        """Whether nothing with the same solution was proposed here before."""
+        """Return whether this node has proposed nothing with the same solution before."""
         task = proposals.read(text, *question.task.split(" ", 1)).task
         if task is None:
             return False
@@ -159,7 +159,7 @@ class Proposer(Role):
 
 
 class Evaluator(Role):
-    """Guesses whether solvers' programs are right before it runs them, and shows how often it was."""
+    """Predicts whether solvers' programs are right, then runs them, and reports how good its predictions are."""
 
     learns: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = ""
@@ -180,7 +180,7 @@ class Evaluator(Role):
             stated = probabilities(node.model, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
         with node.watch("score"):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
-        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for
+        for p, reward in zip(stated, rewards, strict=False):  # as many as were run in time
             self.guesses.append((p, bool(self.coding.credit(reward))))
         metrics = quality(list(self.guesses)).metrics() if self.guesses else {}
         yield from node.show([], state, **metrics)
@@ -196,18 +196,18 @@ class Evaluator(Role):
         )
 
     def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:
-        """Different programs of solvers, peers in turn, and of each peer its questions in turn."""
+        """Return different programs of solvers, alternating between peers, and between the questions of each."""
         by_peer: dict[str, list[list[tuple[Question, str]]]] = {}
         for said in heard:
             by_peer.setdefault(said.peer_id, []).append([(said.question, text) for text in said.texts])
         found: dict[tuple[str, str], tuple[Question, str]] = {}
         for question, text in _in_turn([_in_turn(theirs) for theirs in by_peer.values()]):
             code = answers.program(text) if answers.is_text(text) else None
-            if code is not None and len(found) < FEW_ANSWERS:
+            if code is not None and len(found) < MAX_ANSWERS:
                 found.setdefault((question.prompt, code), (question, code.rstrip("\n")))
         return list(found.values())
 
 
 def _in_turn(rows: Sequence[Sequence[T]]) -> list[T]:
-    """The first of each row, then the second of each, and so on."""
+    """Interleave rows: the first of each row, then the second of each, and so on."""
     return [one for column in zip_longest(*rows) for one in column if one is not None]
