@@ -309,7 +309,7 @@ def test_no_client_does_harm_to_the_server(tmp_path):
     ("plant", "said"),
     [
         ("connections.HEAD_SECONDS = connections.BODY_SECONDS = 1e6", "are not let go"),
-        pytest.param("connections.most_connections = lambda: 4", "an honest client", marks=pytest.mark.slow),
+        pytest.param("connections.max_connections = lambda: 4", "an honest client", marks=pytest.mark.slow),
         pytest.param(
             "connections.BoundedProtocol._notice_end = lambda self: None",
             "the server wrote",

@@ -32,7 +32,7 @@ def quoted(path: object) -> str:
     return shlex.quote(str(path))
 
 
-def assigned(sets: "Sequence[str] | None") -> dict[str, str]:
+def parse_assignments(sets: "Sequence[str] | None") -> dict[str, str]:
     """What `--set name=value` says, as often as it was given."""
     found = {}
     for assignment in sets or []:
@@ -43,7 +43,7 @@ def assigned(sets: "Sequence[str] | None") -> dict[str, str]:
     return found
 
 
-def settled(
+def resolve_settings(
     command: str,
     preset: "Mapping[str, object]",
     config_file: "Path | None",
@@ -54,7 +54,7 @@ def settled(
     from rl_swarm.cli.flags import NAMES
     from rl_swarm.config import resolve as config
 
-    given, other = {name: value for name, value in flags.items() if value is not None}, assigned(sets)
+    given, other = {name: value for name, value in flags.items() if value is not None}, parse_assignments(sets)
     renamed = {name: f"flag {flag.replace('/', ' or ')}" for name, flag in NAMES.items()}
     origins = {**renamed, **{name: f"--set {name}" for name in other}}
     return config.load(preset, config_file, {**given, **other}, command=command, origins=origins)

@@ -10,9 +10,9 @@ import msgspec
 import typer
 
 from rl_swarm import __version__, environments
-from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
+from rl_swarm.cli import parse_assignments, resolve_settings
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config import resolve as config
 from rl_swarm.config.resolve import Resolved
@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MAX_SAID = 50  # notes and errors of `validate` that are printed
+MAX_PRINTED = 50  # notes and errors of `validate` that are printed
 CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
@@ -106,7 +106,7 @@ def up(
         )
     if from_base and resume is None:
         raise UserError("--from-base goes with --resume: a new run always begins with the model.")
-    named = assigned(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
+    named = parse_assignments(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
     preset = dict(UP_PRESET)
     with suppress(environments.NoEnvironment):  # which is told with the other settings
         preset |= environments.named(str(config.peek("environment", config_file, named))).up
@@ -115,13 +115,13 @@ def up(
         user = config.load({}, config_file, {"identity_path": key} if key else {}, command="up")
         preset |= run_settings.resumed(resume, user.settings)
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
-        resolved = settled("up", {}, config_file, sets, **flags)
+        resolved = resolve_settings("up", {}, config_file, sets, **flags)
         address = resolved.settings.experiment_dir()
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
-        return running.alone(resolved.settings.role, address, resolved.settings)
-    resolved = settled("up", preset, config_file, sets, **flags)
+        return running.run_process(resolved.settings.role, address, resolved.settings)
+    resolved = resolve_settings("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
     return running.up(resolved.settings, run, resume, from_base)
@@ -165,7 +165,7 @@ def bootnode(config_file: ConfigFile = None, sets: Sets = None, **flags: Any) ->
     """Run a peer that is always there, so that others on the internet find each other."""
     from rl_swarm.cli import peers
 
-    peers.bootnode(settled("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, **flags).settings)
+    peers.bootnode(resolve_settings("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, **flags).settings)
 
 
 def _alone(
@@ -178,13 +178,13 @@ def _alone(
 ) -> None:
     from rl_swarm.cli import running
 
-    resolved = settled("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
+    resolved = resolve_settings("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
     where = address or resolved.settings.experiment_dir()
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
-    return running.alone(role, where, resolved.settings)
+    return running.run_process(role, where, resolved.settings)
 
 
 @app.command()
@@ -232,20 +232,20 @@ def status(address: Address, as_json: Annotated[bool, typer.Option("--json", hel
     """Show where a swarm, or an experiment, stands."""
     from rich.console import Console
 
-    from rl_swarm.cli.live import snapshot
+    from rl_swarm.cli.live import print_once
     from rl_swarm.experiment.arms import is_experiment
-    from rl_swarm.monitor.run_reader import looked_at
+    from rl_swarm.monitor.run_reader import open_view
 
     if is_experiment(address):
-        from rl_swarm.experiment.drawing import snapshot as experiment
+        from rl_swarm.experiment.drawing import print_once as print_experiment
 
-        return experiment(Path(address), as_json)
-    with looked_at(address) as view:
+        return print_experiment(Path(address), as_json)
+    with open_view(address) as view:
         if as_json:
             view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
         else:
-            snapshot(view, Console(highlight=False))
+            print_once(view, Console(highlight=False))
     return None
 
 
@@ -263,7 +263,7 @@ def watch(
 
     if tui and any(value is not None for value in flags.values()):
         raise UserError("--tui shows the swarm in this terminal: there is no --port and no --host then.")
-    settings = settled("watch", {}, None, sets, **flags).settings
+    settings = resolve_settings("watch", {}, None, sets, **flags).settings
     dashboard.watch_here(address) if tui else dashboard.watch(address, settings)
 
 
@@ -310,10 +310,10 @@ def validate(
         finally:
             environment.close()
     for kind, lines in (("note", verdict.notes), ("error", verdict.errors)):
-        for line in lines[:MAX_SAID]:
+        for line in lines[:MAX_PRINTED]:
             print(f"{kind}: {printable(line)}")
-        if len(lines) > MAX_SAID:
-            print(f"{kind}: and {len(lines) - MAX_SAID} more")
+        if len(lines) > MAX_PRINTED:
+            print(f"{kind}: and {len(lines) - MAX_PRINTED} more")
     print("checked: " + ", ".join(counted(number, what) for what, number in verdict.checked.items()))
     wrong = counted(len(verdict.errors), "error")
     print("The run is sound." if verdict.sound else f"The run is NOT sound: {wrong}.")
@@ -339,7 +339,7 @@ def evaluate(
     """Score a model or checkpoint on the held-out questions."""
     from rl_swarm.cli import models
 
-    settings = settled("evaluate", {}, None, sets, **flags).settings
+    settings = resolve_settings("evaluate", {}, None, sets, **flags).settings
     models.evaluate(model, settings, questions, samples, as_json)
 
 
@@ -361,7 +361,7 @@ def warmup(
     """Give a model that scores nothing a short supervised start, and say what it brought."""
     from rl_swarm.cli import warmup as command
 
-    settings = settled("warmup", {}, None, sets, **flags).settings
+    settings = resolve_settings("warmup", {}, None, sets, **flags).settings
     command.warmup(model, settings, out, examples, epochs, questions, samples, as_json)
 
 
@@ -376,7 +376,7 @@ def chat(
     """Talk to a model."""
     from rl_swarm.cli import models
 
-    models.chat(model, settled("chat", {}, None, sets, **flags).settings, prompt)
+    models.chat(model, resolve_settings("chat", {}, None, sets, **flags).settings, prompt)
 
 
 @app.command(name="models")
@@ -389,7 +389,7 @@ def models_(
     """List the models that nodes use: which fit this machine, and about how long a round takes."""
     from rl_swarm.cli import models
 
-    models.list_models(settled("models", {}, None, sets, **flags).settings, as_json)
+    models.list_models(resolve_settings("models", {}, None, sets, **flags).settings, as_json)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rl_swarm.cli import catch_signals
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import is_experiment
-from rl_swarm.monitor.run_reader import looked_at
+from rl_swarm.monitor.run_reader import open_view
 from rl_swarm.settings import Settings
 from rl_swarm.web import server
 
@@ -27,7 +27,7 @@ def watch(address: str, settings: Settings) -> None:
             print(f"{address} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
             server.serve_experiment(Path(address), listening, stop, settings.web_token)
         return
-    with looked_at(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
+    with open_view(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
         name = view.manifest.name if view.manifest else address
         print(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
         server.serve(view, listening, stop, settings.web_token)
@@ -38,18 +38,18 @@ def watch_here(address: str) -> None:
     from rich.console import Console
 
     from rl_swarm.cli.live import watch
-    from rl_swarm.experiment import drawing as standing
+    from rl_swarm.experiment import drawing as experiment_drawing
 
     stop = catch_signals()
     if is_experiment(address):
-        standing.watch(Path(address), Console(highlight=False), stop)
+        experiment_drawing.watch(Path(address), Console(highlight=False), stop)
         return
-    with looked_at(address) as view:
+    with open_view(address) as view:
         watch(view, Console(highlight=False), stop)
 
 
 @contextmanager
-def beside(
+def dashboard_of_run(
     root: Path, settings: Settings, private_log: Path, console: "Console", interrupted: threading.Event
 ) -> Iterator[None]:
     """The dashboard of a run, where it is wanted and can be had. With a token the run can be interrupted there."""
@@ -59,7 +59,7 @@ def beside(
         say(console, f"{server.MISSING} (--no-web: do without)")
         yield
     else:
-        with server.beside(
+        with server.dashboard_process(
             root, settings.web_host, settings.web_port, settings.web_token, private_log, interrupted
         ) as url:
             say(console, f"Watch it at {url}")

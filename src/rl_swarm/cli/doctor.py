@@ -183,11 +183,11 @@ def metrics() -> Iterator[Finding]:
     """Asks the collector, and writes a record with each of the programs, aside and sending nothing."""
     from rl_swarm.telemetry import otlp, sinks
 
-    wanted = sinks.wanted(config.load().settings, os.environ)
+    wanted = sinks.requested(config.load().settings, os.environ)
     if not wanted:
         yield True, "to metrics.jsonl; METRICS_SINKS and OTEL_EXPORTER_OTLP_ENDPOINT are not set"
     for signal, variable in otlp.endpoints(os.environ).items():
-        reason = otlp.unanswered(signal)
+        reason = otlp.collector_problem(signal)
         yield not reason, f"{signal} to {variable}={os.environ[variable]}: {reason or 'it answers'}"
     mode = os.environ.get("WANDB_MODE") or "offline"
     for name in (name for name in wanted if name != "otlp"):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_swarm.cli import assigned, program, quoted, settled
+from rl_swarm.cli import parse_assignments, program, quoted, resolve_settings
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.errors import UserError
 from rl_swarm.plural import counted
@@ -94,7 +94,7 @@ def sapo(
     from rl_swarm.experiment.progress import followed
     from rl_swarm.experiment.run import Experiment, Runner
 
-    for name in assigned(sets):
+    for name in parse_assignments(sets):
         if name in GIVEN_BY_ARM:
             raise UserError(
                 f"--set {name}: an experiment has --configs, --strategies, --seeds, --nodes and --rounds for that."
@@ -103,7 +103,7 @@ def sapo(
             raise UserError(
                 f"--set {name}: that is no part of an experiment. A token of the hub is taken from HF_TOKEN."
             )
-    resolved = settled("experiment sapo", PRESET, config_file, sets, **flags)
+    resolved = resolve_settings("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
     if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too
         os.environ.setdefault("HF_TOKEN", settings.hf_token)
@@ -141,7 +141,7 @@ def sapo(
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}.") from error
     if path is not None:
-        console.print(arms_table(followed(out).told(), console.width))
+        console.print(arms_table(followed(out).state(), console.width))
         console.print(f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True)
         console.print(f"  {program()} watch {quoted(out)}", soft_wrap=True)
     elif stop.is_set():

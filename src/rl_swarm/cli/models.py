@@ -50,7 +50,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
         title_justify="left",
     )
     table.add_column("task")
-    for title in ("sampled", "greedy", "well-formed", "right then"):
+    for title in ("sampled", "greedy", "well-formed", "accuracy if\nwell-formed"):
         table.add_column(title, justify="right")
     for task, sampled in result.by_task.items():
         right = result.accuracy_well_formed_by_task.get(task, 0.0)

@@ -44,7 +44,7 @@ from rl_swarm.telemetry.logs import start_logging
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
     """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
     console = Console(highlight=False)
-    sinks.wanted(settings, os.environ)  # or an error, before anything is started
+    sinks.requested(settings, os.environ)  # or an error, before anything is started
     if resume is None:
         preflight.check(settings)
     root = resume or run or _new_run_directory()
@@ -120,7 +120,7 @@ def _tend(
         if interrupted.is_set():
             return
         with (
-            dashboard.beside(root, settings, private_log, console, interrupted),
+            dashboard.dashboard_of_run(root, settings, private_log, console, interrupted),
             LiveView(RunView(root), console) as live,
         ):
             while not interrupted.is_set() and swarm.tend():
@@ -208,7 +208,7 @@ def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapp
     change_access_list(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
-def alone(role: str, address: Path | str, settings: Settings) -> None:
+def run_process(role: str, address: Path | str, settings: Settings) -> None:
     """One process of a swarm, with its log on the terminal."""
     from rl_swarm.node import worker
 

@@ -113,7 +113,7 @@ class Job(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return 1 if self.arm.pooled else self.nodes
 
-    def looks(self, begun: int, played: int) -> float:
+    def evaluations(self, begun: int, played: int) -> float:
         """How often the held-out questions are answered, beside the last time, while it plays from one round to
         another;
         in between not greedily, which is the cheaper."""

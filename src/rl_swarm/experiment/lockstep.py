@@ -42,8 +42,8 @@ from rl_swarm.storage.private import swarm_folder
 from rl_swarm.storage.shared_log import SharedLog
 from rl_swarm.telemetry.journal import METRICS, Journal
 
-SHOWN_EVERY = 1.0  # seconds between states for onlookers
-Scored = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what it answers to, and a text
+STATE_SECONDS = 1.0  # seconds between states for onlookers
+ScoreKey = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what it answers to, and a text
 
 
 class ModelEngine(Protocol):
@@ -54,7 +54,7 @@ class ModelEngine(Protocol):
     def learn(self, work: Sequence[TrainRequest]) -> None: ...
 
 
-class OneByOne:
+class SequentialEngine:
     """Every node for itself, as a process of its own would."""
 
     def __init__(self, policies: Sequence[Policy]) -> None: ...
@@ -68,28 +68,28 @@ class OneByOne:
             one.run()
 
 
-def fitting(policies: Sequence[Policy]) -> ModelEngine:
+def engine_for(policies: Sequence[Policy]) -> ModelEngine:
     """On a GPU all nodes together."""
     if any(policy.device.type != "cuda" for policy in policies):
-        return OneByOne(policies)
-    from rl_swarm.experiment.together import Together
+        return SequentialEngine(policies)
+    from rl_swarm.experiment.batched_engine import BatchedEngine
 
-    return Together(policies)
+    return BatchedEngine(policies)
 
 
-class Shared(Environment):
+class SharedEnvironment(Environment):
     """One environment for all nodes. What was made and scored for one is known to the others, for a stage."""
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool) -> None:
         super().__init__(tasks, partial_rewards)
         self.made: dict[int, Question] = {}  # by seed
-        self.scored: dict[Scored, float] = {}
+        self.scored: dict[ScoreKey, float] = {}
 
     @staticmethod
-    def of(manifest: Manifest) -> "Shared":
+    def of(manifest: Manifest) -> "SharedEnvironment":
         """What a swarm plays, made to be shared."""
         kind = environments.of_swarm(manifest)
-        shared: type[Shared] = type(f"Shared{kind.__name__}", (Shared, kind), {})
+        shared: type[SharedEnvironment] = type(f"SharedEnvironment{kind.__name__}", (SharedEnvironment, kind), {})
         return shared(manifest.tasks, manifest.partial_rewards)
 
     def forget(self) -> None:
@@ -105,7 +105,7 @@ class Shared(Environment):
         return [self.made[seed] for seed in seeds]
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
-        keys = [scored(question, text) for question, text in answered]
+        keys = [score_key(question, text) for question, text in answered]
         asked = dict(zip(keys, answered, strict=True))
         new = [key for key in asked if key not in self.scored]
         found = super().score([asked[key] for key in new], seconds) if new else []
@@ -115,7 +115,7 @@ class Shared(Environment):
         return [self.scored[key] for key in keys]
 
 
-def scored(question: Question, text: str) -> Scored:
+def score_key(question: Question, text: str) -> ScoreKey:
     parents = tuple(parent.digest for parent in question.parents)
     return (question.number, question.seed, question.stage, question.role, parents, text)
 
@@ -144,15 +144,15 @@ class LockstepSwarm:
         self.manifest = self._manifest(specialists or {})
         self.private = swarm_folder(user, files.root, self.manifest.swarm())
         use_threads(self.settings.threads, pick_device(self.settings))
-        self.environment = Shared.of(self.manifest)
+        self.environment = SharedEnvironment.of(self.manifest)
         # The clock stands still: nobody is late where everybody waits for everybody.
         self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)
-        self.looked = 0.0  # seconds spent on held-out questions
-        self._shown = 0.0
+        self.evaluation_seconds = 0.0  # seconds spent on held-out questions
+        self._written_at = 0.0
         found = self._written(members)
         self.sharing = sharing(members)
         self.nodes = [self._node(member, found[1][member.identity.node] if found else None) for member in members]
-        self.engine = (engine or fitting)([node.policy for node in self.nodes])
+        self.engine = (engine or engine_for)([node.policy for node in self.nodes])
         self.done = self.nodes[0].done[0]
         for node in self.nodes:
             rewind(node.journal.logs[METRICS], self.done)
@@ -166,8 +166,8 @@ class LockstepSwarm:
     def run(self, stop: threading.Event, tell: Callable[["LockstepSwarm"], None] = lambda swarm: None) -> bool:
         """Plays until all rounds are done (True), or until told to stop, after the round at hand (False)."""
         if self.done < 0:
-            self._look("start")
-        self._show()
+            self._evaluate("start")
+        self._write_state()
         tell(self)
         while self.swarm.state.phase == "running":
             if stop.is_set():
@@ -179,14 +179,14 @@ class LockstepSwarm:
             if every and self.done % every == every - 1 and self.swarm.state.phase == "running":
                 self.save()
             running = self.swarm.state.phase == "running"  # the end is told when all is measured
-            if running and time.monotonic() - self._shown > SHOWN_EVERY:
-                self._show()
+            if running and time.monotonic() - self._written_at > STATE_SECONDS:
+                self._write_state()
             tell(self)
-        self._look("end")
+        self._evaluate("end")
         for node in self.nodes:
             node.journal.event("finished", round=self.done)
             node.journal.close()
-        self._show()
+        self._write_state()
         return True
 
     def round(self) -> None:
@@ -198,7 +198,7 @@ class LockstepSwarm:
         started = time.monotonic()
         for node in self.nodes:
             node.look(state)
-        self.looked += time.monotonic() - started
+        self.evaluation_seconds += time.monotonic() - started
 
     def _stage(self, state: State) -> None:
         """One stage of all nodes: they answer and publish, then collect, then learn and report."""
@@ -244,7 +244,7 @@ class LockstepSwarm:
             for name in self.files.names("checkpoints"):  # the nodes keep their last ones only
                 if not any(self.files.has_folder(f"checkpoints/{name}/{node}") for node in nodes):
                     self.files.remove(f"checkpoints/{name}")
-        self._show()
+        self._write_state()
 
     def clear(self) -> None:
         """Removes the checkpoints of a run that has ended."""
@@ -350,15 +350,15 @@ class LockstepSwarm:
         node.coordinator.register(peer)
         self.files.write(f"peers/{node.name}.json", seal(peer, node.identity))
 
-    def _look(self, when: str) -> None:
+    def _evaluate(self, when: str) -> None:
         started = time.monotonic()
         for node in self.nodes:
             node.measure(when)
-        self.looked += time.monotonic() - started
+        self.evaluation_seconds += time.monotonic() - started
 
-    def _show(self) -> None:
+    def _write_state(self) -> None:
         """Tells onlookers where the swarm stands."""
-        self._shown = time.monotonic()
+        self._written_at = time.monotonic()
         self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 

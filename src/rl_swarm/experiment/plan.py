@@ -23,12 +23,18 @@ class Costs:
     local: float  # to ask, answer, score and publish one group
     external: float  # to collect, per round
     train: float  # per group
-    look: float  # at the held-out questions, sampled and greedily
+    evaluation: float  # at the held-out questions, sampled and greedily
     start: float = 0.0  # of a run, whatever its nodes
 
     @classmethod
     def of(
-        cls, run: Run, looked: float, looks: float, start: float = 0.0, rounds: int = 0, took: float = 0.0
+        cls,
+        run: Run,
+        evaluation_seconds: float,
+        evaluations: float,
+        start: float = 0.0,
+        rounds: int = 0,
+        took: float = 0.0,
     ) -> "Costs":
         """From the last `rounds` of a run, which took so long together; without, from what its nodes noted in all."""
         lines = [line for node in run.nodes for line in node.rounds[-rounds:]]
@@ -45,7 +51,9 @@ class Costs:
             local,
             more * spent("collect"),
             more * spent("train") / (arm.epochs * (settings.local_groups + arm.external_groups)),
-            looked / looks / len(run.nodes) if looks else local * answers / settings.generations,
+            evaluation_seconds / evaluations / len(run.nodes)
+            if evaluations
+            else local * answers / settings.generations,
             start,
         )
 
@@ -54,8 +62,8 @@ class Costs:
         settings = job.members()[0]
         each = self.local * settings.local_groups + self.external * (job.arm.external_groups > 0)
         each += self.train * job.arm.epochs * (settings.local_groups + job.arm.external_groups)
-        looks = job.looks(played, job.rounds) + 1  # the last one comes after all rounds
-        return self.start + job.count * (each * (job.rounds - played) + self.look * looks)
+        evaluations = job.evaluations(played, job.rounds) + 1  # the last one comes after all rounds
+        return self.start + job.count * (each * (job.rounds - played) + self.evaluation * evaluations)
 
 
 def makespan(seconds: Sequence[float], at_once: int) -> float:
@@ -73,7 +81,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-class Shown:
+class ProgressBars:
     """How far some runs have come: bars in a terminal, elsewhere a line now and then."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], done: Mapping[str, int]) -> None:
@@ -88,9 +96,9 @@ class Shown:
             BarColumn(),
             TextColumn("{task.fields[says]}", markup=False),
         )
-        self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.display = Progress(*columns, console=console, disable=not console.is_terminal)
         what = "learning rate" if jobs[0].tuning else "run"
-        self.all = self.bars.add_task(counted(len(jobs), what), total=1.0, says="")
+        self.all = self.display.add_task(counted(len(jobs), what), total=1.0, says="")
         self.tasks: dict[str, TaskID] = {}
 
     def expect(self, costs: Costs, at_once: int) -> None:
@@ -110,13 +118,13 @@ class Shown:
             self._line(says, share, [f"{name} {done}/{rounds[name]}" for name, done in running.items()])
             return
         for name in [name for name in self.tasks if name not in running]:
-            self.bars.remove_task(self.tasks.pop(name))
+            self.display.remove_task(self.tasks.pop(name))
         for name in running:
             if name not in self.tasks:
-                self.tasks[name] = self.bars.add_task(f"  {name}", total=rounds[name], says="")
+                self.tasks[name] = self.display.add_task(f"  {name}", total=rounds[name], says="")
             played = f"{self.done[name]} of {rounds[name]} rounds"
-            self.bars.update(self.tasks[name], completed=self.done[name], says=played)
-        self.bars.update(self.all, completed=share, says=says)
+            self.display.update(self.tasks[name], completed=self.done[name], says=played)
+        self.display.update(self.all, completed=share, says=says)
 
     def _planned(self) -> list[float]:
         """What is left of every run, as planned."""

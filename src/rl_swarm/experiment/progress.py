@@ -28,7 +28,7 @@ Points = list[tuple[int, float]]  # after so many rounds, a value
 
 
 @dataclass(frozen=True)
-class RunStands:
+class RunProgress:
     run: str
     arm: str
     seed: int
@@ -62,7 +62,7 @@ class ExperimentState:
     name: str
     phase: Phase
     arms: list[ArmState]
-    runs: list[RunStands]
+    runs: list[RunProgress]
     tuning: int  # short runs that find out learning rates
     tuned: int  # of those, finished
 
@@ -90,7 +90,7 @@ class FollowedNode:
         found.held_out += [(line.round + 1, line.sampled) for line in log.held_out]
         return found
 
-    def look(self, files: LocalFiles, path: str) -> bool:
+    def poll(self, files: LocalFiles, path: str) -> bool:
         """Reads what is new; a run that goes on after a crash has put another file in the old one's place."""
         try:
             file = files.stat(path).st_ino
@@ -126,19 +126,19 @@ class FollowedRun:
         known = [len(log.fresh) for log in self.logs.values() if log.held_out]
         return min(known) if len(known) == self.job.count else 0
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         if self.view is None or self.phase == "finished":
             return False
         here, before = self.view.here, self.phase
         self.phase = _phase(self.view)  # before the logs: when it has finished they are whole
         for node in here.folders_with(journal.METRICS, "logs"):
             self.logs.setdefault(node, FollowedNode())
-        logs = [log.look(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
+        logs = [log.poll(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
         return any(logs) or self.phase != before
 
-    def stands(self) -> RunStands:
+    def progress(self) -> RunProgress:
         job, numbers_only = self.job, self.view is None
-        return RunStands(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, numbers_only)
+        return RunProgress(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, numbers_only)
 
 
 def _phase(view: RunView) -> Phase:
@@ -174,15 +174,15 @@ class ExperimentProgress:
         self.path = path
         self.runs = _packed(path) if is_packed(path) else {}
         self.tuning: dict[str, FollowedRun] = {}
-        self._told: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
+        self._states: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Reads what is new; whether there was anything."""
         if is_packed(self.path):
             return False
         found = [(RUNS, self.runs), (TUNING, self.tuning)]
         changed = [self._find(self.path / kind, runs) for kind, runs in found]
-        return any([*changed, *(run.look() for _, runs in found for run in list(runs.values()))])
+        return any([*changed, *(run.poll() for _, runs in found for run in list(runs.values()))])
 
     def _find(self, folder: Path, known: dict[str, FollowedRun]) -> bool:
         """Takes up new runs, and again those that somebody has removed and started anew."""
@@ -201,9 +201,9 @@ class ExperimentProgress:
             by_label.setdefault(run.job.arm.label, FollowedArm(run.job.arm, [])).runs.append(run)
         return sorted(by_label.values(), key=lambda followed: followed.arm.place)
 
-    def told(self) -> ExperimentState:
+    def state(self) -> ExperimentState:
         arms = self.arms()
-        runs = [run.stands() for followed in arms for run in followed.runs]
+        runs = [run.progress() for followed in arms for run in followed.runs]
         phases = {run.phase for run in [*self.runs.values(), *self.tuning.values()]}
         phase: Phase = next(p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished")
         return ExperimentState(
@@ -222,11 +222,11 @@ class ExperimentProgress:
             if one
             for run in one.counted
         )
-        before, told = self._told.get(followed.arm.label, (None, None))
-        if told is None or before != made_from:
-            told = _stands(followed, base)
-            self._told[followed.arm.label] = (made_from, told)
-        return told
+        before, state = self._states.get(followed.arm.label, (None, None))
+        if state is None or before != made_from:
+            state = _arm_state(followed, base)
+            self._states[followed.arm.label] = (made_from, state)
+        return state
 
     def curves(self, metric: str, points: int) -> dict[str, Points]:
         """Of every arm its mean over nodes and seeds, over rounds; where some seeds have got further, of those."""
@@ -237,9 +237,9 @@ def followed(path: Path) -> ExperimentProgress:
     """The experiment in a folder or file, looked at once; a clear error if there is none."""
     if not is_experiment(path):
         raise UserError(f"{path} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
-    standing = ExperimentProgress(path)
-    standing.look()
-    return standing
+    progress = ExperimentProgress(path)
+    progress.poll()
+    return progress
 
 
 def _packed(path: Path) -> dict[str, FollowedRun]:
@@ -259,7 +259,7 @@ def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm 
     return None if followed.arm.is_plain or base is followed else base
 
 
-def _stands(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
+def _arm_state(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
     job, played = followed.runs[0].job, followed.played
     both = min(played, base.played) if base else 0
 

@@ -22,7 +22,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
 from rl_swarm.experiment.measures import Run, Tuned
-from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
+from rl_swarm.experiment.plan import Costs, ProgressBars, duration, makespan
 from rl_swarm.network.folder import read_manifest, read_state
 from rl_swarm.node.evaluation import mean
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
@@ -44,11 +44,11 @@ MAX_FAILURES = 3  # of one run, until that is no accident
 TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chosen
 
 
-class Told(msgspec.Struct, frozen=True):
+class RunStatus(msgspec.Struct, frozen=True):
     """What a run says after every round."""
 
     done: int = 0  # rounds
-    looked: float = 0.0  # seconds spent on held-out questions by this process
+    evaluation_seconds: float = 0.0  # seconds spent on held-out questions by this process
     memory: int = 0  # bytes it needed at most
     free: int = 0  # bytes that were free for it, its own included
     error: str = ""
@@ -99,36 +99,36 @@ class Experiment:
 class RunProcess:
     job: Job
     process: ChildProcess
-    told: Told = field(default_factory=Told)
+    status: RunStatus = field(default_factory=RunStatus)
     began: float = field(default_factory=time.monotonic)
-    ready: tuple[float, Told] | None = None  # when it first said something, and what
-    warm: tuple[float, Told] | None = None  # and after its first round
+    ready: tuple[float, RunStatus] | None = None  # when it first said something, and what
+    warm: tuple[float, RunStatus] | None = None  # and after its first round
 
-    def hear(self, told: Told) -> None:
-        self.told = told
+    def update(self, status: RunStatus) -> None:
+        self.status = status
         if self.ready is None:
-            self.ready = (time.monotonic(), told)
+            self.ready = (time.monotonic(), status)
         elif self.warm is None:
-            self.warm = (time.monotonic(), told)
+            self.warm = (time.monotonic(), status)
 
     @property
     def is_timed(self) -> bool:
         """Whether it has played enough to plan by."""
-        if self.warm is None or self.told.done >= self.job.rounds:
-            return self.told.done >= self.job.rounds
-        since, told = self.warm
-        return self.told.done - told.done >= PLAN_ROUNDS and time.monotonic() - since >= PLAN_SECONDS
+        if self.warm is None or self.status.done >= self.job.rounds:
+            return self.status.done >= self.job.rounds
+        since, status = self.warm
+        return self.status.done - status.done >= PLAN_ROUNDS and time.monotonic() - since >= PLAN_SECONDS
 
     def costs(self, run: Run) -> Costs:
         """From the rounds since it was warm; from all that there are where it has ended before."""
         begun = self.ready[1].done if self.ready else 0
-        looks = run.job.looks(begun, run.played)
-        if self.ready is None or self.warm is None or self.warm[1].done >= self.told.done:
-            return Costs.of(run, self.told.looked, looks)
-        since, told = self.warm
-        took = time.monotonic() - since - (self.told.looked - told.looked)
-        start = self.ready[0] - self.began - self.ready[1].looked
-        return Costs.of(run, self.told.looked, looks, start, self.told.done - told.done, took)
+        evaluations = run.job.evaluations(begun, run.played)
+        if self.ready is None or self.warm is None or self.warm[1].done >= self.status.done:
+            return Costs.of(run, self.status.evaluation_seconds, evaluations)
+        since, status = self.warm
+        took = time.monotonic() - since - (self.status.evaluation_seconds - status.evaluation_seconds)
+        start = self.ready[0] - self.began - self.ready[1].evaluation_seconds
+        return Costs.of(run, self.status.evaluation_seconds, evaluations, start, self.status.done - status.done, took)
 
 
 class Runner:
@@ -200,8 +200,8 @@ class Runner:
             return True
         pending.sort(key=self._turn)
         running: list[RunProcess] = []
-        shown = Shown(self.console, sorted(jobs, key=self._turn), self._played(jobs))
-        with shown.bars:
+        bars = ProgressBars(self.console, sorted(jobs, key=self._turn), self._played(jobs))
+        with bars.display:
             try:
                 while pending or running:
                     if self.stop.is_set():
@@ -210,16 +210,16 @@ class Runner:
                         self._plan(running[0])
                         if only_plan:
                             return False
-                    if self.costs and shown.since is None:
-                        shown.expect(self.costs, self.at_once)
+                    if self.costs and bars.since is None:
+                        bars.expect(self.costs, self.at_once)
                     room = 1 if self.costs is None else max(1, self.at_once)
                     while pending and len(running) < room:
                         running.append(self._start(pending.pop(0)))
-                    for child in self._heard(running):
+                    for child in self._receive(running):
                         running.remove(child)
                         if not self._ended(child):
                             pending.insert(0, child.job)
-                    shown.show({child.job.name: child.told.done for child in running})
+                    bars.show({child.job.name: child.status.done for child in running})
             finally:
                 if running and self.stop.is_set():
                     self.say("Stopping: the runs finish their rounds and save. (Ctrl-C again ends them at once.)")
@@ -233,8 +233,8 @@ class Runner:
         if run is None:
             return
         self.costs = costs = child.costs(run)
-        need = child.told.memory + (CUDA_BYTES if self.on_gpu else SCORER_BYTES)
-        fits = max(1, int(child.told.free * 0.9 // need))
+        need = child.status.memory + (CUDA_BYTES if self.on_gpu else SCORER_BYTES)
+        fits = max(1, int(child.status.free * 0.9 // need))
         left = sorted((job for job in self.all if not is_finished(folder(job))), key=self._turn)
         if not self.at_once:
             most = min(os.cpu_count() or 1, fits)
@@ -245,8 +245,8 @@ class Runner:
         short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
             f"Plan: {counted(len(left), 'run')}{short}, {self.at_once} at once, each with "
-            f"{child.told.memory / 2**30:.1f} of "
-            f"{child.told.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
+            f"{child.status.memory / 2**30:.1f} of "
+            f"{child.status.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
             "if the machine has nothing else to do."
         )
 
@@ -277,7 +277,7 @@ class Runner:
         arguments = (job, files, self.experiment.user, self.experiment.keep_models)
         return RunProcess(job, ChildProcess(self.context, job.name, _child_main, *arguments))
 
-    def _heard(self, running: Sequence[RunProcess]) -> list[RunProcess]:
+    def _receive(self, running: Sequence[RunProcess]) -> list[RunProcess]:
         """Takes in what the runs say; those that have ended."""
         wait([child.process.pipe for child in running], timeout=0.25)
         ended = []
@@ -285,7 +285,7 @@ class Runner:
             pipe = child.process.pipe
             try:
                 while pipe.poll():
-                    child.hear(msgspec.json.decode(pipe.recv_bytes(1 << 16), type=Told))
+                    child.update(msgspec.json.decode(pipe.recv_bytes(1 << 16), type=RunStatus))
             except (EOFError, OSError):
                 child.process.join(END_SECONDS)
                 ended.append(child)
@@ -293,8 +293,8 @@ class Runner:
 
     def _ended(self, child: RunProcess) -> bool:
         """Whether the run is over; one that failed by accident is started again, from its last checkpoint."""
-        if child.told.error:
-            raise UserError(f"{child.job.name}: {child.told.error}")
+        if child.status.error:
+            raise UserError(f"{child.job.name}: {child.status.error}")
         code = child.process.exit_code()
         if code == 0 and is_finished(self.experiment.folder(child.job)):
             return True
@@ -355,7 +355,9 @@ def play(
     def tell(swarm: lockstep.LockstepSwarm) -> None:
         if pipe is None:
             return
-        pipe.send_bytes(msgspec.json.encode(Told(swarm.done + 1, swarm.looked, peak_memory(device), free)))
+        pipe.send_bytes(
+            msgspec.json.encode(RunStatus(swarm.done + 1, swarm.evaluation_seconds, peak_memory(device), free))
+        )
 
     try:
         finished = swarm.run(stop, tell)
@@ -378,7 +380,7 @@ def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, 
         play(job, files, user, stop, keep_models, pipe)
     except UserError as error:
         log.error("%s", error)
-        pipe.send_bytes(msgspec.json.encode(Told(error=str(error))))
+        pipe.send_bytes(msgspec.json.encode(RunStatus(error=str(error))))
         os._exit(1)
     except Exception:
         log.exception("%s failed", job.name)

@@ -6,9 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rl_swarm.monitor.node_history import AHEAD, Track
+from rl_swarm.monitor.node_history import AHEAD, NodeHistory
 from rl_swarm.monitor.records import Event
-from rl_swarm.monitor.reports import Reports, add
+from rl_swarm.monitor.reports import ReportReader, add_report
 from rl_swarm.monitor.run_reader import NodeView, RunView
 from rl_swarm.protocol.rounds import State
 
@@ -25,20 +25,20 @@ MAX_EVENTS = 2000  # remembered of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
-class Looking:
+class Poller:
     """What many look at and one reads, no more often than it is worth. Whoever reads from it holds `lock`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.lock = threading.Lock()
         self.version = 0
-        self._looking = threading.Lock()
+        self._polling = threading.Lock()
         self._next = -1.0
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """Reads what is new, if it is time to and nobody else does; the version after that."""
         first = not self.version  # everybody waits for the first look, and nobody for another
-        if (not first and self.clock() < self._next) or not self._looking.acquire(blocking=first):
+        if (not first and self.clock() < self._next) or not self._polling.acquire(blocking=first):
             return self.version
         try:
             if not self.version or self.clock() >= self._next:
@@ -50,20 +50,20 @@ class Looking:
                 pause = max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
                 self._next = ended + min(pause, LONGEST_PAUSE)
         finally:
-            self._looking.release()
+            self._polling.release()
         return self.version
 
-    def look_again(self) -> int:
+    def poll_now(self) -> int:
         """The same although it is not time to: the last look of somebody who leaves."""
         self._next = self.clock()
-        return self.look()
+        return self.poll()
 
     def _read(self) -> bool:
         """Brings it up to date; whether there was anything new."""
         raise NotImplementedError
 
 
-class Follower(Looking):
+class Follower(Poller):
     """A swarm that is followed."""
 
     def __init__(
@@ -71,15 +71,15 @@ class Follower(Looking):
     ) -> None:
         super().__init__(clock)
         self.view, self.now = view, now
-        self.tracks: dict[str, Track] = {}
+        self.histories: dict[str, NodeHistory] = {}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._reports = Reports()
+        self._reports = ReportReader()
         self._trouble = ""  # why it could not be read, said once
         self._last = ""  # the node whose log was read last
         self._place: Place | None = None  # in the run, when it was looked at last
 
     def _read(self) -> bool:
-        """Brings the view and the tracks up to date; whether there was anything new."""
+        """Brings the view and the histories up to date; whether there was anything new."""
         view = self.view
         try:
             view.refresh_swarm()
@@ -103,7 +103,7 @@ class Follower(Looking):
             reports = self._reports.read(view)
             with self.lock:
                 for report in reports:
-                    add(report, self.tracks[report.node], view.manifest.stages if view.manifest else 1)
+                    add_report(report, self.histories[report.node], view.manifest.stages if view.manifest else 1)
             changed |= bool(reports)
         return changed
 
@@ -115,20 +115,20 @@ class Follower(Looking):
         return [*nodes[begin:], *nodes[:begin]]
 
     def _take(self, node: NodeView) -> bool:
-        """Hands what the view has read of a node to its track; whether there was anything."""
+        """Hands what the view has read of a node to its history; whether there was anything."""
         view, state = self.view, self.view.state
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0
-        track = self.tracks.setdefault(node.node, Track())
-        events = track.new_events(node, view.here)
-        if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+        history = self.histories.setdefault(node.node, NodeHistory())
+        events = history.new_events(node, view.here)
+        if history.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
             said = f"with {node.peer.model}"
             events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
-        if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
+        if history.alive is not None and history.alive != node.alive and state and state.phase == "running":
             word = "online" if node.alive else "offline"
             events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
-        changed = bool(track.take(node, most)) or bool(events) or track.alive != node.alive
-        track.alive = node.alive
+        changed = bool(history.update(node, most)) or bool(events) or history.alive != node.alive
+        history.alive = node.alive
         self.events.extend(events)
         return changed
 

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
 from rl_swarm.monitor.series import Curves, number
-from rl_swarm.settings import tellable
+from rl_swarm.settings import public_settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
@@ -32,13 +32,13 @@ AHEAD = 1000  # rounds by which a log may be ahead of the state that was read be
 
 
 @dataclass
-class Track:
+class NodeHistory:
     curves: Curves = field(default_factory=Curves)
     held_out: Curves = field(default_factory=Curves)
     tokens: float = 0.0
     rollouts: int = 0
-    own: int = 0  # groups of its own with something to teach
-    taken: int = 0  # groups of others that it learned from
+    own_groups: int = 0  # with signal
+    external_groups: int = 0  # trained on
     learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
     rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
@@ -55,9 +55,10 @@ class Track:
 
     @property
     def external_share(self) -> float | None:
-        return self.taken / (self.taken + self.own) if self.taken + self.own else None
+        groups = self.external_groups + self.own_groups
+        return self.external_groups / groups if groups else None
 
-    def take(self, view: NodeView, most_rounds: int) -> int:
+    def update(self, view: NodeView, most_rounds: int) -> int:
         """Adds what the view has read since the last time, and lets go of it; how much that was."""
         lines = view.rounds[self._rounds :]
         if lines := [line for line in lines if line.round < most_rounds]:
@@ -84,8 +85,8 @@ class Track:
         for line in lines:
             self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
             self.rollouts += line.local_groups
-            self.own += line.local_with_signal
-            self.taken += line.external_accepted
+            self.own_groups += line.local_with_signal
+            self.external_groups += line.external_accepted
             count(self.learned_from, line.external_by_peer)
             count(self.rejected, line.external_rejected)
 
@@ -101,7 +102,7 @@ class Track:
         if event.event in ("joined", "resumed"):
             self.hardware = words(line.get("hardware"))
             settings = line.get("settings")
-            self.settings = words(tellable(settings) if isinstance(settings, dict) else None)
+            self.settings = words(public_settings(settings) if isinstance(settings, dict) else None)
             if self._begun or event.event == "resumed":
                 self.restarts += 1
                 after = f"after round {event.round}" if event.round is not None else "from the start"

@@ -154,7 +154,7 @@ class EventPage:
 
 
 @dataclass(frozen=True)
-class Text:
+class ShownCompletion:
     """One completion. The reward is its author's claim; the advantage follows from the rewards of its group."""
 
     text: str
@@ -178,7 +178,7 @@ class RolloutRow:
     question: str
     answer: str | None  # None where it is not known, or many are right
     reward: float  # mean of the group
-    completions: list[Text]
+    completions: list[ShownCompletion]
 
 
 @dataclass(frozen=True)

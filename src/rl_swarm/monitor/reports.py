@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from rl_swarm.monitor.node_history import Track, by_stage
+from rl_swarm.monitor.node_history import NodeHistory, by_stage
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.folder import RECORD_BYTES, report_path
 from rl_swarm.protocol.rounds import Report
@@ -16,7 +16,7 @@ LATE_ROUNDS = 2  # after which nobody is expected to report any more
 Place = tuple[int, int, str]  # round, stage, node
 
 
-class Reports:
+class ReportReader:
     def __init__(self) -> None:
         self._done: set[Place] = set()  # read, or never to come
 
@@ -57,10 +57,10 @@ class Reports:
         return report if here == (manifest.swarm(), peer.peer_id, *place) else None
 
 
-def add(report: Report, track: Track, stages: int) -> None:
+def add_report(report: Report, history: NodeHistory, stages: int) -> None:
     rewards = {"reward_local": [report.reward], "reward_training": [report.training_reward]}
     if stages > 1 and report.rollouts:
         rewards |= {by_stage(report.stage): [report.reward]}
     if stages == 1 or report.rollouts:  # else it had nothing to do
-        track.curves.add([report.round], rewards)
-    track.rollouts += report.rollouts
+        history.curves.add([report.round], rewards)
+    history.rollouts += report.rollouts

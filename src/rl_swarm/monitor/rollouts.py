@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from rl_swarm import environments
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.records import RolloutPage, RolloutRow, Text
+from rl_swarm.monitor.records import RolloutPage, RolloutRow, ShownCompletion
 from rl_swarm.monitor.snapshot import find
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
-from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
+from rl_swarm.protocol.rollouts import Answer, Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected, unseal
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutFilter:
     """Which rollouts to show. Rewards are means of a group."""
 
     round: int | None = None
@@ -49,7 +49,7 @@ class Wanted:
     min_reward: float | None = None
     max_reward: float | None = None
 
-    def holds(self, row: RolloutRow) -> bool:
+    def matches(self, row: RolloutRow) -> bool:
         return (
             (not self.task or row.task == self.task)
             and (self.min_reward is None or row.reward >= self.min_reward)
@@ -57,7 +57,7 @@ class Wanted:
         )
 
 
-class Texts:
+class RolloutReader:
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
         self._lock = threading.Lock()  # one page at a time: they share the cache and the scoring process
@@ -65,19 +65,19 @@ class Texts:
         self._environment: Environment | None = None
         self._failed = False  # questions cannot be made here
 
-    def page(self, wanted: Wanted, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
+    def page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
         """Rollouts behind a place, the newest round first; without `keys` task and answer may be left out."""
         with self._lock:
-            return self._page(wanted, after, limit, keys)
+            return self._page(filters, after, limit, keys)
 
-    def _page(self, wanted: Wanted, after: str | None, limit: int, keys: bool) -> RolloutPage:
+    def _page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool) -> RolloutPage:
         start = cursor(after)
         rows: list[RolloutRow] = []
         unreadable = characters = 0
         tries = MAX_TRIES_FAR if self.follower.view.address.is_url else MAX_TRIES
-        for place in self._places(wanted, start):
+        for place in self._places(filters, start):
             if tries == 0:
-                return RolloutPage(rows, name_of(place, 0), unreadable)
+                return RolloutPage(rows, id_of(place, 0), unreadable)
             tries -= 1
             try:
                 found = self._read(place, keys)
@@ -88,7 +88,7 @@ class Texts:
                 continue
             for row in found:
                 before = start is not None and place == start[:3] and row.number < start[3]
-                if before or not wanted.holds(row):
+                if before or not filters.matches(row):
                     continue
                 if len(rows) == limit or characters > MAX_CHARACTERS:
                     return RolloutPage(rows, row.id, unreadable)
@@ -96,19 +96,19 @@ class Texts:
                 characters += characters_of(row)
         return RolloutPage(rows, None, unreadable)
 
-    def _places(self, wanted: Wanted, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
+    def _places(self, filters: RolloutFilter, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
         """Where publications may lie, from the start on. Nodes are asked for by name; nobody lists rollouts."""
         view = self.follower.view
         state, manifest = view.state, view.manifest
         if state is None or manifest is None:
             return
-        if wanted.node:
-            chosen = find(self.follower, wanted.node)
+        if filters.node:
+            chosen = find(self.follower, filters.node)
             nodes = [chosen.node] if chosen else []
         else:
             nodes = sorted(view.nodes)
-        newest = state.round if wanted.round is None else min(wanted.round, state.round)
-        oldest = 0 if wanted.round is None else wanted.round
+        newest = state.round if filters.round is None else min(filters.round, state.round)
+        oldest = 0 if filters.round is None else filters.round
         if start:
             newest = min(newest, start[0])
         for number in range(newest, oldest - 1, -1):
@@ -160,7 +160,7 @@ class Texts:
             texts = zip(given, advantages(rewards), strict=True)
             rows.append(
                 RolloutRow(
-                    id=name_of(place, rollout.number),
+                    id=id_of(place, rollout.number),
                     round=published.round,
                     stage=published.stage,
                     number=rollout.number,
@@ -172,10 +172,7 @@ class Texts:
                     question=rollout.prompt[:LONGEST],
                     answer=real.answer[:LONGEST] if real and real.answer is not None else None,
                     reward=sum(rewards) / len(rewards),
-                    completions=[
-                        Text(a.response[:LONGEST], a.reward, advantage, not a.ended, len(a.response) > LONGEST)
-                        for a, advantage in list(texts)[:MAX_COMPLETIONS]
-                    ],
+                    completions=[_completion(answer, advantage) for answer, advantage in list(texts)[:MAX_COMPLETIONS]],
                 )
             )
         return rows
@@ -185,14 +182,14 @@ class Texts:
             return {}
         try:
             self._environment = self._environment or environments.made(manifest)
-            return dict(enumerate(self._transcript(manifest, rollouts[0].round).asked(rollouts)))
+            return dict(enumerate(self._conversation(manifest, rollouts[0].round).asked(rollouts)))
         except Rejected:  # as other nodes see it too
             return {}
         except (UserError, OSError):  # rollouts can be read without their keys
             self._failed = True
             return {}
 
-    def _transcript(self, manifest: Manifest, round: int) -> Conversation:
+    def _conversation(self, manifest: Manifest, round: int) -> Conversation:
         """What a question of a later stage was made from is read where its author read it."""
         peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
 
@@ -209,6 +206,11 @@ class Texts:
                 self._environment.close()
 
 
+def _completion(answer: Answer, advantage: float) -> ShownCompletion:
+    text = answer.response
+    return ShownCompletion(text[:LONGEST], answer.reward, advantage, not answer.ended, len(text) > LONGEST)
+
+
 def advantages(rewards: list[float]) -> list[float]:
     """As a node computes them by default (learning/grpo.py, which needs torch)."""
     mean = sum(rewards) / len(rewards)
@@ -220,7 +222,7 @@ def characters_of(row: RolloutRow) -> int:
     return len(row.question) + sum(len(text.text) for text in row.completions)
 
 
-def name_of(place: Place, number: int) -> str:
+def id_of(place: Place, number: int) -> str:
     return f"{place[0]}-{place[1]}-{number}-{place[2]}"
 
 

@@ -21,7 +21,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
 from rl_swarm.protocol.wire import Rejected, convert, decode, unseal
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
-from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
+from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_mid_line, new_lines
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 TREND_ROUNDS = 20
@@ -131,8 +131,8 @@ class NodeView:
         """Yields the new lines of a log, until so many of them could not be read that this is none."""
         path = f"logs/{self.node}/{log}"
         lines, self._read[log] = new_lines(files, path, self._read[log])
-        torn = not self.alive and ends_amid(files, path, self._read[log])
-        self.cut_off = self.cut_off | {log} if torn else self.cut_off - {log}
+        cut_off = not self.alive and ends_mid_line(files, path, self._read[log])
+        self.cut_off = self.cut_off | {log} if cut_off else self.cut_off - {log}
         most = self.unreadable[log] + MAX_UNREADABLE
         for number, line in enumerate(lines):
             if self.unreadable[log] >= most:
@@ -314,7 +314,7 @@ def _id_of(node: NodeView) -> str:
 
 
 @contextmanager
-def looked_at(address: str) -> Iterator[RunView]:
+def open_view(address: str) -> Iterator[RunView]:
     """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
     if not address.startswith("p2p://"):
         yield RunView.found(address)

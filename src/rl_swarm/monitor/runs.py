@@ -5,11 +5,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import Line, Lines, RunPage, RunRow
 from rl_swarm.monitor.run_reader import RunView
-from rl_swarm.monitor.series import Curves, filled, mean_of
+from rl_swarm.monitor.series import Curves, mean_of, padded
 from rl_swarm.network.folder import MANIFEST
 from rl_swarm.storage.files import LocalFiles
 
@@ -53,7 +53,7 @@ class Runs:
             self._open.move_to_end(name)
             while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
-        found.look()
+        found.poll()
         return found
 
     def page(self, offset: int, limit: int, here: Follower | None = None) -> RunPage:
@@ -69,18 +69,18 @@ class Runs:
     def lines(self, names: list[str], metric: str, points: int) -> Lines:
         """The mean over the nodes of every run, over the same rounds."""
         found = [(name, run) for name in names if (run := self.get(name)) is not None]
-        means = [(name, telling.lines(run, metric, points, most=0)) for name, run in found]
+        means = [(name, snapshot.lines(run, metric, points, most=0)) for name, run in found]
         curves = [_as_curves(lines) for _, lines in means]
         step = max((lines.rounds[1] for _, lines in means if len(lines.rounds) > 1), default=1)
         values = [curve.points(metric, step) for curve in curves]
         length = max(map(len, values), default=0)
-        whole = [filled(line, length) for line in values]
+        whole = [padded(line, length) for line in values]
         shown = [Line(name, name, line) for (name, _), line in zip(means, whole, strict=True)]
         return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown)
 
 
 def _row(name: str, run: Follower, here: bool) -> RunRow:
-    told = telling.overview(run)
+    told = snapshot.overview(run)
     return RunRow(
         name, told.phase, told.round, told.rounds, told.nodes, told.reward, told.held_out_start, told.held_out_now, here
     )  # fmt: skip

@@ -47,8 +47,8 @@ class Curves:
 
     def _merge(self) -> None:
         self.stride *= 2
-        self.sums = {name: array("d", _every(2, values)) for name, values in self.sums.items()}
-        self.counts = {name: array("I", _every(2, values)) for name, values in self.counts.items()}
+        self.sums = {name: array("d", _sum_neighbours(2, values)) for name, values in self.sums.items()}
+        self.counts = {name: array("I", _sum_neighbours(2, values)) for name, values in self.counts.items()}
 
     @property
     def end(self) -> int:
@@ -58,8 +58,8 @@ class Curves:
     def points(self, name: str, stride: int) -> list[float | None]:
         """The curve in steps of `stride` rounds, a multiple of its own; None where there is nothing."""
         step = stride // self.stride
-        sums = _every(step, self.sums.get(name, array("d")))
-        counts = _every(step, self.counts.get(name, array("I")))
+        sums = _sum_neighbours(step, self.sums.get(name, array("d")))
+        counts = _sum_neighbours(step, self.counts.get(name, array("I")))
         return [float(f"{s / n:.6g}") if n else None for s, n in zip(sums, counts, strict=True)]
 
 
@@ -72,20 +72,20 @@ def stride_for(curves: Sequence[Curves], points: int) -> int:
     return stride
 
 
-def filled(values: list[float | None], length: int) -> list[float | None]:
+def padded(values: list[float | None], length: int) -> list[float | None]:
     return values + [None] * (length - len(values))
 
 
-def all_of(curves: Sequence[Curves], name: str, stride: int) -> Curves:
+def combined(curves: Sequence[Curves], name: str, stride: int) -> Curves:
     """A metric of several nodes as one curve, in steps of `stride` rounds: what any of them measured counts alike."""
     whole = Curves()
     whole.stride = stride
     sums, counts = [], []
     for own in {curve.stride for curve in curves}:
         same = [curve for curve in curves if curve.stride == own and name in curve.sums]
-        sums.append(_every(stride // own, _added([curve.sums[name] for curve in same])))
-        counts.append(_every(stride // own, _added([curve.counts[name] for curve in same])))
-    whole.sums[name], whole.counts[name] = array("d", _added(sums)), array("I", _added(counts))
+        sums.append(_sum_neighbours(stride // own, _sum_columns([curve.sums[name] for curve in same])))
+        counts.append(_sum_neighbours(stride // own, _sum_columns([curve.counts[name] for curve in same])))
+    whole.sums[name], whole.counts[name] = array("d", _sum_columns(sums)), array("I", _sum_columns(counts))
     return whole
 
 
@@ -98,12 +98,12 @@ def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
     return means
 
 
-def _every(step: int, values: Sequence[Number]) -> Sequence[Number]:
+def _sum_neighbours(step: int, values: Sequence[Number]) -> Sequence[Number]:
     """The sums of every so many neighbours."""
     return values if step == 1 else [sum(values[k : k + step]) for k in range(0, len(values), step)]
 
 
-def _added(rows: Sequence[Sequence[Number]]) -> list[Number]:
+def _sum_columns(rows: Sequence[Sequence[Number]]) -> list[Number]:
     """The sums of the columns. Rows may end early. Of a thousand curves this is most of the work, hence by
     built-ins."""
     return list(map(sum, zip_longest(*rows, fillvalue=0)))

@@ -36,8 +36,8 @@ def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdi
                 "nobody conducts this swarm: there is no history, and each report is its author's word"
             )
         else:
-            _check_conducted(run, verdict)
-        _check_roll(run, verdict)
+            _check_coordinated(run, verdict)
+        _check_access_list(run, verdict)
         check_size(run, verdict, rounds, nodes)
         if run.state.phase != "finished":
             verdict.notes.append(f"the run goes on: it is at round {run.state.round} of {manifest.rounds}")
@@ -45,7 +45,7 @@ def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdi
     return verdict, run
 
 
-def _check_conducted(run: ValidatedRun, verdict: Verdict) -> None:
+def _check_coordinated(run: ValidatedRun, verdict: Verdict) -> None:
     """The coordinator's state and history; without them, who introduces itself is taken for a member."""
     run.state = State(swarm=run.manifest.swarm(), members=_introduced(run, verdict))
     try:
@@ -77,7 +77,7 @@ def _introduced(run: ValidatedRun, verdict: Verdict) -> dict[str, Member]:
     return found
 
 
-def _check_roll(run: ValidatedRun, verdict: Verdict) -> None:
+def _check_access_list(run: ValidatedRun, verdict: Verdict) -> None:
     try:
         if read_access_list(run.files, run.manifest).number > 0:
             verdict.count("owner's list")
@@ -101,7 +101,7 @@ def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
         for stage in reversed(range(run.manifest.stages))
     ]
     silent = _newest(run, verdict, members, places, Publication, {})
-    _add_heard(run)
+    _add_context(run)
     silent &= _newest(run, verdict, members, places, Report, counted)
     if silent:
         names = ", ".join(sorted(map(animal_name, silent))[:8])
@@ -110,7 +110,7 @@ def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
         )
 
 
-def _add_heard(run: ValidatedRun) -> None:
+def _add_context(run: ValidatedRun) -> None:
     """What those of later stages were made from, so that their questions can be made again."""
     assert run.published is not None
     for stage in range(run.manifest.stages - 1, 0, -1):

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.drawing import Drawing, plain
-from rl_swarm.monitor.run_reader import RunView, looked_at
+from rl_swarm.monitor.run_reader import RunView, open_view
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
 DRAW_SECONDS = 1.0
@@ -38,7 +38,7 @@ def up(run: str | Path = "runs/notebook", from_base: bool = False, **settings: o
     """
     root = Path(run)
     known = (root / "manifest.json").exists()
-    if known and Drawing(RunView(root)).look().phase == "finished":
+    if known and Drawing(RunView(root)).refresh().phase == "finished":
         watch(root)
         return
     base = ["--from-base"] if from_base else []
@@ -58,10 +58,10 @@ def coordinate(address: str | Path, **settings: object) -> None:
 def watch(address: str | Path) -> None:
     """Shows a swarm below the cell until it has finished or the cell is interrupted."""
     cell = Cell()
-    with contextlib.suppress(KeyboardInterrupt), looked_at(str(address)) as view:
+    with contextlib.suppress(KeyboardInterrupt), open_view(str(address)) as view:
         drawing = Drawing(view)
         while True:
-            drawing.look()
+            drawing.refresh()
             cell.show(drawing.draw(WIDTH, HEIGHT))
             if drawing.ended():
                 break
@@ -73,7 +73,7 @@ def _run(arguments: list[str], address: str | Path, settings: Mapping[str, objec
     with _seen(address) as drawing:
 
         def picture(last: bool) -> RenderableType:
-            drawing.look(again=last)
+            drawing.refresh(now=last)
             return drawing.draw(WIDTH, HEIGHT)
 
         shown([*arguments, *set_flags(settings)], picture)
@@ -166,7 +166,7 @@ class Command:
 def _seen(address: str | Path) -> Iterator[Drawing]:
     """The swarm at an address, which may only be founded yet."""
     if str(address).startswith("p2p://"):
-        with looked_at(str(address)) as view:
+        with open_view(str(address)) as view:
             yield Drawing(view)
     else:
         yield Drawing(RunView(address))

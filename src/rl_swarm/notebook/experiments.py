@@ -30,12 +30,12 @@ def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
     experiment
     sapo` (`configs="paper"`) and settings of docs/settings.md. A `test` is a small one, in a folder of its own."""
     folder = Path(f"{out}-test" if test else out)
-    standing = ExperimentProgress(folder)
+    progress = ExperimentProgress(folder)
 
     def picture(last: bool) -> RenderableType:
-        standing.look()
-        told = standing.told()
-        return drawn(told, WIDTH) if told.runs or told.tuning else Text(f"{folder}: starting")
+        progress.poll()
+        state = progress.state()
+        return drawn(state, WIDTH) if state.runs or state.tuning else Text(f"{folder}: starting")
 
     shown(["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture)
     return folder

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from rl_swarm.errors import UserError
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.drawing import Drawing
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Picture
 from rl_swarm.notebook.plots import Plot, plotted
 
-SHOWN = ("reward_local", telling.HELD_OUT, "tokens_per_second", "external_accepted")
+SHOWN = ("reward_local", snapshot.HELD_OUT, "tokens_per_second", "external_accepted")
 POINTS = 200  # of a curve
 DRIVE = "/content/drive"  # where Colab mounts Google Drive
 
@@ -24,22 +24,22 @@ class Swarm:
 
     def __init__(self, view: RunView) -> None:
         self.drawing = Drawing(view)
-        self.drawing.look()
+        self.drawing.refresh()
 
     def plot(self, *metrics: str) -> Plot:
         """Curves of every node and their mean; of any number in `metrics.jsonl` (docs/metrics.md), or `held_out`."""
-        self.drawing.look()
+        self.drawing.refresh()
         for metric in metrics:
             if metric not in self.metrics():
                 raise UserError(f"There is no curve of {metric!r}. There are: {', '.join(self.metrics())}.")
         follower = self.drawing.follower
-        return plotted([telling.lines(follower, metric, POINTS) for metric in metrics or SHOWN])
+        return plotted([snapshot.lines(follower, metric, POINTS) for metric in metrics or SHOWN])
 
     def metrics(self) -> list[str]:
         """What there are curves of."""
         follower = self.drawing.follower
         with follower.lock:
-            return sorted({telling.HELD_OUT, *(name for t in follower.tracks.values() for name in t.curves.sums)})
+            return sorted({snapshot.HELD_OUT, *(name for t in follower.histories.values() for name in t.curves.sums)})
 
     def _repr_html_(self) -> str:
         return self._picture().html
@@ -48,7 +48,7 @@ class Swarm:
         return self._picture().text
 
     def _picture(self) -> Picture:
-        self.drawing.look()
+        self.drawing.refresh()
         return Picture(self.drawing.draw(WIDTH, HEIGHT))
 
 

@@ -17,7 +17,7 @@ from rl_swarm.storage.shared_log import MAX_LOG, SharedLog
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, line_of
 
 if TYPE_CHECKING:
-    from rl_swarm.telemetry.sinks import Feed
+    from rl_swarm.telemetry.sinks import SinkThread
 
 MAX_READ = 64 << 20  # bytes of a log at a time
 LONGEST_LINE = 4 << 20  # bytes
@@ -31,9 +31,9 @@ class Journal:
     """The logs of a node, in a private folder, with copies in `folder` of the swarm's files."""
 
     def __init__(
-        self, private: Path, feeds: "Sequence[Feed]" = (), files: Files | None = None, folder: str = ""
+        self, private: Path, sinks: "Sequence[SinkThread]" = (), files: Files | None = None, folder: str = ""
     ) -> None:
-        self.feeds = feeds  # who else gets the metrics
+        self.sinks = sinks  # who else gets the metrics
         self.files, self.folder = files, folder
         self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in LOGS}
 
@@ -42,7 +42,7 @@ class Journal:
         values = {**line_of(record), **timing}
         kind = str(values.pop("kind"))
         self._append(METRICS, {"kind": kind, "timestamp": time.time(), **values})
-        for feed in self.feeds:
+        for feed in self.sinks:
             feed.put(kind, values)
 
     def event(self, event: str, **values: object) -> None:
@@ -138,7 +138,7 @@ def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes]
     return whole.splitlines(), after + len(whole) + len(newline)
 
 
-def ends_amid(files: LocalFiles, path: str, after: int) -> bool:
+def ends_mid_line(files: LocalFiles, path: str, after: int) -> bool:
     """Tells whether something follows the last whole line, which ends at byte `after`."""
     try:
         return files.stat(path).st_size > after

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_swarm.settings import ConfigError
-from rl_swarm.telemetry.sinks import Source, numbers
+from rl_swarm.telemetry.sinks import Source, scalars
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -107,7 +107,7 @@ class Otlp:
 
         began, phases = values["began"], values["phases"]
         self.ids.trace = trace_id(self.source.swarm_id, values["round"], values["stage"])
-        attributes = {f"rl_swarm.{name}": number for name, number in numbers(values).items()}
+        attributes = {f"rl_swarm.{name}": number for name, number in scalars(values).items()}
         for name in ("round", "stage", "policy_version"):
             attributes[f"rl_swarm.{name}"] = values[name]
         played = self.tracer.start_span(
@@ -121,7 +121,7 @@ class Otlp:
 
     def _measure(self, kind: str, values: Mapping[str, Any]) -> None:
         self._instrument("rl_swarm.round", counted=False).set(values["round"])
-        for full_name, number in numbers(values).items():
+        for full_name, number in scalars(values).items():
             name, _, part = full_name.partition("/")
             attributes = {PARTS.get(name, "task"): part} if part else {}
             counted = kind == "round" and name in COUNTED
@@ -159,7 +159,7 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def unanswered(signal: str) -> str:
+def collector_problem(signal: str) -> str:
     """What is wrong with the collector, asked with a message of nothing; empty if it answers well."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

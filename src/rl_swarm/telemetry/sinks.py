@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from rl_swarm.settings import ConfigError, Settings, tellable
+from rl_swarm.settings import ConfigError, Settings, public_settings
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Source:
     settings: dict[str, object] = field(default_factory=dict)
 
 
-class Feed:
+class SinkThread:
     """One sink, its queue and its thread."""
 
     def __init__(self, name: str, make: Callable[[], Sink], most: int = MAX_WAITING) -> None:
@@ -92,7 +92,7 @@ class Feed:
             self.off = True
 
 
-def wanted(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+def requested(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     """The sinks that are asked for. What they need is there, or the error says how to get it."""
     from rl_swarm.telemetry.otlp import endpoints
 
@@ -119,16 +119,16 @@ def is_installed(package: str) -> bool:
 
 
 @contextmanager
-def feeding(names: Sequence[str], source: Source, stop: threading.Event) -> Iterator[list[Feed]]:
+def sink_threads(names: Sequence[str], source: Source, stop: threading.Event) -> Iterator[list[SinkThread]]:
     """The sinks of a node while it runs. At the end they get some time for what still waits."""
-    feeds = [Feed(name, partial(open_sink, name, source)) for name in names]
+    threads = [SinkThread(name, partial(open_sink, name, source)) for name in names]
     try:
-        yield feeds
+        yield threads
     finally:
         ended = time.monotonic()
-        for feed in feeds:
+        for feed in threads:
             feed.finish()
-        for feed in feeds:
+        for feed in threads:
             while feed.thread.is_alive() and time.monotonic() - ended < patience(stop):
                 feed.thread.join(0.05)
             if feed.thread.is_alive():
@@ -153,7 +153,7 @@ def open_sink(name: str, source: Source) -> Sink:
     return kinds[name](source)
 
 
-def numbers(values: Mapping[str, object]) -> dict[str, float]:
+def scalars(values: Mapping[str, object]) -> dict[str, float]:
     """What of a record makes a curve, by name; those of a part, as the seconds of a phase, as `seconds/generate`."""
     found: dict[str, float] = {}
     for name, value in values.items():
@@ -168,4 +168,4 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 def public(settings: Settings) -> dict[str, object]:
     """The settings that another system may know, and the model."""
-    return {"model": settings.model} | tellable(msgspec.to_builtins(settings))
+    return {"model": settings.model} | public_settings(msgspec.to_builtins(settings))

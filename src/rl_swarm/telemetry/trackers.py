@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rl_swarm.telemetry.sinks import Source, numbers
+from rl_swarm.telemetry.sinks import Source, scalars
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(source.folder / "tensorboard"))
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
-        for name, number in numbers(values).items():
+        for name, number in scalars(values).items():
             self.writer.add_scalar(f"{kind}/{name}", number, step_of(values))
         self.writer.flush()
 
@@ -58,7 +58,7 @@ class WandB:
         self.run.define_metric("*", step_metric="round")
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
-        curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
+        curves = {f"{kind}/{name}": number for name, number in scalars(values).items()}
         self.run.log({"round": step_of(values)} | curves)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Trackio:
         )
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
-        curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
+        curves = {f"{kind}/{name}": number for name, number in scalars(values).items()}
         self.run.log(curves, step=step_of(values))
 
     def close(self) -> None:

@@ -14,15 +14,13 @@ from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
 from rl_swarm.monitor import records as r
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.runs import Runs
-from rl_swarm.web import legacy_api as original
-from rl_swarm.web import security as guard
-from rl_swarm.web import tables
-from rl_swarm.web.response_cache import Kept
-from rl_swarm.web.run_router import Others
+from rl_swarm.web import legacy_api, security, tables
+from rl_swarm.web.response_cache import ResponseCache
+from rl_swarm.web.run_router import RunRouter
 from rl_swarm.web.stream import Stream
 
 STATIC = Path(__file__).parent / "static"
@@ -53,28 +51,28 @@ def create_app(
     """The API of one swarm. `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped,
     where
     `stop` does that. `among` are the runs beside it, where it is one of several that are served."""
-    texts, stream, runs = Texts(follower), Stream(follower), among or Runs(follower)
+    reader, stream, runs = RolloutReader(follower), Stream(follower), among or Runs(follower)
 
     def close() -> None:
         stream.closed = True
-        texts.close()
+        reader.close()
 
     about = "What a swarm does, as its dashboard shows it. Read only, but for stopping the run with a token."
     app = page_app("RL Swarm", about, "index.html", stream, runs, close)
     if among is None:
-        serve_others(app, runs)
-    guard.protect(app, hosts, token)
+        serve_runs(app, runs)
+    security.protect(app, hosts, token)
 
-    def looked() -> Follower:
+    def current() -> Follower:
         stream.catch_up()
         return follower
 
-    Swarm = Annotated[Follower, Depends(looked)]
+    Swarm = Annotated[Follower, Depends(current)]
 
     @app.get("/api/overview", response_model=r.Overview)
     def overview(swarm: Swarm) -> Response:
         can_stop = token is not None and stop is not None
-        return as_json(telling.overview(swarm, can_stop, runs.experiment))
+        return as_json(snapshot.overview(swarm, can_stop, runs.experiment))
 
     @app.post("/api/stop", status_code=202, responses=STOP_RESPONSES)
     def stop_run(
@@ -83,7 +81,7 @@ def create_app(
         """Stops the run as Ctrl-C does: the nodes save where they are. The token is that of SWARM_WEB_TOKEN."""
         if token is None:
             raise HTTPException(403, "It can only be read: no SWARM_WEB_TOKEN is set.")
-        if given is None or not guard.same(given.credentials, token):
+        if given is None or not security.is_token(given.credentials, token):
             raise HTTPException(401, "Wrong or no token.", {"WWW-Authenticate": "Bearer"})
         if stop is None:
             raise HTTPException(409, "Only the dashboard of `rl-swarm up` can stop its run.")
@@ -95,13 +93,13 @@ def create_app(
         swarm: Swarm, search: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
     ) -> object:
         """The leaderboard, best first."""
-        page = telling.nodes(swarm, search, offset, limit)
+        page = snapshot.nodes(swarm, search, offset, limit)
         return as_json(page) if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
 
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
         """One node, by its name in files, its peer id or its animal name."""
-        found = telling.node(swarm, node)
+        found = snapshot.node(swarm, node)
         if found is None:
             raise HTTPException(404, "There is no such node.")
         return found
@@ -113,7 +111,7 @@ def create_app(
     )
     def node_table(swarm: Swarm, node: str, table: tables.NodeTable) -> Response:
         """A table of a node's page, as CSV."""
-        found = telling.node(swarm, node)
+        found = snapshot.node(swarm, node)
         if found is None:
             raise HTTPException(404, "There is no such node.")
         return as_csv(f"{found.row.node}-{table}", tables.node_csv(found, table))
@@ -127,7 +125,7 @@ def create_app(
         format: Format = "json",
     ) -> object:
         """The curves of one node; all it has where no metric is named."""
-        found = telling.curves(swarm, node, metric, points)
+        found = snapshot.curves(swarm, node, metric, points)
         if found is None:
             raise HTTPException(404, "There is no such node.")
         return as_json(found) if format == "json" else as_csv(found.node, tables.curves_csv(found))
@@ -141,7 +139,7 @@ def create_app(
         format: Format = "json",
     ) -> object:
         """One metric of the best nodes, and the mean of all."""
-        lines = telling.lines(swarm, metric, points, limit)
+        lines = snapshot.lines(swarm, metric, points, limit)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
@@ -157,7 +155,7 @@ def create_app(
         format: Format = "json",
     ) -> object:
         """Questions and what the models answered, the newest round first."""
-        page = texts.page(Wanted(round, node, task, min_reward, max_reward), after, limit)
+        page = reader.page(RolloutFilter(round, node, task, min_reward, max_reward), after, limit)
         return page if format == "json" else as_csv("rollouts", tables.rollouts_csv(page.rollouts))
 
     @app.get("/api/events", response_model=r.EventPage, responses=OR_CSV)
@@ -170,7 +168,7 @@ def create_app(
         format: Format = "json",
     ) -> object:
         """What happened, newest first."""
-        page = telling.events(swarm, node, kind, offset, limit)
+        page = snapshot.events(swarm, node, kind, offset, limit)
         return page if format == "json" else as_csv("events", tables.records_csv(r.Event, page.events))
 
     @app.get("/api/runs", response_model=r.RunPage, responses=OR_CSV)
@@ -198,7 +196,7 @@ def create_app(
 
     @app.get("/health")
     def health(swarm: Swarm) -> r.Health:
-        return telling.health(swarm)
+        return snapshot.health(swarm)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(swarm: Swarm) -> Response:
@@ -207,7 +205,7 @@ def create_app(
 
         return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
 
-    app.include_router(original.router(looked, texts))
+    app.include_router(legacy_api.router(current, reader))
     return app
 
 
@@ -230,16 +228,16 @@ def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, clos
         lifespan=lifespan,
     )
     app.state.close = close
-    app.add_middleware(Kept, version=lambda: stream.follower.version)
+    app.add_middleware(ResponseCache, version=lambda: stream.follower.version)
     app.include_router(stream.router())
     app.mount("/static", StaticFiles(directory=STATIC))
     app.get("/", include_in_schema=False)(lambda: FileResponse(STATIC / page))
     return app
 
 
-def serve_others(app: FastAPI, runs: Runs) -> None:
+def serve_runs(app: FastAPI, runs: Runs) -> None:
     """Serves every other run under its name, too."""
-    app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+    app.add_middleware(RunRouter, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
 
 
 def as_json(record: object) -> Response:

@@ -20,7 +20,7 @@ from rl_swarm.web.stream import PATH as STREAM
 HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, until the next head is whole
 BODY_SECONDS = 20.0  # from there until the body is
 IDLE_SECONDS = 5  # without a byte, after a response
-TAKE_SECONDS, TAKE_BYTES = (
+WRITE_SECONDS, WRITE_BYTES = (
     30.0,
     64 << 10,
 )  # so much of what waits for a client is taken in that time, or all of it
@@ -54,7 +54,7 @@ def file_limit() -> int:
     return WANTED_FILES if soft == infinite else soft
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """As many as there are files for, beside those that the process needs itself."""
     files = file_limit()
     return max(8, min(MAX_CONNECTIONS, files - max(BACKLOG + OWN_FILES, files // 4)))
@@ -71,7 +71,7 @@ def source_of(address: str) -> str:
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
-class Shares:
+class ConnectionQuota:
     """Places that are given out by source: half of them to one at most."""
 
     def __init__(self, most: int) -> None:
@@ -94,26 +94,26 @@ class Connections:
     """All that are open, the oldest of a source first."""
 
     def __init__(self, most: int) -> None:
-        self.shares = Shares(most)
+        self.quota = ConnectionQuota(most)
         self._open: dict[str, dict[BoundedProtocol, None]] = defaultdict(dict)
 
     def admit(self, connection: "BoundedProtocol", source: str) -> bool:
-        taken = self.shares.taken
-        if not self.shares.free_for(source):
+        taken = self.quota.taken
+        if not self.quota.free_for(source):
             most = max(taken, key=lambda each: taken[each])
-            if taken[source] >= self.shares.most_each or taken[source] + 1 >= taken[most]:
+            if taken[source] >= self.quota.most_each or taken[source] + 1 >= taken[most]:
                 return False
             oldest = next((each for each in self._open[most] if each.waits_for), next(iter(self._open[most])))
             self.release(oldest, most)
             oldest.drop()
-        self.shares.take(source)
+        self.quota.take(source)
         self._open[source][connection] = None
         return True
 
     def release(self, connection: "BoundedProtocol", source: str) -> None:
         if connection not in self._open.get(source, ()):
             return
-        self.shares.give_back(source)
+        self.quota.give_back(source)
         del self._open[source][connection]
         if not self._open[source]:
             del self._open[source]
@@ -123,21 +123,21 @@ class BoundedStreams:
     """Streams of events, which last as long as a client likes: half of all places, and half of those for one source."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.shares = app, Shares(most)
+        self.app, self.quota = app, ConnectionQuota(most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(STREAM):
             await self.app(scope, receive, send)
             return
         source = source_of(scope["client"][0] if scope["client"] else "")
-        if not self.shares.free_for(source):
+        if not self.quota.free_for(source):
             await JSONResponse({"detail": "Too many listen already."}, 429)(scope, receive, send)
             return
-        self.shares.take(source)
+        self.quota.take(source)
         try:
             await self.app(scope, receive, send)
         finally:
-            self.shares.give_back(source)
+            self.quota.give_back(source)
 
 
 class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -153,7 +153,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._cycles: list[Any] = []  # requests that are under way
         self._received = 0
         self._deadline: asyncio.TimerHandle | None = None
-        self._taking: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         peer = transport.get_extra_info("peername")
@@ -165,7 +165,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             return
         transport.set_write_buffer_limits(high=0)  # so that it is told of every byte that has to wait
         super().connection_made(transport)
-        self._look()
+        self._set_deadline()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -186,7 +186,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._disconnect()
-        for timer in (self._deadline, self._taking):
+        for timer in (self._deadline, self._writing):
             if timer:
                 timer.cancel()
         self.among.release(self, self.source)
@@ -195,22 +195,22 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look(len(data))
+        self._set_deadline(len(data))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._set_deadline()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._take()
+        self._watch_writing()
 
     def resume_writing(self) -> None:
-        if self._taking:
-            self._taking.cancel()
+        if self._writing:
+            self._writing.cancel()
         super().resume_writing()
 
-    def _look(self, received: int = 0) -> None:
+    def _set_deadline(self, received: int = 0) -> None:
         """Start the clock when the client has something else to do than before, and count what it sends for it."""
         if self.transport.is_closing():
             return
@@ -240,17 +240,17 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.abort()
         self._disconnect()
 
-    def _take(self) -> None:
+    def _watch_writing(self) -> None:
         waiting = self.transport.get_write_buffer_size()
-        self._taking = self.loop.call_later(TAKE_SECONDS, self._taken, waiting)
+        self._writing = self.loop.call_later(WRITE_SECONDS, self._check_writing, waiting)
 
-    def _taken(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() > before - TAKE_BYTES:
+    def _check_writing(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() > before - WRITE_BYTES:
             self.drop()
         else:
-            self._take()
+            self._watch_writing()
 
 
-def protocol_among(most: int) -> type[BoundedProtocol]:
+def bounded_protocol(most: int) -> type[BoundedProtocol]:
     """The protocol of a server that has so many connections."""
     return type("Protocol", (BoundedProtocol,), {"among": Connections(most)})

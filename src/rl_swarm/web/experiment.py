@@ -10,14 +10,13 @@ from fastapi.responses import Response
 
 from rl_swarm.experiment.arms import RUNS, name_of
 from rl_swarm.experiment.measures import Measure
-from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunStands
-from rl_swarm.monitor.follower import Looking
+from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunProgress
+from rl_swarm.monitor.follower import Poller
 from rl_swarm.monitor.records import Line, Lines
 from rl_swarm.monitor.runs import Runs
 from rl_swarm.monitor.series import mean_of
-from rl_swarm.web import security as guard
-from rl_swarm.web import tables
-from rl_swarm.web.api import OR_CSV, Format, as_csv, as_json, page_app, serve_others
+from rl_swarm.web import security, tables
+from rl_swarm.web.api import OR_CSV, Format, as_csv, as_json, page_app, serve_runs
 from rl_swarm.web.stream import Stream
 
 MEASURED = (
@@ -29,32 +28,32 @@ MEASURED = (
 @dataclass(frozen=True)
 class ExperimentPage:
     version: int  # grows when anything changes
-    stands: ExperimentState
+    state: ExperimentState
 
 
-class Followed(Looking):
+class ExperimentFollower(Poller):
     """An experiment that many look at."""
 
-    def __init__(self, standing: ExperimentProgress) -> None:
+    def __init__(self, progress: ExperimentProgress) -> None:
         super().__init__()
-        self.standing = standing
+        self.progress = progress
 
     def _read(self) -> bool:
         with self.lock:
-            return self.standing.look()
+            return self.progress.poll()
 
-    def told(self) -> ExperimentPage:
+    def page(self) -> ExperimentPage:
         with self.lock:
-            return ExperimentPage(self.version, self.standing.told())
+            return ExperimentPage(self.version, self.progress.state())
 
     def lines(self, metric: str, points: int) -> Lines:
         with self.lock:
-            return _lines(metric, self.standing.curves(metric, points))
+            return _lines(metric, self.progress.curves(metric, points))
 
 
 def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = None) -> FastAPI:
-    followed = Followed(ExperimentProgress(path))
-    stream, runs = Stream(followed), Runs(None, path.absolute() / RUNS, name_of(path))
+    follower = ExperimentFollower(ExperimentProgress(path))
+    stream, runs = Stream(follower), Runs(None, path.absolute() / RUNS, name_of(path))
 
     def close() -> None:
         stream.closed = True
@@ -63,25 +62,25 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
 
     about = "What sharing rollouts is worth, measured, as the page shows it. Read only."
     app = page_app("RL Swarm: an experiment", about, "experiment.html", stream, runs, close)
-    serve_others(app, runs)
-    guard.protect(app, hosts, token)
+    serve_runs(app, runs)
+    security.protect(app, hosts, token)
 
-    def looked() -> Followed:
+    def current() -> ExperimentFollower:
         stream.catch_up()
-        return followed
+        return follower
 
-    Experiment = Annotated[Followed, Depends(looked)]
+    Experiment = Annotated[ExperimentFollower, Depends(current)]
 
     @app.get("/api/experiment", response_model=ExperimentPage, responses=OR_CSV)
     def experiment(experiment: Experiment, format: Format = "json") -> Response:
         """The arms with what they have earned, and the runs."""
-        page = experiment.told()
-        return as_json(page) if format == "json" else as_csv("arms", arms_csv(page.stands.arms))
+        page = experiment.page()
+        return as_json(page) if format == "json" else as_csv("arms", arms_csv(page.state.arms))
 
-    @app.get("/api/experiment/runs", response_model=list[RunStands], responses=OR_CSV)
+    @app.get("/api/experiment/runs", response_model=list[RunProgress], responses=OR_CSV)
     def all_runs(experiment: Experiment, format: Format = "json") -> Response:
-        found = experiment.told().stands.runs
-        return as_json(found) if format == "json" else as_csv("runs", tables.records_csv(RunStands, found))
+        found = experiment.page().state.runs
+        return as_json(found) if format == "json" else as_csv("runs", tables.records_csv(RunProgress, found))
 
     @app.get("/api/experiment/curves", response_model=Lines, responses=OR_CSV)
     def curves(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-KEPT_SECONDS = 1.0
-MAX_KEPT = 200  # answers
-LARGEST_KEPT = 1 << 18  # bytes; larger ones are for a single reader
+CACHE_SECONDS = 1.0
+MAX_CACHED = 200  # answers
+LARGEST_CACHED = 1 << 18  # bytes; larger ones are for a single reader
 SMALLEST_PACKED = 1 << 12  # bytes
 
 Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
@@ -24,7 +24,7 @@ class CachedResponse:
     until: float
 
     def messages(self, takes_gzip: bool) -> list[Message]:
-        """What is sent to one who asked. Others add headers to it, hence a list of its own."""
+        """What is sent to one who asked. Middleware adds headers to it, hence a list of its own."""
         headers, body = list(self.start["headers"]), self.body
         if self.packed:
             headers.append((b"vary", b"Accept-Encoding"))
@@ -36,7 +36,7 @@ class CachedResponse:
         return [{**self.start, "headers": headers}, {"type": "http.response.body", "body": body}]
 
 
-class Kept:
+class ResponseCache:
     def __init__(self, app: ASGIApp, version: Callable[[], int]) -> None:
         self.app, self.version = app, version
         self.made: dict[Key, asyncio.Task[CachedResponse]] = {}
@@ -55,7 +55,7 @@ class Kept:
         """The answer that is kept or under way, or a new one."""
         if key not in self.made or _is_old(self.made[key]):
             self.made = {k: task for k, task in self.made.items() if not _is_old(task)}
-            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MAX_KEPT)]:
+            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MAX_CACHED)]:
                 del self.made[oldest]
             self.made[key] = asyncio.create_task(self._make(scope))
         return self.made[key]
@@ -75,7 +75,7 @@ class Kept:
         packed = len(body) >= SMALLEST_PACKED
         if packed:
             body = await asyncio.to_thread(gzip.compress, body, 1)
-        keep = KEPT_SECONDS if len(body) <= LARGEST_KEPT else 0.0
+        keep = CACHE_SECONDS if len(body) <= LARGEST_CACHED else 0.0
         return CachedResponse(messages[0], body, packed, time.monotonic() + keep)
 
 

@@ -16,7 +16,7 @@ MAX_OPEN = 4  # each may have a scoring process
 PATH = re.compile(r"/run/([^/]{1,255})(/.*)")
 
 
-class Others:
+class RunRouter:
     """Hands what is asked of another run to an application of its own; the rest goes on."""
 
     def __init__(self, app: ASGIApp, runs: Runs, make: Callable[[Follower], FastAPI]) -> None:

@@ -19,7 +19,7 @@ HEADERS = {
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "is_token-origin",
     "Cache-Control": "no-cache",
 }
 
@@ -29,9 +29,9 @@ def protect(app: FastAPI, hosts: Sequence[str], token: str | None = None) -> Non
     machine is not answered. Where it answers to any name, others reach it: then the token, if there is one, is asked
     for."""
     if token is not None and "*" in hosts:
-        app.add_middleware(Locked, token=token)
+        app.add_middleware(TokenRequired, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-    app.add_middleware(Guard)
+    app.add_middleware(RequestGuard)
     app.add_exception_handler(RequestValidationError, explain)
 
 
@@ -42,7 +42,7 @@ async def explain(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": detail}, 422)
 
 
-def same(given: str, token: str) -> bool:
+def is_token(given: str, token: str) -> bool:
     """Whether that is the token, in a time that tells nothing about it."""
     return hmac.compare_digest(given.encode(), token.encode())
 
@@ -58,7 +58,7 @@ def password(authorization: str) -> str:
         return ""
 
 
-class Locked:
+class TokenRequired:
     """Tells nothing to those who do not know the token. A browser asks its user for it."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -66,14 +66,14 @@ class Locked:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         open_ = scope["type"] != "http"
-        if open_ or same(password(Headers(scope=scope).get("authorization", "")), self.token):
+        if open_ or is_token(password(Headers(scope=scope).get("authorization", "")), self.token):
             await self.app(scope, receive, send)
             return
         asked = {"WWW-Authenticate": 'Basic realm="RL Swarm: any name, and the token", charset="UTF-8"'}
         await JSONResponse({"detail": "Wrong or no token."}, 401, asked)(scope, receive, send)
 
 
-class Guard:
+class RequestGuard:
     """Adds the headers, and ends requests whose bodies are too large."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -93,14 +93,14 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
         BACKLOG,
         IDLE_SECONDS,
         BoundedStreams,
-        most_connections,
-        protocol_among,
+        bounded_protocol,
+        max_connections,
     )
 
-    most = most_connections()
+    most = max_connections()
     config = uvicorn.Config(
         BoundedStreams(app, most // 2),
-        http=protocol_among(most),
+        http=bounded_protocol(most),
         proxy_headers=False,  # an address that a client names itself is not counted
         ws="none",
         backlog=BACKLOG,
@@ -123,7 +123,7 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
 
 
 @contextmanager
-def beside(
+def dashboard_process(
     root: Path, host: str, port: int, token: str | None, private_log: Path, stop: threading.Event
 ) -> Iterator[str]:
     """The dashboard of a run in a process of its own, for as long as this lasts; its address. Whoever has the token can

@@ -11,12 +11,12 @@ export function address(path, parameters = {}) {
   return text ? `${path}?${text}` : path;
 }
 
-const asked = new Map(); // what is under way: nobody asks the same twice at a time
+const pending = new Map(); // what is under way: nobody asks the same twice at a time
 
 export function get(path, parameters) {
   const where = address(path, parameters);
-  if (!asked.has(where)) asked.set(where, fetched(where).finally(() => asked.delete(where)));
-  return asked.get(where);
+  if (!pending.has(where)) pending.set(where, fetched(where).finally(() => pending.delete(where)));
+  return pending.get(where);
 }
 
 export const post = (path, token) => fetched(path, { method: "POST", headers: { Authorization: `Bearer ${token}` } });

@@ -61,7 +61,7 @@ export function card(title, csv, ...content) {
 export const fact = (label, value, note) => h("div", { class: "fact" }, h("dt", {}, label), h("dd", {}, value),
   note ? h("dd", { class: "note" }, note) : null);
 
-export const happening = (kind) => h("span", { class: `what ${kind.replaceAll(/[^a-z]/g, "-")}` }, kind.replaceAll("_", " "));
+export const eventLabel = (kind) => h("span", { class: `what ${kind.replaceAll(/[^a-z]/g, "-")}` }, kind.replaceAll("_", " "));
 
 // A table of columns {title, cell(row), number, wide, short}; `wide` ones are left out on a phone, `short` ones stay on a line.
 export function table(caption, columns, rows, empty = "Nothing yet.") {
