@@ -40,7 +40,7 @@ GAP = 2  # between columns
 
 
 class Drawing:
-    """A swarm that is followed, and how it looks now."""
+    """Follows a swarm and draws it."""
 
     def __init__(self, view: RunView, clock: Callable[[], float] = time.monotonic) -> None:
         self.follower, self.clock = Follower(view), clock
@@ -48,17 +48,18 @@ class Drawing:
         self._first: tuple[int, float] | None = None  # the first round that was seen, and when
 
     def refresh(self, now: bool = False) -> Overview:
-        """What is known now; `again`: although it was looked at just before."""
+        """Read what is new; with `now`, even if it was read just before."""
         self.follower.poll_now() if now else self.follower.poll()
         return snapshot.overview(self.follower)
 
     def ended(self) -> bool:
-        """Whether nothing more will come: the last round is over, and nobody measures any more what it brought."""
+        """Return whether nothing more will come: the last round is over and no node measures its held-out score any
+        more."""
         overview = snapshot.overview(self.follower)
         return overview.phase == "finished" and not overview.alive
 
     def seconds_left(self, overview: Overview) -> float | None:
-        """From the pace since the first round that was seen."""
+        """Estimate the time left from the pace since the first round that was seen."""
         if overview.phase != "running":
             return None
         if self._first is None:
@@ -68,7 +69,7 @@ class Drawing:
         return (self.clock() - since) / done * (overview.rounds - overview.round) if done > 0 else None
 
     def draw(self, width: int, height: int | None = None, notes: Sequence[str] = ()) -> Group:
-        """The whole view, in so many columns and lines. `notes` are said at its end."""
+        """Draw the whole view, in so many columns and lines, with `notes` at the end."""
         overview = snapshot.overview(self.follower)
         head: list[RenderableType] = [self._name(overview), self._progress(overview, width)]
         head += self._facts(overview, width)
@@ -140,7 +141,7 @@ def _unreadable(overview: Overview) -> list[str]:
 
 
 def curve(values: Sequence[float | None]) -> str:
-    """A curve of one line, as high as the values are apart; a gap where there is none."""
+    """Draw values as one line of block characters, from the lowest to the highest; a gap where there is none."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -152,7 +153,7 @@ def curve(values: Sequence[float | None]) -> str:
 
 
 def packed(items: Sequence[str], width: int) -> list[str]:
-    """Items side by side, on as many lines as it takes."""
+    """Join items on as few lines as they fit."""
     lines: list[str] = []
     for item in items:
         if lines and cell_len(lines[-1]) + cell_len(item) + 3 <= width:
@@ -163,12 +164,12 @@ def packed(items: Sequence[str], width: int) -> list[str]:
 
 
 def plain(text: str, most: int = LONGEST) -> str:
-    """What a stranger wrote, as one line that a terminal takes for nothing but text."""
+    """Return a peer's text as one line without control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text[:most])
 
 
 def marked(text: str, most: int = LONGEST) -> str:
-    """The same for a line with markup of ours."""
+    """Return a peer's text, safe in a line with markup."""
     return escape(plain(text, most))
 
 
@@ -203,7 +204,7 @@ def _cells(row: NodeRow, overview: Overview) -> dict[str, Text]:
 
 
 def _table(rows: Sequence[dict[str, Text]], width: int) -> Table:
-    """The nodes, with as many columns as there is room for."""
+    """Draw the nodes, with as many columns as fit."""
     left, shown = width, set[str]()
     one_model = len({row["model"].plain for row in rows}) < 2  # which stands above the table
     for title in (title for title in WORTH if title != "model" or not one_model):
@@ -236,7 +237,7 @@ def _change(start: float | None, now: float, digits: int) -> str:
 
 
 def _figure(value: float, digits: int = 2, sign: str = "") -> str:
-    """A number in few letters, whatever somebody claims."""
+    """Format a number in few characters, however large it is."""
     return f"{value:{sign},.{digits}f}" if abs(value) < 1e6 else f"{value:{sign}.0e}"
 
 

@@ -1,4 +1,4 @@
-"""Keeps up with a swarm: every look reads what is new since the last one."""
+"""Follows a swarm: every poll reads what is new since the last one."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
 class Poller:
-    """What many look at and one reads, no more often than it is worth. Whoever reads from it holds `lock`."""
+    """Lets one thread read for many viewers, at a bounded share of a processor. Hold `lock` to read from it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -36,7 +36,7 @@ class Poller:
         self._next = -1.0
 
     def poll(self) -> int:
-        """Reads what is new, if it is time to and nobody else does; the version after that."""
+        """Read what is new if it is time to and no other thread does. Return the version after that."""
         first = not self.version  # everybody waits for the first look, and nobody for another
         if (not first and self.clock() < self._next) or not self._polling.acquire(blocking=first):
             return self.version
@@ -54,17 +54,17 @@ class Poller:
         return self.version
 
     def poll_now(self) -> int:
-        """The same although it is not time to: the last look of somebody who leaves."""
+        """Poll although it is not time to: a viewer that leaves wants the end."""
         self._next = self.clock()
         return self.poll()
 
     def _read(self) -> bool:
-        """Brings it up to date; whether there was anything new."""
+        """Read what is new; return whether there was anything."""
         raise NotImplementedError
 
 
 class Follower(Poller):
-    """A swarm that is followed."""
+    """Follows a swarm: its nodes' histories and events."""
 
     def __init__(
         self, view: RunView, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
@@ -79,7 +79,6 @@ class Follower(Poller):
         self._place: Place | None = None  # in the run, when it was looked at last
 
     def _read(self) -> bool:
-        """Brings the view and the histories up to date; whether there was anything new."""
         view = self.view
         try:
             view.refresh_swarm()
@@ -108,14 +107,14 @@ class Follower(Poller):
         return changed
 
     def _in_turn(self) -> list[NodeView]:
-        """Begins with the nodes that the last look had no time for."""
+        """Return the nodes, those first that the last poll had no time for."""
         nodes = list(self.view.nodes.values())
         names = [node.node for node in nodes]
         begin = names.index(self._last) + 1 if self._last in names else 0
         return [*nodes[begin:], *nodes[:begin]]
 
     def _take(self, node: NodeView) -> bool:
-        """Hands what the view has read of a node to its history; whether there was anything."""
+        """Add what was read of a node to its history; return whether there was anything."""
         view, state = self.view, self.view.state
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0

@@ -1,4 +1,4 @@
-"""Remembers one node: its curves and sums, and not the lines of its log that they were made from."""
+"""Keeps a node's curves and sums, not the lines of its log."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,8 @@ class NodeHistory:
         return self.external_groups / groups if groups else None
 
     def update(self, view: NodeView, most_rounds: int) -> int:
-        """Adds what the view has read since the last time, and lets go of it; how much that was."""
+        """Add what the view has read since the last time, then drop it from the view. Return how many lines that
+        were."""
         lines = view.rounds[self._rounds :]
         if lines := [line for line in lines if line.round < most_rounds]:
             self._add(lines)
@@ -95,7 +96,7 @@ class NodeHistory:
         return [event for line in lines if (event := self._event(line, view)) is not None]
 
     def _event(self, line: Mapping[str, Any], view: NodeView) -> Event | None:
-        """What a line of the log tells, noted here. Who joins again was started again."""
+        """Count a line of the log; a second `joined` of a node is a restart."""
         event = event_of(line, view)
         if event is None:
             return None
@@ -117,12 +118,12 @@ class NodeHistory:
 
 
 def by_stage(stage: int) -> str:
-    """The name of the rewards of one stage, where a round has several."""
+    """Return the name of the curve of one stage's rewards."""
     return f"reward_local.stage_{stage}"
 
 
 def count(counter: Counter[str], found: Mapping[str, int]) -> None:
-    """Adds what a log counted. Its names are a stranger's, hence not any number of them."""
+    """Add what a log counted. A peer wrote its names, so their number is bounded."""
     for name, times in found.items():
         if name in counter:
             counter[name] += times
@@ -136,7 +137,7 @@ def count_one(counter: Counter[Any], name: Any) -> None:
 
 
 def words(found: object) -> dict[str, str]:
-    """A small table that a log holds, as text."""
+    """Return a small table of a log as text."""
     if not isinstance(found, dict):
         return {}
     return {str(name)[:64]: str(value)[:LONGEST] for name, value in list(found.items())[:MAX_WORDS]}

@@ -1,4 +1,4 @@
-"""Defines what is told about a swarm, as plain records: the API's responses are exactly these."""
+"""Defines what is known of a swarm, as plain records: exactly the API's responses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -40,7 +40,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A line of the leaderboard."""
+    """Holds a line of the leaderboard."""
 
     rank: int
     node: str
@@ -70,7 +70,7 @@ class NodePage:
 
 @dataclass(frozen=True)
 class Link:
-    """Groups that one node learned from another."""
+    """Counts the groups that one node learned from another."""
 
     node: str
     name: str
@@ -118,7 +118,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """One metric of several nodes over the same rounds, and their mean."""
+    """Holds one metric of several nodes over the same rounds, and their mean."""
 
     metric: str
     rounds: list[int]
@@ -128,7 +128,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class NodeCurves:
-    """Several metrics of one node over the same rounds."""
+    """Holds several metrics of one node over the same rounds."""
 
     node: str
     name: str
@@ -155,7 +155,7 @@ class EventPage:
 
 @dataclass(frozen=True)
 class ShownCompletion:
-    """One completion. The reward is its author's claim; the advantage follows from the rewards of its group."""
+    """Holds one completion. Its author claims the reward; the advantage follows from the rewards of its group."""
 
     text: str
     reward: float

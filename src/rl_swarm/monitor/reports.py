@@ -1,4 +1,4 @@
-"""Fetches the rewards of nodes whose logs are elsewhere, a few reports at a time, the newest round first."""
+"""Fetches the rewards of nodes whose logs are elsewhere: a few reports at a time, the newest round first."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ class ReportReader:
         self._done: set[Place] = set()  # read, or never to come
 
     def read(self, view: RunView) -> list[Report]:
-        """Some of the reports that are not known yet. Over a network this takes its time."""
+        """Fetch some of the reports that are not known yet. Over a network this takes time."""
         wanted = [place for place, _ in zip(self._wanted(view), range(AT_A_TIME), strict=False)]
         if not wanted:
             return []

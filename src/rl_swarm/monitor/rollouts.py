@@ -1,8 +1,7 @@
-"""Shows what the models of a swarm write: rollouts, newest first, a page at a time, with the answer key.
+"""Reads the rollouts of a swarm, newest first, a page at a time, with the answer key.
 
-A publication tells neither task nor answer key. Both follow from its place in the swarm, so they are made again here,
-as
-every node does, in a scoring process that starts with the first page somebody reads.
+A publication carries neither task nor answer key. Both follow from its place in the swarm, so they are generated again,
+in a scoring process that starts with the first page.
 """
 
 import re
@@ -41,7 +40,7 @@ CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """Which rollouts to show. Rewards are means of a group."""
+    """Selects rollouts to show. Rewards are means of a group."""
 
     round: int | None = None
     node: str = ""
@@ -66,7 +65,8 @@ class RolloutReader:
         self._failed = False  # questions cannot be made here
 
     def page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
-        """Rollouts behind a place, the newest round first; without `keys` task and answer may be left out."""
+        """Return the rollouts from `after` on, the newest round first. Without `keys`, task and answer may be
+        missing."""
         with self._lock:
             return self._page(filters, after, limit, keys)
 
@@ -97,7 +97,7 @@ class RolloutReader:
         return RolloutPage(rows, None, unreadable)
 
     def _places(self, filters: RolloutFilter, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
-        """Where publications may lie, from the start on. Nodes are asked for by name; nobody lists rollouts."""
+        """Yield where publications may lie. They are looked up by the nodes' names, as no store lists rollouts."""
         view = self.follower.view
         state, manifest = view.state, view.manifest
         if state is None or manifest is None:
@@ -120,7 +120,7 @@ class RolloutReader:
                         yield number, stage, node
 
     def _read(self, place: Place, keys: bool) -> list[RolloutRow]:
-        """The rollouts of one publication, made of what its author signed and of what follows from its place."""
+        """Return the rollouts of one publication, as its author signed them, with what follows from its place."""
         if place in self._cache:
             self._cache.move_to_end(place)
             return self._cache[place]
@@ -190,7 +190,7 @@ class RolloutReader:
             return {}
 
     def _conversation(self, manifest: Manifest, round: int) -> Conversation:
-        """What a question of a later stage was made from is read where its author read it."""
+        """Return the conversation of a round, which reads earlier stages where their authors published them."""
         peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
 
         def fetch(stage: int, peer_id: str) -> Iterator[Publication]:
@@ -212,7 +212,7 @@ def _completion(answer: Answer, advantage: float) -> ShownCompletion:
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """As a node computes them by default (learning/grpo.py, which needs torch)."""
+    """Compute advantages as a node does by default. `learning/grpo.py` needs torch, which is not loaded here."""
     mean = sum(rewards) / len(rewards)
     deviation = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5
     return [(r - mean) / (deviation + 1e-6) for r in rewards]
@@ -227,6 +227,6 @@ def id_of(place: Place, number: int) -> str:
 
 
 def cursor(text: str | None) -> tuple[int, int, str, int] | None:
-    """The place that a name stands for: round, stage, node, number; None for none, and for what is no name."""
+    """Parse the id of a rollout into round, stage, node and number; None for no id and for a malformed one."""
     parts = CURSOR.fullmatch(text or "")
     return (int(parts[1]), int(parts[2]), parts[4], int(parts[3])) if parts else None

@@ -36,7 +36,7 @@ _ROUND = msgspec.json.Decoder(RoundRecord)
 
 
 class EventLine(msgspec.Struct, frozen=True, gc=False):
-    """A line of `training_events.jsonl`, as far as all of them have it."""
+    """Holds the fields that every line of `training_events.jsonl` has."""
 
     event: str
     timestamp: float
@@ -47,7 +47,7 @@ _EVENT = msgspec.json.Decoder(EventLine)
 
 @dataclass
 class NodeView:
-    """One node as its files show it."""
+    """Holds one node as its files show it."""
 
     node: str
     peer: PeerInfo | None = None
@@ -86,8 +86,10 @@ class NodeView:
         return bool(self.rounds or (self.member and self.member.participation))
 
     def reward(self, rounds: int = TREND_ROUNDS, before: int = 0) -> float:
-        """Mean reward of fresh local rollouts over some rounds, the last `before` left out. Where its log is not at
-        hand, what it reported, over all rounds."""
+        """Return the mean reward of fresh local rollouts over some rounds, without the last `before`.
+
+        Without its log, that is the mean of all rounds it reported.
+        """
         if not self.rounds and self.member and self.member.participation:
             return self.member.reward / self.member.participation
         end = len(self.rounds) - before
@@ -128,7 +130,7 @@ class NodeView:
                 self.unreadable[METRICS] += 1
 
     def _new_lines(self, files: LocalFiles, log: str) -> Iterator[bytes]:
-        """Yields the new lines of a log, until so many of them could not be read that this is none."""
+        """Yield the new lines of a log, until too many of them cannot be read."""
         path = f"logs/{self.node}/{log}"
         lines, self._read[log] = new_lines(files, path, self._read[log])
         cut_off = not self.alive and ends_mid_line(files, path, self._read[log])
@@ -142,7 +144,7 @@ class NodeView:
 
 
 class RunView:
-    """A run, kept up to date by `refresh`, which reads only what is new."""
+    """Reads a run; `refresh` reads only what is new."""
 
     def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
         self.address = address if isinstance(address, Address) else locate(address)
@@ -156,14 +158,14 @@ class RunView:
 
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
-        """The run at an address where there is one; a clear error if there is none."""
+        """Open the run at an address and read it; raise a clear error if there is none."""
         view = cls.found(address)
         view.refresh()
         return view
 
     @classmethod
     def found(cls, address: Path | str) -> "RunView":
-        """The same, but nothing is read yet of what its nodes wrote."""
+        """Open the run at an address, and read nothing yet of what its nodes wrote."""
         view = cls(address)
         if view.address.text.startswith("p2p://"):
             raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
@@ -178,7 +180,7 @@ class RunView:
         return view
 
     def reach(self) -> None:
-        """Says what is wrong with a store that gives no answer, which is not the same as an empty one."""
+        """Raise if a store does not answer, which differs from an empty one."""
         try:
             self.manifest = read_manifest(self.files)
         except (FileNotFoundError, Rejected):
@@ -196,7 +198,7 @@ class RunView:
             self.refresh_node(node)
 
     def refresh_swarm(self) -> None:
-        """Where the swarm stands, and who is here."""
+        """Read the manifest, the state and the nodes' introductions."""
         try:
             self.manifest = self.manifest or read_manifest(self.files)
             self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
@@ -217,7 +219,7 @@ class RunView:
                 self.nodes[node] = view
 
     def _to_read(self) -> list[str]:
-        """Names the nodes whose introductions are read: members, those known, and a bounded number of others."""
+        """Name the nodes whose introductions are read: members, known nodes, and a bounded number of others."""
         known = {member.node for member in self.state.members.values()} if self.state else set()
         known |= self.nodes.keys()
         others = [name for name in self._listing.nodes(self.files, "peers") or [] if name not in known]
@@ -229,7 +231,7 @@ class RunView:
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
 
     def is_alive(self, view: NodeView) -> bool:
-        """On this machine by its process, elsewhere by its last sign of life."""
+        """Check the process of a node on this machine, and the last heartbeat of one elsewhere."""
         if view.peer is None or self.manifest is None:
             return False
         if view.peer.host == platform.node():
@@ -238,7 +240,7 @@ class RunView:
         return not finished and abs(time.time() - view.peer.timestamp) < self.manifest.peer_timeout
 
     def checkpoints(self, node: str) -> list[int]:
-        """Lists the rounds of a node's checkpoints that lie on this machine."""
+        """List the rounds of a node's checkpoints on this machine."""
         try:
             found = map(ROUND_FOLDER.fullmatch, self.here.names("checkpoints"))
         except OSError:
@@ -248,7 +250,7 @@ class RunView:
 
     @property
     def phase(self) -> Phase:
-        """Says where the run stands. `stopped` has begun and not finished, and none of its nodes is there."""
+        """Return the phase of the run. A `stopped` run has not finished, and none of its nodes is alive."""
         if self.state is None:
             return "waiting"
         left = bool(self.nodes) and not any(view.alive for view in self.nodes.values())
@@ -260,18 +262,18 @@ class RunView:
         return mean(scores) if scores else None
 
     def held_out_protocol(self) -> str:
-        """Say what a node's last held-out score is the mean of."""
+        """Describe what a node's last held-out score is the mean of."""
         line = next((view.now for view in self.nodes.values() if view.now), None)
         return protocol(line["questions"], line.get("samples"), line.get("temperature")) if line else ""
 
     def rewards(self, stages: int) -> list[float | None]:
-        """By stage, of the last rounds in the logs; None where nobody had anything to do."""
+        """Return the mean reward of every stage over the last rounds; None where no node had a role."""
         lines = [line for view in self.nodes.values() for line in view.rounds[-stages * TREND_ROUNDS :]]
         by_stage = [[line.reward_local for line in lines if line.stage == stage] for stage in range(stages)]
         return [mean(rewards) if rewards else None for rewards in by_stage]
 
     def as_dict(self) -> dict[str, object]:
-        """What `status --json` prints."""
+        """Return what `status --json` prints."""
         state, manifest = self.state, self.manifest
         return {
             "address": self.address.text,
@@ -315,7 +317,7 @@ def _id_of(node: NodeView) -> str:
 
 @contextmanager
 def open_view(address: str) -> Iterator[RunView]:
-    """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
+    """Open the run at an address, on whatever network, for as long as it is refreshed."""
     if not address.startswith("p2p://"):
         yield RunView.found(address)
         return

@@ -1,4 +1,4 @@
-"""Lists the runs of a folder, so that they can be laid over each other."""
+"""Lists the runs of a folder, so that they can be compared."""
 
 import threading
 from collections import OrderedDict
@@ -20,8 +20,7 @@ MAX_LOOKED_AT = 10_000  # folders in which a run is looked for
 
 class Runs:
     def __init__(self, here: Follower | None, root: Path | None = None, experiment: str = "") -> None:
-        """`here` is the one that is watched, `root` the folder; by default that of `here`, where it is on this
-        machine."""
+        """Serve the runs beside `here`, the one that is watched, or those in the folder `root`."""
         if here is not None and not here.view.address.is_url:
             root = here.view.root.absolute().parent
         self.here, self.root = here, root
@@ -31,7 +30,7 @@ class Runs:
         self.closing: list[Callable[[], None]] = []  # what is to end with the server
 
     def names(self) -> list[str]:
-        """The runs of the folder, the newest first; of a swarm elsewhere only itself."""
+        """List the runs of the folder, the newest first; of a remote swarm only itself."""
         if self.root is None:
             return [self.here.view.address.name] if self.here else []
         files = LocalFiles(self.root)
@@ -40,7 +39,7 @@ class Runs:
         return [name for _, name in sorted(found, reverse=True)[:MAX_LISTED]]
 
     def get(self, name: str) -> Follower | None:
-        """A run of the list, looked at now."""
+        """Return a run of the list, polled now."""
         if self.here and name == self.here.view.address.name:
             return self.here
         if self.root is None or not _is_name(name):
@@ -57,7 +56,7 @@ class Runs:
         return found
 
     def page(self, offset: int, limit: int, here: Follower | None = None) -> RunPage:
-        """`here` is the one that is looked at, by default the one that is watched."""
+        """Return a page of the list; `here` is the current run, by default the one that is watched."""
         names = self.names()
         found = [(name, self.get(name)) for name in names[offset : offset + limit]]
         return RunPage(
@@ -67,7 +66,7 @@ class Runs:
         )
 
     def lines(self, names: list[str], metric: str, points: int) -> Lines:
-        """The mean over the nodes of every run, over the same rounds."""
+        """Return the mean over the nodes of every run, over the same rounds."""
         found = [(name, run) for name in names if (run := self.get(name)) is not None]
         means = [(name, snapshot.lines(run, metric, points, most=0)) for name, run in found]
         curves = [_as_curves(lines) for _, lines in means]
@@ -87,19 +86,19 @@ def _row(name: str, run: Follower, here: bool) -> RunRow:
 
 
 def _as_curves(lines: Lines) -> Curves:
-    """A mean as a curve of its own, so that runs of different lengths can be told in the same steps."""
+    """Return a mean as curves, so that runs of different lengths can be shown in the same steps."""
     curves = Curves()
     curves.add(lines.rounds, {lines.metric: lines.mean})
     return curves
 
 
 def _is_name(name: str) -> bool:
-    """Tells whether a text can be the name of a run's folder, and leads nowhere else."""
+    """Return whether a text can name a run's folder, and leads nowhere else."""
     return name.isprintable() and not name.startswith(".") and not {"/", "\\"}.intersection(name)
 
 
 def _changed(files: LocalFiles, name: str) -> float | None:
-    """Tells when a run was founded; None if it was not."""
+    """Return when a run was founded; None if it was not."""
     try:
         return files.stat(f"{name}/{MANIFEST}").st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Tells what a follower knows, as records. Every function holds its lock for as long as it reads."""
+"""Summarises what a follower knows, as records. Every function holds the follower's lock while it reads."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,7 +71,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
 
 
 def _by_stage(follower: Follower, stages: int) -> list[float | None]:
-    """The mean of the nodes' last rounds in every stage; nothing where there is one."""
+    """Return the mean of the nodes' last rounds in every stage; an empty list where there is one stage."""
     means: list[float | None] = []
     for stage in range(stages if stages > 1 else 0):
         curves = [history.curves for history in follower.histories.values()]
@@ -82,7 +82,7 @@ def _by_stage(follower: Follower, stages: int) -> list[float | None]:
 
 
 def health(follower: Follower) -> Health:
-    """`stale` is a swarm that should go on and of which nothing was heard for as long as it waits for a peer."""
+    """Return the health of the swarm. It is `stale` if it should go on, and was silent for a peer's timeout."""
     with follower.lock:
         state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
         nodes = list(follower.view.nodes.values())
@@ -102,7 +102,7 @@ def health(follower: Follower) -> Health:
 
 
 def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:
-    """The leaderboard, best first, or those of it whose name, id or model contains some text."""
+    """Return the leaderboard, best first; with `search`, the nodes whose name, id or model contains it."""
     sought = search.strip().lower()
     with follower.lock:
         found = [(rank, view) for rank, view in enumerate(_ranked(follower), 1) if _fits(view, sought)]
@@ -111,7 +111,7 @@ def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 10
 
 
 def node(follower: Follower, name: str) -> NodeDetail | None:
-    """All about one node, by its name in files or its peer id; None where there is no such node."""
+    """Return a node's details, by its name in files or its peer id; None where there is no such node."""
     with follower.lock:
         view = find(follower, name)
         if view is None or view.node not in follower.histories:
@@ -150,7 +150,7 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
                 TaskScore(task, scores[0].get(task), scores[1].get(task))
                 for task in sorted(scores[0] | scores[1])[:MAX_TASKS]
             ],
-            checkpoints=_checkpoints(follower, view.node),
+            checkpoints=follower.view.checkpoints(view.node),
             settings=history.settings or _settings(follower),
             hardware=history.hardware,
             metrics=sorted(history.curves.sums),
@@ -161,7 +161,7 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
 
 
 def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) -> Lines:
-    """A metric of the best nodes over the rounds, and the mean of all."""
+    """Return a metric of the best nodes over the rounds, and the mean of all."""
     name = "sampled" if metric == HELD_OUT else metric
     with follower.lock:
         views = _ranked(follower)
@@ -176,7 +176,7 @@ def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) ->
 
 
 def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 500) -> NodeCurves | None:
-    """Some metrics of one node over the rounds; all it has where none are named."""
+    """Return some metrics of one node over the rounds; all that it has where none are named."""
     with follower.lock:
         view = find(follower, name)
         if view is None or view.node not in follower.histories:
@@ -195,7 +195,7 @@ def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 
 
 
 def events(follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100) -> EventPage:
-    """What happened, newest first."""
+    """Return events, newest first."""
     with follower.lock:
         view = find(follower, node) if node else None
         found = [
@@ -208,7 +208,7 @@ def events(follower: Follower, node: str = "", kind: str = "", offset: int = 0, 
 
 
 def find(follower: Follower, name: str) -> NodeView | None:
-    """A node by its name in files, its peer id or its animal name."""
+    """Find a node by its name in files, its peer id or its animal name."""
     nodes = list(follower.view.nodes.values())
     for view in nodes:
         if name and name in (view.node, view.peer.peer_id if view.peer else ""):
@@ -217,7 +217,7 @@ def find(follower: Follower, name: str) -> NodeView | None:
 
 
 def _ranked(follower: Follower) -> list[NodeView]:
-    """The nodes, best first."""
+    """Sort the nodes, best first."""
     state = follower.view.state
     order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
     views = [view for view in list(follower.view.nodes.values()) if view.node in follower.histories]
@@ -258,7 +258,7 @@ def _speed(view: NodeView) -> float | None:
 
 
 def _links(follower: Follower, groups: Mapping[str, int]) -> list[Link]:
-    """Whom the counts are of, most first; peers that nobody knows any more go by their ids."""
+    """Name the nodes that are counted, most groups first; a peer that left goes by its id."""
     views = list(follower.view.nodes.values())
     known = {view.node: view for view in views} | {view.peer.peer_id: view for view in views if view.peer}
     found = [
@@ -286,7 +286,7 @@ def _seconds_to_next(follower: Follower) -> float | None:
 
 
 def _pace(views: Iterable[NodeView]) -> float | None:
-    """Seconds per round, as the last lines of the logs tell."""
+    """Return the seconds per round, from the last lines of the logs."""
     paces = []
     for view in list(views):
         known = [(line.round, line.timestamp) for line in view.rounds if line.timestamp]
@@ -295,13 +295,8 @@ def _pace(views: Iterable[NodeView]) -> float | None:
     return median_high(paces) if paces else None
 
 
-def _checkpoints(follower: Follower, node: str) -> list[int]:
-    """The rounds of the checkpoints that lie on this machine."""
-    return follower.view.checkpoints(node)
-
-
 def _settings(follower: Follower) -> dict[str, str]:
-    """What a run of `up` was started with, as far as others may see it."""
+    """Return the public settings that a run of `up` was started with."""
     if is_url(follower.view.address.text):
         return {}
     manifest = follower.view.manifest

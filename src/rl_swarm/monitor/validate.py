@@ -2,9 +2,9 @@
 
 `validate_peers.py` checks a swarm among peers, which may still be running.
 
-What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
-altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when
-the node's events explain them.
+The coordinator's signed history says which reports it counted, and everything else must fit it. A report that was
+altered, removed or forged is an error, and so is a missing round or a log that disagrees. Gaps are fine when the node's
+events explain them.
 """
 
 import random
@@ -76,14 +76,14 @@ class ValidatedRun:
         return self.state.members[peer_id].node
 
     def has_log(self, node: str) -> bool:
-        """With a path, everybody's logs lie there; with a URL, on the machine of the node."""
+        """Return whether a node's log is here: all logs lie at a path, and with a URL those of this machine's nodes."""
         return not self.address.is_url or LocalFiles(self.address.here).has_folder(f"logs/{node}")
 
 
 def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
 ) -> tuple[Verdict, ValidatedRun | None]:
-    """Everything that can be checked without scoring; `rescore` does the rest."""
+    """Check everything that needs no scoring; `rescore` does the rest."""
     if isinstance(address, str) and address.startswith("p2p://"):
         from rl_swarm.monitor import validate_peers
 
@@ -128,7 +128,7 @@ def check_size(run: ValidatedRun, verdict: Verdict, rounds: int | None, nodes: i
 
 
 def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
-    """What the owner wrote, of as many rounds as have finished."""
+    """Check the owner's signed history of all finished rounds."""
     places = set()
     for ended in run.history:
         where = f"history of round {ended.round} stage {ended.stage}"
@@ -145,7 +145,7 @@ def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
 
 
 def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
-    """Every report that the coordinator counted is still there, unaltered."""
+    """Check that every report that the coordinator counted is still there, unaltered."""
     found = {}
     for ended in run.history:
         if not ended.reports:
@@ -175,7 +175,7 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
 
 
 def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
-    """Every round that a member missed has a reason: it came late, skipped it, reported late, or left."""
+    """Check that every missed round has a reason: the member joined late, skipped it, reported late, or left."""
     for peer_id, member in run.state.members.items():
         reported = {ended.round for ended in run.history if peer_id in ended.reports}
         missing = {ended.round for ended in run.history} - reported
@@ -214,7 +214,7 @@ def _is_there(run: ValidatedRun, path: str) -> bool:
 
 
 def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
-    """Every node's log tells the rewards that it reported."""
+    """Check that every node's log has the rewards that it reported."""
     elsewhere = [peer_id for peer_id, member in run.state.members.items() if not run.has_log(member.node)]
     if elsewhere:
         names = ", ".join(sorted(map(animal_name, elsewhere)))
@@ -241,7 +241,7 @@ def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], 
 
 
 def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
-    """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
+    """Count the lines of a log that cannot be read. A crash leaves one half-written line; more are damage."""
     view = NodeView(node)
     view.refresh(LocalFiles(run.address.here))
     starts = sum(
@@ -254,7 +254,7 @@ def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
 
 
 def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
-    """A node that dies between its report and its log line comes back and skips that round."""
+    """Return whether a node died between its report and its log line: it comes back and skips that round."""
     events = _lines(run, node, "training_events.jsonl", LoggedEvent)
     return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
         e.event in ("resumed", "joined") and e.round < number for e in events[1:]
@@ -262,7 +262,7 @@ def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
 
 
 def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
-    """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
+    """Read the lines of one kind from a node's log. The node writes it, so other lines are left out."""
     found = []
     for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
         with suppress(Rejected):
@@ -271,7 +271,7 @@ def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
 
 
 def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
-    """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
+    """Read what members published in the rounds that were played, and a few of the files that others left beside it."""
     members = {member.node for member in run.state.members.values()}
     played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
     played |= {(ended.round, ended.stage) for ended in run.history}
@@ -304,7 +304,8 @@ def _publication(run: ValidatedRun, path: str) -> Publication:
 
 
 def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
-    """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
+    """Check that every publication is signed by its author and lies in its place, and that no round is missing in
+    between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
     present: dict[tuple[int, int], set[str]] = {}
     for path, publication in _publications(run, verdict):
@@ -330,7 +331,7 @@ def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
 
 
 def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
-    """Makes the questions of some publications again and compares what their answers earn."""
+    """Generate the questions of some publications again and compare what their answers earn."""
     found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
         (path, publication)
@@ -356,7 +357,7 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
 
 
 def _transcripts(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Transcripts:
-    """The earlier stages of every round, from what lies there."""
+    """Return the conversation of every round, from the publications of its earlier stages."""
     by_place = {(one.round, one.stage, one.peer_id): one for one in published}
     made: dict[int, Conversation] = {}
 

@@ -1,7 +1,7 @@
-"""Checks that a running swarm among peers is sound, as far as the peers that are there now show it.
+"""Checks that a running swarm among peers is sound, as far as the peers that are online show it.
 
-There is no folder in which everything lies: members are asked for what they published and reported lately, and whoever
-conducts for its history. What they hand out must be theirs and fit; what cannot be had is said.
+No folder holds everything. Members are asked for their latest publications and reports, and the coordinator for its
+history. Every document must be its author's and fit its place; a note says what could not be fetched.
 """
 
 import random
@@ -46,7 +46,7 @@ def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdi
 
 
 def _check_coordinated(run: ValidatedRun, verdict: Verdict) -> None:
-    """The coordinator's state and history; without them, who introduces itself is taken for a member."""
+    """Check the coordinator's state and history. Without them, every peer that introduces itself counts as a member."""
     run.state = State(swarm=run.manifest.swarm(), members=_introduced(run, verdict))
     try:
         run.state = read_state(run.files, run.manifest)
@@ -88,7 +88,7 @@ def _check_access_list(run: ValidatedRun, verdict: Verdict) -> None:
 
 
 def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
-    """What members published and reported last: theirs, for where it lies, and what the coordinator counted."""
+    """Check what members published and reported last: author, place, and what the coordinator counted."""
     members = sorted(run.state.members)
     if len(members) > MAX_ASKED:
         verdict.notes.append(f"{MAX_ASKED} of {len(members)} members were asked, drawn at random")
@@ -111,7 +111,7 @@ def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
 
 
 def _add_context(run: ValidatedRun) -> None:
-    """What those of later stages were made from, so that their questions can be made again."""
+    """Fetch what publications of later stages were made from, so that their questions can be generated again."""
     assert run.published is not None
     for stage in range(run.manifest.stages - 1, 0, -1):
         named = {
@@ -139,7 +139,7 @@ def _newest(
     kind: type[T],
     counted: dict[tuple[int, int, str], str],
 ) -> set[str]:
-    """Checks the newest document of a kind of every member, and says of whom there is none."""
+    """Check the newest document of a kind of every member, and return the members that have none."""
     left = set(members)
     limit = run.manifest.limits.file_bytes if kind is Publication else MAX_BYTES
     path_of = rollouts_path if kind is Publication else report_path

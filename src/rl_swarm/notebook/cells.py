@@ -1,6 +1,6 @@
-"""Runs a command of `rl-swarm` in a cell: real processes as in a shell, and their swarm drawn below the cell.
+"""Runs a command of `rl-swarm` in a cell: real processes as in a shell, with the swarm drawn below the cell.
 
-Interrupting the cell makes the nodes save and stop; running it again goes on. Restarting the kernel stops them too.
+Interrupting the cell makes the nodes save and stop; running it again resumes. Restarting the kernel stops them too.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ PLAIN = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "", "TERM": "dumb", "PYTHONUNBUFF
 
 
 def up(run: str | Path = "runs/notebook", from_base: bool = False, **settings: object) -> None:
-    """Trains a swarm on this machine, or goes on with it. Settings by their names in docs/settings.md: `nodes=2`.
+    """Train a swarm on this machine, or resume it. Settings go by their names in docs/settings.md: `nodes=2`.
 
-    `from_base`: nodes that have no checkpoint begin again with the model.
+    `from_base`: nodes without a checkpoint begin again with the model.
     """
     root = Path(run)
     known = (root / "manifest.json").exists()
@@ -46,17 +46,17 @@ def up(run: str | Path = "runs/notebook", from_base: bool = False, **settings: o
 
 
 def join(address: str | Path, **settings: object) -> None:
-    """Trains a node of the swarm at an address, or goes on with it, until the swarm has finished."""
+    """Train a node of the swarm at an address, or resume it, until the swarm has finished."""
     _run(["join", str(address)], address, settings)
 
 
 def coordinate(address: str | Path, **settings: object) -> None:
-    """Coordinates the swarm at an address, founding it if there is none, until it has finished."""
+    """Coordinate the swarm at an address, founding it if there is none, until it has finished."""
     _run(["coordinate", str(address)], address, settings)
 
 
 def watch(address: str | Path) -> None:
-    """Shows a swarm below the cell until it has finished or the cell is interrupted."""
+    """Show a swarm below the cell until it has finished or the cell is interrupted."""
     cell = Cell()
     with contextlib.suppress(KeyboardInterrupt), open_view(str(address)) as view:
         drawing = Drawing(view)
@@ -69,7 +69,7 @@ def watch(address: str | Path) -> None:
 
 
 def _run(arguments: list[str], address: str | Path, settings: Mapping[str, object]) -> None:
-    """Runs a command and shows its swarm until it ends or the cell is interrupted."""
+    """Run a command and show its swarm until it ends or the cell is interrupted."""
     with _seen(address) as drawing:
 
         def picture(last: bool) -> RenderableType:
@@ -80,8 +80,10 @@ def _run(arguments: list[str], address: str | Path, settings: Mapping[str, objec
 
 
 def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MAX_LINES) -> None:
-    """Runs a command below the cell, with a picture of what it does and its last lines, until it ends or the cell is
-    interrupted. `picture` is told when it is the last."""
+    """Run a command below the cell, with a picture and the command's last lines, until it ends or is interrupted.
+
+    `picture` is told when it is the last.
+    """
     cell, interrupted = Cell(), False
     with Command(arguments) as command:
         try:
@@ -103,7 +105,7 @@ def set_flags(settings: Mapping[str, object]) -> list[str]:
 
 
 class Command:
-    """`rl-swarm` as a process of its own, which does not outlive this one."""
+    """Runs `rl-swarm` as a process of its own, which does not outlive this one."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._said: deque[str] = deque(maxlen=MAX_LINES)
@@ -128,16 +130,16 @@ class Command:
 
     @property
     def lines(self) -> list[str]:
-        """What it said last, without the lines on rounds, which the picture tells."""
+        """Return its last lines of output, without those on rounds, which the picture shows."""
         return [line for line in list(self._said) if not line.startswith("round ")]
 
     def complaint(self) -> str:
-        """Why it failed, in its own words."""
+        """Return the command's own error message."""
         marked = [line.removeprefix("rl-swarm: ") for line in self.lines if line.startswith("rl-swarm: ")]
         return marked[-1] if marked else "\n".join(self.lines) or f"exit code {self.process.returncode}"
 
     def ended(self, within: float) -> bool:
-        """Whether it has ended, or does so within some seconds."""
+        """Return whether it has ended, or ends within some seconds."""
         try:
             self.process.wait(within)
         except subprocess.TimeoutExpired:
@@ -146,7 +148,7 @@ class Command:
         return True
 
     def stop(self) -> None:
-        """Lets it save and end; at once when interrupted again or when it takes too long."""
+        """Let it save and end; kill it when interrupted again or when it takes too long."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -164,7 +166,7 @@ class Command:
 
 @contextmanager
 def _seen(address: str | Path) -> Iterator[Drawing]:
-    """The swarm at an address, which may only be founded yet."""
+    """Draw the swarm at an address, which may not be founded yet."""
     if str(address).startswith("p2p://"):
         with open_view(str(address)) as view:
             yield Drawing(view)
@@ -177,7 +179,7 @@ def _with_lines(picture: RenderableType, lines: Sequence[str]) -> Group:
 
 
 def written(value: object) -> str:
-    """A value as a flag takes it."""
+    """Format a value as a flag takes it."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,4 +1,4 @@
-"""Shows the terminal's picture as the output of a cell, replaced by the next."""
+"""Shows the terminal's picture as the output of a cell, and replaces it by the next."""
 
 import io
 from typing import Any
@@ -16,7 +16,7 @@ FORMAT = '<pre style="font-family: monospace; line-height: 1.3; white-space: pre
 
 
 class Picture:
-    """Something drawn in characters: HTML where that can be shown, plain text elsewhere."""
+    """Renders characters as HTML where that can be shown, and as plain text elsewhere."""
 
     def __init__(self, drawn: RenderableType) -> None:
         console = Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False, highlight=False)
@@ -32,7 +32,7 @@ class Picture:
 
 
 class Cell:
-    """The output of the cell that is running."""
+    """Replaces the output of the running cell."""
 
     def __init__(self) -> None:
         self._handle: Any = None  # IPython's

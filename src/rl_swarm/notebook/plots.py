@@ -23,7 +23,7 @@ MAX_NAMED = 8  # nodes in the legend
 
 
 class Plot:
-    """A figure of matplotlib that shows itself at the end of a cell, whatever the notebook's backend."""
+    """Shows a figure of matplotlib at the end of a cell, whatever the notebook's backend."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure

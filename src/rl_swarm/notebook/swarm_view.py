@@ -15,19 +15,19 @@ DRIVE = "/content/drive"  # where Colab mounts Google Drive
 
 
 def look(address: str | Path) -> "Swarm":
-    """The swarm at an address: a run directory, a shared folder or a bucket."""
+    """Open the swarm at an address: a run directory, a shared folder or a bucket."""
     return Swarm(RunView.open(address))
 
 
 class Swarm:
-    """A swarm as it is now. At the end of a cell it shows itself: where it stands, and the table of its nodes."""
+    """Shows a swarm at the end of a cell: its phase, and the table of its nodes."""
 
     def __init__(self, view: RunView) -> None:
         self.drawing = Drawing(view)
         self.drawing.refresh()
 
     def plot(self, *metrics: str) -> Plot:
-        """Curves of every node and their mean; of any number in `metrics.jsonl` (docs/metrics.md), or `held_out`."""
+        """Plot every node and the mean; any metric of `metrics.jsonl` (docs/metrics.md), or `held_out`."""
         self.drawing.refresh()
         for metric in metrics:
             if metric not in self.metrics():
@@ -36,7 +36,7 @@ class Swarm:
         return plotted([snapshot.lines(follower, metric, POINTS) for metric in metrics or SHOWN])
 
     def metrics(self) -> list[str]:
-        """What there are curves of."""
+        """List the metrics that have curves."""
         follower = self.drawing.follower
         with follower.lock:
             return sorted({snapshot.HELD_OUT, *(name for t in follower.histories.values() for name in t.curves.sums)})
@@ -53,7 +53,7 @@ class Swarm:
 
 
 def mount_drive(address: str | Path) -> None:
-    """In Colab, mounts Google Drive where the address is on it; elsewhere there is nothing to do."""
+    """Mount Google Drive in Colab if the address is on it; do nothing elsewhere."""
     if Path(DRIVE) not in Path(address).parents:
         return
     try:

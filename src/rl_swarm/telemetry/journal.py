@@ -1,4 +1,4 @@
-"""Writes what a node says about itself: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
+"""Writes a node's logs: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
 
 import hashlib
 import time
@@ -28,7 +28,7 @@ Digests = dict[str, tuple[int, str]]  # of logs by their names: how many bytes, 
 
 
 class Journal:
-    """The logs of a node, in a private folder, with copies in `folder` of the swarm's files."""
+    """Writes the logs of a node to a private folder, with copies in `folder` of the swarm's files."""
 
     def __init__(
         self, private: Path, sinks: "Sequence[SinkThread]" = (), files: Files | None = None, folder: str = ""
@@ -38,7 +38,7 @@ class Journal:
         self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in LOGS}
 
     def metrics(self, record: RoundRecord | HeldOutRecord, **timing: object) -> None:
-        """Write a record; `timing` is for traces alone."""
+        """Write a record; `timing` goes to traces alone."""
         values = {**line_of(record), **timing}
         kind = str(values.pop("kind"))
         self._append(METRICS, {"kind": kind, "timestamp": time.time(), **values})
@@ -49,17 +49,17 @@ class Journal:
         self._append(EVENTS, {"event": event, "timestamp": time.time(), **values})
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """Returns the records of one of the logs."""
+        """Return the records of one of the logs."""
         return [decode(line) for line in self.logs[name].read().splitlines()]
 
     def digests(self) -> Digests:
-        """Tells what the logs are now, to be signed with a checkpoint."""
+        """Return size and SHA-256 of every log, to be signed with a checkpoint."""
         return {name: (log.size, log.sha256.hexdigest()) for name, log in self.logs.items()}
 
     def restore(self, signed: Mapping[str, tuple[int, str]]) -> None:
-        """Takes back the logs that this node has copied to the folder, as far as its signature reaches.
+        """Restore the logs that this node has copied to the folder, as far as its signature reaches.
 
-        That is for a machine that has only the folder left. What this process has written meanwhile follows them.
+        This is for a machine that has only the folder left. Lines of this process follow the restored ones.
         """
         for name, log in self.logs.items():
             size, sha256 = signed.get(name, (0, ""))
@@ -71,7 +71,7 @@ class Journal:
                     log.replace(data + log.read())
 
     def close(self) -> bool:
-        """Brings the copies up to date; tells whether they are."""
+        """Update the copies; return whether they are complete."""
         return all([log.copy() for log in self.logs.values()])
 
     def _append(self, name: str, record: dict[str, object]) -> None:
@@ -79,7 +79,7 @@ class Journal:
 
 
 class Stopwatch:
-    """Seconds per phase of a round, and when each began and ended, in seconds since the round began."""
+    """Measures the seconds of every phase of a round, with begin and end since the round began."""
 
     def __init__(self) -> None:
         self.began, self.zero = time.time(), time.perf_counter()
@@ -95,7 +95,7 @@ class Stopwatch:
             self.add(phase, started, time.perf_counter())
 
     def add(self, phase: str, started: float, ended: float, share: float = 1.0) -> None:
-        """Time that has passed, of which this much was spent on the round."""
+        """Add time that has passed, of which the round took this share."""
         self.seconds[phase] += share * (ended - started)
         self.phases.append((phase, round(started - self.zero, 4), round(ended - self.zero, 4)))
 
@@ -104,8 +104,10 @@ class Stopwatch:
 
 
 def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Reads the records past byte `after`, and tells where the next read goes on. Lines that cannot be read are left
-    out: in a shared folder anybody may have written them."""
+    """Read the records past byte `after`; return them and where the next read begins.
+
+    Lines that cannot be read are left out: in a shared folder any member may have written them.
+    """
     lines, after = new_lines(files, path, after)
     records, unreadable = [], 0
     for line in lines:
@@ -119,9 +121,10 @@ def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[
 
 
 def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes], int]:
-    """Reads the lines past byte `after` as they were written, and tells where the next read goes on. A half-written
-    last
-    one waits."""
+    """Read the lines past byte `after` as they were written; return them and where the next read begins.
+
+    A half-written last line waits.
+    """
     try:
         size = files.stat(path).st_size
         if size <= after or size > MAX_LOG:  # most logs have nothing new, and what is larger is none
@@ -139,7 +142,7 @@ def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes]
 
 
 def ends_mid_line(files: LocalFiles, path: str, after: int) -> bool:
-    """Tells whether something follows the last whole line, which ends at byte `after`."""
+    """Return whether something follows the last whole line, which ends at byte `after`."""
     try:
         return files.stat(path).st_size > after
     except OSError:

@@ -1,7 +1,7 @@
 """Writes log lines: to the terminal when there is one, and always to `logs/swarm.log`.
 
-The file in the swarm's folder is a copy of a private one (`private.py`), so that whatever others put in its place
-costs the copy a few lines and nothing else.
+The file in the swarm's folder is a copy of a private one (`private.py`). Whatever replaces the copy costs a few of its
+lines and nothing else.
 """
 
 import logging
@@ -21,7 +21,7 @@ MAX_COPIED = 4 << 20  # bytes of the private log that a new copy begins with
 
 
 class LineFormatter(logging.Formatter):
-    """Escapes what a terminal would take for a command: a line may quote a stranger."""
+    """Escapes control characters: a line may quote a peer."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -52,7 +52,7 @@ class SwarmLog(logging.FileHandler):
 
 
 def start_logging(settings: Settings, root: Path | LocalFiles, who: str, terminal: bool) -> Path:
-    """Sets up the package's loggers for this process, and returns the private log file behind `logs/swarm.log`.
+    """Set up the package's loggers for this process, and return the private log file behind `logs/swarm.log`.
 
     A line names the thread that wrote it: a process of several nodes has one for each.
     """

@@ -1,8 +1,7 @@
-"""Reads what a node runs on, and how busy that is, once a round.
+"""Measures the load of the machine that a node runs on, once a round.
 
-How busy a GPU was is asked of NVIDIA's management library (NVML), which the driver brings along and which keeps the
-samples
-of the last seconds; without it, and on a CPU, it is the processor alone. Importing this loads no torch.
+The load of an NVIDIA GPU comes from its driver's library (NVML), which keeps the samples of the last seconds. Elsewhere
+only the processor is measured. Importing this loads no torch.
 """
 
 import os
@@ -36,7 +35,7 @@ def _processor() -> str:
 
 
 class LoadMeter:
-    """How busy a node's process kept the processor since it was read last, and its GPUs, whoever uses them."""
+    """Measures how busy a node's process kept the processor since the last reading, and how busy its GPUs are."""
 
     def __init__(self, gpu_ids: Sequence[str] = ()) -> None:
         self._at, self._busy = time.monotonic(), time.process_time()
@@ -66,7 +65,7 @@ class Gpu:
         self._seen = 0  # the time of the newest sample that was read
 
     def share(self) -> float | None:
-        """Of the time since it was read last, or of the last seconds of it, in which a kernel ran."""
+        """Return the share of the time since the last reading, or of its last seconds, in which a kernel ran."""
         try:
             kind, samples = self.nvml.nvmlDeviceGetSamples(
                 self.handle, self.nvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen
@@ -87,7 +86,7 @@ class Gpu:
 
 
 def gpus_of(ids: Sequence[str]) -> list[Gpu]:
-    """Find GPUs in NVML by their ids: none where there is no NVIDIA driver."""
+    """Find GPUs in NVML by their ids; none without an NVIDIA driver."""
     if not ids:
         return []
     import pynvml

@@ -1,9 +1,7 @@
-"""Sends OpenTelemetry: a round is a trace, its phases are spans, and what is measured are metrics. Sent by OTLP
-over HTTP.
+"""Exports OpenTelemetry by OTLP over HTTP: a round is a trace, its phases are spans, its measurements are metrics.
 
-The standard variables turn it on and steer it (OTEL_EXPORTER_OTLP_ENDPOINT and its relatives). A round's trace has
-the same id in all nodes of a swarm, so that a collector which hears several shows them together: who was busy, and
-who waited.
+The standard variables turn it on and configure it (OTEL_EXPORTER_OTLP_ENDPOINT and its relatives). A round's trace has
+the same id in all nodes of a swarm, so one collector shows which node was busy and which one waited.
 """
 
 import hashlib
@@ -30,7 +28,7 @@ ASKING_SECONDS = 3.0  # for the doctor
 
 
 def endpoints(environ: Mapping[str, str]) -> dict[str, str]:
-    """Traces and metrics, where they are to be sent, each with the variable that says where to."""
+    """Return which of traces and metrics are exported, each with the variable that says where to."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return {}
     found = {}
@@ -136,7 +134,7 @@ class Otlp:
 
 
 class Complaints(logging.Handler):
-    """What the library has to say about a collector that does not answer, while it goes on trying: logged once."""
+    """Counts the library's warnings about a collector that does not answer, and logs the first."""
 
     def __init__(self, tell: bool = True) -> None:
         super().__init__(logging.WARNING)
@@ -150,7 +148,7 @@ class Complaints(logging.Handler):
 
 
 def trace_id(swarm_id: str, number: int, stage: int) -> int:
-    """The same for all nodes."""
+    """Derive the trace id of a round, the same for all nodes."""
     digest = hashlib.blake2b(f"{swarm_id} {number} {stage}".encode(), digest_size=16).digest()
     return int.from_bytes(digest, "big")
 
@@ -160,7 +158,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def collector_problem(signal: str) -> str:
-    """What is wrong with the collector, asked with a message of nothing; empty if it answers well."""
+    """Send the collector an empty message; return what is wrong, or nothing if it answers well."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.metrics.export import MetricsData

@@ -1,8 +1,7 @@
 """Defines the records of `metrics.jsonl`: one for a round and one for a held-out score.
 
 The node writes them; reports, the page, experiments, the validator, notebooks and exporters read them. A new metric is
-a
-field here and the line in `node/node.py` that fills it.
+a field here and the line in `node/node.py` that fills it.
 """
 
 from typing import Annotated
@@ -19,7 +18,7 @@ Stage = Annotated[int, Meta(ge=0, lt=64)]
 
 
 class Seconds(msgspec.Struct, frozen=True, gc=False):
-    """What the phases of a round took."""
+    """Holds the seconds of a round's phases."""
 
     questions: Number | None = None
     generate: Number | None = None
@@ -46,7 +45,7 @@ PHASES = Seconds.__struct_fields__[:-1]
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """How busy the machine was."""
+    """Holds the load of the machine."""
 
     processor: Number | None = None  # cores
     memory: Number | None = None  # bytes
@@ -55,11 +54,10 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
-    """What a node tells of a stage of a round.
+    """Holds a node's metrics of one stage of a round.
 
-    In a shared folder anybody may have written it, so every value is bounded. There may be millions of them, hence
-    fields
-    and no dictionary.
+    In a shared folder any member may have written it, so every value is bounded. There may be millions of them, hence
+    fields and no dictionary.
     """
 
     round: Count
@@ -96,7 +94,7 @@ class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="
 
 
 class AnsweredQuestion(msgspec.Struct, frozen=True):
-    """A held-out question and an answer to it, to be read by people."""
+    """Holds a held-out question and an answer to it, for people to read."""
 
     task: str
     prompt: str
@@ -106,7 +104,7 @@ class AnsweredQuestion(msgspec.Struct, frozen=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A score on the held-out questions."""
+    """Holds a score on the held-out questions."""
 
     questions: int
     samples: int | None = None  # answers to every question
@@ -123,7 +121,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutRecord(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="held_out"):
-    """A held-out score in the log of a node."""
+    """Holds a held-out score in the log of a node."""
 
     when: str  # start, now or end
     round: int  # after which it was measured; -1: before the first

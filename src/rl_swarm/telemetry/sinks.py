@@ -1,8 +1,7 @@
-"""Passes on what a node measures: to an OpenTelemetry collector, TensorBoard, Weights & Biases, Trackio.
+"""Exports what a node measures: to an OpenTelemetry collector, TensorBoard, Weights & Biases, Trackio.
 
-Off unless asked for, and nothing is imported before. A sink gets what the journal writes to `metrics.jsonl`, in a
-thread of its own that also opens and closes it: training never waits. What a slow sink has no room for is dropped and
-counted; a sink that fails is switched off.
+No sink is opened or imported unless the user asks for it. A sink gets the records of `metrics.jsonl` in a thread of its
+own, so training never waits. A slow sink loses records, which are counted; a sink that fails is switched off.
 """
 
 import importlib.util
@@ -45,7 +44,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Whose records a sink gets."""
+    """Identifies the node whose records a sink gets."""
 
     swarm: str  # its name
     swarm_id: str
@@ -56,7 +55,7 @@ class Source:
 
 
 class SinkThread:
-    """One sink, its queue and its thread."""
+    """Runs one sink in a thread, with a bounded queue."""
 
     def __init__(self, name: str, make: Callable[[], Sink], most: int = MAX_WAITING) -> None:
         self.name, self.make = name, make
@@ -66,7 +65,7 @@ class SinkThread:
         self.thread.start()
 
     def put(self, kind: str, values: Mapping[str, object]) -> None:
-        """Takes a record and returns at once."""
+        """Queue a record and return at once."""
         if self.off:
             return
         if self.waiting.qsize() < self.most:
@@ -77,7 +76,7 @@ class SinkThread:
             log.warning("%s is too slow: metrics that it has no room for are dropped", self.name)
 
     def finish(self) -> None:
-        """Tells the sink that there is no more."""
+        """Let the sink end after what is queued."""
         self.waiting.put(None)
 
     def _work(self) -> None:
@@ -93,7 +92,7 @@ class SinkThread:
 
 
 def requested(settings: Settings, environ: Mapping[str, str]) -> list[str]:
-    """The sinks that are asked for. What they need is there, or the error says how to get it."""
+    """Return the sinks that are asked for; raise if a package that one needs is missing."""
     from rl_swarm.telemetry.otlp import endpoints
 
     asked = dict.fromkeys(settings.sinks(), f"METRICS_SINKS={settings.metrics_sinks}")
@@ -110,7 +109,8 @@ def requested(settings: Settings, environ: Mapping[str, str]) -> list[str]:
 
 
 def is_installed(package: str) -> bool:
-    """Found without importing it. A folder of that name, as wandb makes one, is no package."""
+    """Return whether a package is installed, without importing it. A folder of that name, as wandb makes one, is
+    none."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
@@ -120,7 +120,7 @@ def is_installed(package: str) -> bool:
 
 @contextmanager
 def sink_threads(names: Sequence[str], source: Source, stop: threading.Event) -> Iterator[list[SinkThread]]:
-    """The sinks of a node while it runs. At the end they get some time for what still waits."""
+    """Run a node's sinks, and give them some time at the end for what is still queued."""
     threads = [SinkThread(name, partial(open_sink, name, source)) for name in names]
     try:
         yield threads
@@ -154,7 +154,7 @@ def open_sink(name: str, source: Source) -> Sink:
 
 
 def scalars(values: Mapping[str, object]) -> dict[str, float]:
-    """What of a record makes a curve, by name; those of a part, as the seconds of a phase, as `seconds/generate`."""
+    """Return the numbers of a record that make curves; those of a part by its name, such as `seconds/generate`."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if name in NOT_MEASURED or name in BY_PEER:
@@ -167,5 +167,5 @@ def scalars(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def public(settings: Settings) -> dict[str, object]:
-    """The settings that another system may know, and the model."""
+    """Return the public settings and the model."""
     return {"model": settings.model} | public_settings(msgspec.to_builtins(settings))

@@ -1,5 +1,5 @@
-"""Writes curves for TensorBoard, Weights & Biases and Trackio, on this machine. All write to this machine; what
-sends it on is the user's own setting."""
+"""Writes curves for TensorBoard, Weights & Biases and Trackio. All stay on this machine unless the user's own settings
+send them on."""
 
 import logging
 import os
@@ -14,13 +14,13 @@ PROJECT = "rl-swarm"
 
 
 def step_of(values: Mapping[str, object]) -> int:
-    """The round, for programs that count from 0: what was measured before the first is there too."""
+    """Return the round as a step from 0; a score from before the first round has step 0 too."""
     number = values.get("round")
     return max(0, number) if isinstance(number, int) else 0
 
 
 class TensorBoard:
-    """Event files, by tensorboardX: `tensorboard` itself brings a web server, and torch's writer needs it."""
+    """Writes event files with tensorboardX: `tensorboard` itself brings a web server, and torch's writer needs it."""
 
     def __init__(self, source: Source) -> None:
         from tensorboardX import SummaryWriter
@@ -37,7 +37,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` sends it when the user wants to."""
+    """Writes to Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` sends it later."""
 
     def __init__(self, source: Source) -> None:
         mode: Any = os.environ.get("WANDB_MODE") or "offline"
@@ -66,7 +66,7 @@ class WandB:
 
 
 class Trackio:
-    """Trackio, into its own folder on this machine, where `trackio show` finds it."""
+    """Writes to Trackio, into its own folder on this machine, where `trackio show` finds it."""
 
     def __init__(self, source: Source) -> None:
         import trackio

@@ -1,5 +1,7 @@
-"""Answers over HTTP with everything the page shows, read only unless a token is set. The description is at
-/api/openapi.json."""
+"""Answers over HTTP with everything that the page shows, read only unless a token is set.
+
+The description is at /api/openapi.json.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -48,9 +50,11 @@ def create_app(
     stop: Callable[[], None] | None = None,
     among: Runs | None = None,
 ) -> FastAPI:
-    """The API of one swarm. `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped,
-    where
-    `stop` does that. `among` are the runs beside it, where it is one of several that are served."""
+    """Create the API of one swarm.
+
+    `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped, where `stop` does that.
+    `among` are the other runs of the same server.
+    """
     reader, stream, runs = RolloutReader(follower), Stream(follower), among or Runs(follower)
 
     def close() -> None:
@@ -78,7 +82,7 @@ def create_app(
     def stop_run(
         given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
     ) -> r.Stopping:
-        """Stops the run as Ctrl-C does: the nodes save where they are. The token is that of SWARM_WEB_TOKEN."""
+        """Stop the run as Ctrl-C does: the nodes save their state. The token is that of SWARM_WEB_TOKEN."""
         if token is None:
             raise HTTPException(403, "It can only be read: no SWARM_WEB_TOKEN is set.")
         if given is None or not security.is_token(given.credentials, token):
@@ -92,13 +96,13 @@ def create_app(
     def nodes(
         swarm: Swarm, search: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
     ) -> object:
-        """The leaderboard, best first."""
+        """Return the leaderboard, best first."""
         page = snapshot.nodes(swarm, search, offset, limit)
         return as_json(page) if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
 
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
-        """One node, by its name in files, its peer id or its animal name."""
+        """Return one node, by its name in files, its peer id or its animal name."""
         found = snapshot.node(swarm, node)
         if found is None:
             raise HTTPException(404, "There is no such node.")
@@ -110,7 +114,7 @@ def create_app(
         responses=OR_CSV | OR_NOT,
     )
     def node_table(swarm: Swarm, node: str, table: tables.NodeTable) -> Response:
-        """A table of a node's page, as CSV."""
+        """Return a table of a node's page, as CSV."""
         found = snapshot.node(swarm, node)
         if found is None:
             raise HTTPException(404, "There is no such node.")
@@ -124,7 +128,7 @@ def create_app(
         points: Points = 500,
         format: Format = "json",
     ) -> object:
-        """The curves of one node; all it has where no metric is named."""
+        """Return the curves of one node; all that it has where no metric is named."""
         found = snapshot.curves(swarm, node, metric, points)
         if found is None:
             raise HTTPException(404, "There is no such node.")
@@ -138,7 +142,7 @@ def create_app(
         limit: Annotated[int, Query(ge=0, le=200, description="Most nodes; the mean is of all.")] = 50,
         format: Format = "json",
     ) -> object:
-        """One metric of the best nodes, and the mean of all."""
+        """Return one metric of the best nodes, and the mean of all."""
         lines = snapshot.lines(swarm, metric, points, limit)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
@@ -154,7 +158,7 @@ def create_app(
         limit: Annotated[int, Query(ge=1, le=100)] = 10,
         format: Format = "json",
     ) -> object:
-        """Questions and what the models answered, the newest round first."""
+        """Return questions and the models' answers, the newest round first."""
         page = reader.page(RolloutFilter(round, node, task, min_reward, max_reward), after, limit)
         return page if format == "json" else as_csv("rollouts", tables.rollouts_csv(page.rollouts))
 
@@ -167,7 +171,7 @@ def create_app(
         limit: Limit = 100,
         format: Format = "json",
     ) -> object:
-        """What happened, newest first."""
+        """Return events, newest first."""
         page = snapshot.events(swarm, node, kind, offset, limit)
         return page if format == "json" else as_csv("events", tables.records_csv(r.Event, page.events))
 
@@ -178,7 +182,7 @@ def create_app(
         limit: Annotated[int, Query(ge=1, le=20)] = 20,
         format: Format = "json",
     ) -> object:
-        """The runs in the same folder, the newest first."""
+        """Return the runs in the same folder, the newest first."""
         page = runs.page(offset, limit, follower)
         return page if format == "json" else as_csv("runs", tables.records_csv(r.RunRow, page.runs))
 
@@ -190,7 +194,7 @@ def create_app(
         points: Points = 500,
         format: Format = "json",
     ) -> object:
-        """One metric of several runs, each the mean of its nodes."""
+        """Return one metric of several runs, each the mean of its nodes."""
         lines = runs.lines(run, metric, points)
         return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
@@ -200,7 +204,7 @@ def create_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(swarm: Swarm) -> Response:
-        """For Prometheus."""
+        """Return the swarm's numbers for Prometheus."""
         from rl_swarm.web import prometheus
 
         return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
@@ -210,7 +214,7 @@ def create_app(
 
 
 def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, close: Callable[[], None]) -> FastAPI:
-    """Makes the application of a page: its files, its stream of events, and answers that are made once for all."""
+    """Create the application of a page: its files, its event stream, and cached responses."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -236,12 +240,12 @@ def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, clos
 
 
 def serve_runs(app: FastAPI, runs: Runs) -> None:
-    """Serves every other run under its name, too."""
+    """Serve every other run under its name, too."""
     app.add_middleware(RunRouter, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
 
 
 def as_json(record: object) -> Response:
-    """A record of ours, which nobody needs to check again: of long curves that takes most of the time."""
+    """Encode a record without validating it again: for long curves that would take most of the time."""
     return Response(msgspec.json.encode(record), media_type="application/json")
 
 

@@ -1,8 +1,9 @@
-"""Limits connections: who, how many, and for how long, decided before a request is read.
+"""Limits connections: from where, how many, and for how long, before a request is read.
 
-A client has a deadline for the head of a request, one for its body, and one for taking the response. There are as many
-connections as the process has files for. An address may have half of them; where all are taken, the address with the
-most makes room. So one that opens many shuts out nobody else. Streams of events last, and have a share of their own.
+A client has a deadline for the head of a request, for its body, and for taking the response. There are as many
+connections as the process has file descriptors for. An address may have half of them; when all are taken, the address
+with the most loses one. So an address with many connections locks no other one out. Event streams last, and have a
+quota of their own.
 """
 
 import asyncio
@@ -55,13 +56,13 @@ def file_limit() -> int:
 
 
 def max_connections() -> int:
-    """As many as there are files for, beside those that the process needs itself."""
+    """Return how many connections there are file descriptors for, beside those that the process needs itself."""
     files = file_limit()
     return max(8, min(MAX_CONNECTIONS, files - max(BACKLOG + OWN_FILES, files // 4)))
 
 
 def source_of(address: str) -> str:
-    """Where a client is: its address, or the network that an IPv6 address is chosen from."""
+    """Return the source of a client: its address, or the network that an IPv6 address is chosen from."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:  # no address at all, as of a socket in the file system
@@ -72,7 +73,7 @@ def source_of(address: str) -> str:
 
 
 class ConnectionQuota:
-    """Places that are given out by source: half of them to one at most."""
+    """Counts connections by source: one source gets at most half of them."""
 
     def __init__(self, most: int) -> None:
         self.most, self.most_each = most, max(1, most // 2)
@@ -91,7 +92,7 @@ class ConnectionQuota:
 
 
 class Connections:
-    """All that are open, the oldest of a source first."""
+    """Holds all open connections, the oldest of a source first."""
 
     def __init__(self, most: int) -> None:
         self.quota = ConnectionQuota(most)
@@ -120,7 +121,8 @@ class Connections:
 
 
 class BoundedStreams:
-    """Streams of events, which last as long as a client likes: half of all places, and half of those for one source."""
+    """Bounds event streams, which last as long as a client likes: half of all connections, and half of those for one
+    source."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self.app, self.quota = app, ConnectionQuota(most)
@@ -141,7 +143,7 @@ class BoundedStreams:
 
 
 class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, whichever it has, with a deadline for everything that a client has to do."""
+    """Extends uvicorn's protocol by a deadline for everything that a client has to do."""
 
     among: Connections
 
@@ -211,7 +213,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().resume_writing()
 
     def _set_deadline(self, received: int = 0) -> None:
-        """Start the clock when the client has something else to do than before, and count what it sends for it."""
+        """Start the clock when the client's next step changes, and count the bytes that it sends for it."""
         if self.transport.is_closing():
             return
         done = self.cycle is None or self.cycle.response_complete
@@ -232,7 +234,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._end(LATE)
 
     def _end(self, response: bytes) -> None:
-        """Say why where nothing else was said, and close, whether the client listens or not."""
+        """Send an error if no response has begun, and close."""
         if not self.transport.is_closing() and (self.cycle is None or not self.cycle.response_started):
             self.transport.write(response)
             self.transport.close()
@@ -252,5 +254,5 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def bounded_protocol(most: int) -> type[BoundedProtocol]:
-    """The protocol of a server that has so many connections."""
+    """Create the protocol of a server that has so many connections."""
     return type("Protocol", (BoundedProtocol,), {"among": Connections(most)})

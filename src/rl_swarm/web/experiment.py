@@ -1,4 +1,4 @@
-"""Answers for an experiment over HTTP: its arms and curves, and every run as a page under `run/<name>/`."""
+"""Serves an experiment over HTTP: its arms and curves, and every run as a page under `run/<name>/`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ExperimentPage:
 
 
 class ExperimentFollower(Poller):
-    """An experiment that many look at."""
+    """Follows an experiment for many viewers."""
 
     def __init__(self, progress: ExperimentProgress) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
 
     @app.get("/api/experiment", response_model=ExperimentPage, responses=OR_CSV)
     def experiment(experiment: Experiment, format: Format = "json") -> Response:
-        """The arms with what they have earned, and the runs."""
+        """Return the arms with their measures, and the runs."""
         page = experiment.page()
         return as_json(page) if format == "json" else as_csv("arms", arms_csv(page.state.arms))
 
@@ -89,7 +89,7 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
         points: Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")] = 100,
         format: Format = "json",
     ) -> Response:
-        """A line per arm: the mean over its nodes and seeds."""
+        """Return a line per arm: the mean over its nodes and seeds."""
         lines = experiment.lines(metric, points)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
@@ -97,7 +97,7 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
 
 
 def _lines(metric: str, curves: dict[str, Points]) -> Lines:
-    """All curves over the same rounds."""
+    """Align all curves to the same rounds."""
     rounds = sorted({after for points in curves.values() for after, _ in points})
     known = {label: dict(points) for label, points in curves.items()}
     lines = [Line(label, label, [values.get(after) for after in rounds]) for label, values in known.items()]
@@ -105,7 +105,7 @@ def _lines(metric: str, curves: dict[str, Points]) -> Lines:
 
 
 def arms_csv(arms: Sequence[ArmState]) -> str:
-    """A line per arm; every measure with the ends of its interval."""
+    """Write a line per arm; every measure with the ends of its interval."""
     plain = ["arm", "nodes", "played", "rounds", "against"]
     header = [*plain, "seeds", *(f"{name}{end}" for name in MEASURED for end in ("", "_low", "_high"))]
 

@@ -1,4 +1,4 @@
-"""Answers the endpoints of the original RL Swarm dashboard, by their names, for programs that know them."""
+"""Serves the endpoints of the original RL Swarm dashboard by their names, for programs that use them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,12 +101,12 @@ def router(current: Callable[[], Follower], reader: RolloutReader) -> APIRouter:
 
     @routes.get("/leaderboard")
     def leaderboard(swarm: Swarm) -> Leaderboard:
-        """By the reward of the last rounds."""
+        """Return the nodes by the reward of the last rounds."""
         return leaders(swarm, total=False)
 
     @routes.get("/leaderboard-cumulative")
     def leaderboard_cumulative(swarm: Swarm) -> Leaderboard:
-        """By the sum of all rewards."""
+        """Return the nodes by the sum of all rewards."""
         return leaders(swarm, total=True)
 
     @routes.get("/rewards-history")
@@ -138,7 +138,7 @@ def router(current: Callable[[], Follower], reader: RolloutReader) -> APIRouter:
 
     @routes.get("/gossip")
     def gossip(swarm: Swarm, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Gossip:
-        """What the models wrote last."""
+        """Return the latest completions."""
         return Gossip([message(row) for row in reader.page(RolloutFilter(), None, limit, keys=False).rollouts])
 
     return routes
@@ -155,7 +155,7 @@ def leaders(swarm: Follower, total: bool) -> Leaderboard:
 
 
 def message(row: RolloutRow) -> Message:
-    """A rollout as one line: the question, and the best of the answers."""
+    """Format a rollout as one line: the question, and the best of the answers."""
     best = max(row.completions, key=lambda text: text.reward)
     question, answer = (" ".join(text.split())[:LONGEST] for text in (row.question, best.text))
     text = f"{question} → {answer}"[:LONGEST]

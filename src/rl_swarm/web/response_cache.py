@@ -1,4 +1,4 @@
-"""Makes answers that many clients want at the same time once."""
+"""Computes a response once when many clients want it at the same time."""
 
 import asyncio
 import gzip
@@ -24,7 +24,7 @@ class CachedResponse:
     until: float
 
     def messages(self, takes_gzip: bool) -> list[Message]:
-        """What is sent to one who asked. Middleware adds headers to it, hence a list of its own."""
+        """Return the messages of the response. Middleware adds headers to them, hence a new list each time."""
         headers, body = list(self.start["headers"]), self.body
         if self.packed:
             headers.append((b"vary", b"Accept-Encoding"))
@@ -52,7 +52,7 @@ class ResponseCache:
             await send(message)
 
     def _wanted(self, key: Key, scope: Scope) -> "asyncio.Task[CachedResponse]":
-        """The answer that is kept or under way, or a new one."""
+        """Return the cached or pending response, or start a new one."""
         if key not in self.made or _is_old(self.made[key]):
             self.made = {k: task for k, task in self.made.items() if not _is_old(task)}
             for oldest in list(self.made)[: max(0, len(self.made) + 1 - MAX_CACHED)]:
@@ -61,7 +61,7 @@ class ResponseCache:
         return self.made[key]
 
     async def _make(self, scope: Scope) -> CachedResponse:
-        """Asks the application. Whoever asked first may hang up: others wait for this too."""
+        """Ask the application. The first client may hang up: others wait for this response too."""
         messages: list[Message] = []
 
         async def receive() -> Message:

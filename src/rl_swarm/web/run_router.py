@@ -17,7 +17,7 @@ PATH = re.compile(r"/run/([^/]{1,255})(/.*)")
 
 
 class RunRouter:
-    """Hands what is asked of another run to an application of its own; the rest goes on."""
+    """Routes requests for another run to an application of its own; passes on all others."""
 
     def __init__(self, app: ASGIApp, runs: Runs, make: Callable[[Follower], FastAPI]) -> None:
         self.app, self.runs, self.make = app, runs, make

@@ -32,7 +32,7 @@ def is_installed() -> bool:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at the first free port from this one on."""
+    """Bind a socket to the first free port from this one on."""
     for candidate in range(port, min(port + MAX_PORTS, 65536)):
         try:
             family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
@@ -60,7 +60,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 def hosts_of(listening: socket.socket) -> list[str]:
-    """The names that the server answers to: any, once it is told to listen to more than this machine."""
+    """Return the host names that the server answers to: any, once it listens to more than this machine."""
     host = listening.getsockname()[0]
     return ["127.0.0.1", "localhost", "[::1]"] if host in ("127.0.0.1", "::1") else ["*"]
 
@@ -72,7 +72,7 @@ def serve(
     token: str | None = None,
     stop_run: Callable[[], None] | None = None,
 ) -> None:
-    """Serves a swarm until told to stop."""
+    """Serve a swarm until `stop` is set."""
     from rl_swarm.monitor.follower import Follower
     from rl_swarm.web.api import create_app
 
@@ -80,7 +80,7 @@ def serve(
 
 
 def serve_experiment(path: Path, listening: socket.socket, stop: threading.Event, token: str | None = None) -> None:
-    """Serves an experiment and all its runs until told to stop."""
+    """Serve an experiment and all its runs until `stop` is set."""
     from rl_swarm.web.experiment import create_experiment_app
 
     _serve(create_experiment_app(path, hosts_of(listening), token), listening, stop)
@@ -126,8 +126,8 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
 def dashboard_process(
     root: Path, host: str, port: int, token: str | None, private_log: Path, stop: threading.Event
 ) -> Iterator[str]:
-    """The dashboard of a run in a process of its own, for as long as this lasts; its address. Whoever has the token can
-    set `stop` there."""
+    """Run the dashboard of a run in a process of its own, and yield its URL. A user with the token can set `stop`
+    there."""
     with bound(host, port) as listening, private_log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.web.server", str(root), str(listening.fileno())],
@@ -165,7 +165,7 @@ def _tell_parent() -> None:
 
 
 def _main(root: str, descriptor: int) -> None:
-    """Serves until the pipe from its parent closes, however the parent ends."""
+    """Serve until the pipe from the parent closes, however the parent ends."""
     stop = threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Tells browsers that something changed: one look at the swarm for all listeners (server-sent events)."""
+"""Sends browsers an event when something changed: one poll of the swarm for all listeners (server-sent events)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ AT_A_TIME, APART = 4, 0.02
 
 
 class Stream:
-    """Looks while somebody listens, and at nothing while nobody does."""
+    """Polls while there are listeners, and does nothing while there are none."""
 
     def __init__(self, follower: Poller) -> None:
         self.follower = follower
@@ -30,7 +30,7 @@ class Stream:
         return router
 
     async def changes(self) -> AsyncIterator[ServerSentEvent]:
-        """An event `changed` whenever there is something new to read, with the number of the version."""
+        """Yield an event `changed`, with the number of the version, whenever there is something new to read."""
         changed = asyncio.Event()
         changed.set()
         self.listeners.add(changed)
@@ -46,11 +46,11 @@ class Stream:
 
     @property
     def is_polling(self) -> bool:
-        """Whether the swarm is being current at without anybody asking."""
+        """Return whether the stream polls the swarm by itself."""
         return self._polling is not None and not self._polling.done()
 
     def catch_up(self) -> None:
-        """Looks now, unless what is known is a second or two old at most."""
+        """Poll now, unless the last poll was a second or two ago at most."""
         if not self.is_polling or not self.follower.version:
             self.follower.poll()
 
