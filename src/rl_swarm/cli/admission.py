@@ -1,4 +1,4 @@
-"""Says who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
+"""Manages who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
 
 import json
 import time
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def invite(address: str, owner: Identity, uses: int, days: float) -> None:
-    """Prints a new invitation, and beside it what it is good for."""
+    """Print a new invitation, and what it is good for."""
     _, manifest = _opened(address, owner)
     expires = int(time.time() + days * DAY)
     name, token = admission.invite(manifest, owner, uses, expires)
@@ -59,7 +59,7 @@ def change(address: str, owner: Identity, name: str, allow: bool) -> None:
 
 
 def members(address: str, as_json: bool) -> None:
-    """Who takes part, how they came, and who is kept out."""
+    """List who takes part, how each was admitted, and who is kept out."""
     files, manifest = _opened(address)
     access_list = _read(lambda: read_access_list(files, manifest), address)
     try:

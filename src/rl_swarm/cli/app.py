@@ -96,7 +96,7 @@ def up(
     dry_run: DryRun = False,
     **flags: Any,
 ) -> None:
-    """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
+    """Start a swarm on this machine and watch it learn. With GDRIVE_PATH set, join that swarm in the role NODE_ROLE."""
     from rl_swarm.cli import running
     from rl_swarm.node import run_settings
 
@@ -162,7 +162,7 @@ def coordinate(
 @app.command()
 @setting_flags("p2p_initial_peers", "identity_path")
 def bootnode(config_file: ConfigFile = None, sets: Sets = None, **flags: Any) -> None:
-    """Run a peer that is always there, so that others on the internet find each other."""
+    """Run a peer that is always online, so that peers on the internet find each other."""
     from rl_swarm.cli import peers
 
     peers.bootnode(resolve_settings("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, **flags).settings)
@@ -194,7 +194,7 @@ def invite(
     days: Annotated[float, typer.Option("--days", min=0, max=36_500, help="How long it can be used.")] = 7.0,
     identity_path: Identity_ = None,
 ) -> None:
-    """Print an invitation to a swarm of yours."""
+    """Print an invitation to a swarm that you own."""
     from rl_swarm.cli import admission
 
     admission.invite(address, identities.load(identity_path), uses, days)
@@ -205,7 +205,7 @@ Listed = Annotated[str, typer.Argument(metavar="PEER_ID", help="A peer id, or an
 
 @app.command()
 def allow(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> None:
-    """Let a peer take part in a swarm of yours; also takes a denial back."""
+    """Let a peer take part in a swarm that you own. This also revokes a denial."""
     from rl_swarm.cli import admission
 
     admission.change(address, identities.load(identity_path), peer_id, allow=True)
@@ -213,7 +213,7 @@ def allow(address: Address, peer_id: Listed, identity_path: Identity_ = None) ->
 
 @app.command()
 def deny(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> None:
-    """Keep a peer, or all who came by an invitation, out of a swarm of yours."""
+    """Keep a peer, or all peers of an invitation, out of a swarm that you own."""
     from rl_swarm.cli import admission
 
     admission.change(address, identities.load(identity_path), peer_id, allow=False)
@@ -221,7 +221,7 @@ def deny(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> 
 
 @app.command()
 def members(address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """List who takes part in a swarm, how they came, and who is kept out."""
+    """List who takes part in a swarm, how each was admitted, and who is kept out."""
     from rl_swarm.cli import admission
 
     admission.members(address, as_json)
@@ -229,7 +229,7 @@ def members(address: Address, as_json: Annotated[bool, typer.Option("--json", he
 
 @app.command()
 def status(address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Show where a swarm, or an experiment, stands."""
+    """Show the progress of a swarm or an experiment."""
     from rich.console import Console
 
     from rl_swarm.cli.live import print_once
@@ -257,8 +257,7 @@ def watch(
     sets: Sets = None,
     **flags: Any,
 ) -> None:
-    """Watch a swarm or an experiment in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops
-    it."""
+    """Watch a swarm or an experiment in a browser (a page, an API, metrics) or in this terminal. Ctrl-C stops it."""
     from rl_swarm.cli import dashboard
 
     if tui and any(value is not None for value in flags.values()):
@@ -358,7 +357,7 @@ def warmup(
     sets: Sets = None,
     **flags: Any,
 ) -> None:
-    """Give a model that scores nothing a short supervised start, and say what it brought."""
+    """Train a model that scores nothing on right answers for a short while, and score it before and after."""
     from rl_swarm.cli import warmup as command
 
     settings = resolve_settings("warmup", {}, None, sets, **flags).settings
@@ -386,7 +385,7 @@ def models_(
     sets: Sets = None,
     **flags: Any,
 ) -> None:
-    """List the models that nodes use: which fit this machine, and about how long a round takes."""
+    """List the models that nodes use: which fit this machine, and how long a round takes, roughly."""
     from rl_swarm.cli import models
 
     models.list_models(resolve_settings("models", {}, None, sets, **flags).settings, as_json)
@@ -394,7 +393,7 @@ def models_(
 
 @app.command()
 def doctor() -> None:
-    """Look at this machine: what it has, what is missing, what to do."""
+    """Check this machine: what it has, what is missing, what to do."""
     from rl_swarm.cli.doctor import examine
 
     raise typer.Exit(examine())

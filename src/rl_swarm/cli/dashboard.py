@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def watch(address: str, settings: Settings) -> None:
-    """Serves the swarm at an address, whatever network it is on, or an experiment, until Ctrl-C."""
+    """Serve the swarm or experiment at an address, on whatever network, until Ctrl-C."""
     if not server.is_installed():
         raise UserError(server.MISSING)
     stop = catch_signals()
@@ -34,7 +34,7 @@ def watch(address: str, settings: Settings) -> None:
 
 
 def watch_here(address: str) -> None:
-    """Shows the swarm or experiment in the terminal, until it has finished or Ctrl-C."""
+    """Show the swarm or experiment in the terminal, until it has finished or Ctrl-C."""
     from rich.console import Console
 
     from rl_swarm.cli.live import watch
@@ -52,7 +52,8 @@ def watch_here(address: str) -> None:
 def dashboard_of_run(
     root: Path, settings: Settings, private_log: Path, console: "Console", interrupted: threading.Event
 ) -> Iterator[None]:
-    """The dashboard of a run, where it is wanted and can be had. With a token the run can be interrupted there."""
+    """Serve the dashboard of a run, if the settings want it and its packages are installed. A user with the token can
+    stop the run there."""
     if not settings.web:
         yield
     elif not server.is_installed():
@@ -67,5 +68,5 @@ def dashboard_of_run(
 
 
 def say(console: "Console", text: str) -> None:
-    """Prints a line as it is, whatever names stand in it."""
+    """Print a line as it is, even if a name in it looks like markup."""
     console.print(text, markup=False, soft_wrap=True)

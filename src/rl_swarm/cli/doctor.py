@@ -1,4 +1,4 @@
-"""Says what this machine has, what is missing, and what to do about it."""
+"""Checks this machine: what it has, what is missing, and what to do about it."""
 
 import importlib.metadata
 import importlib.util
@@ -25,7 +25,7 @@ SIGNS = {True: "[green]ok [/]", False: "[red]NO [/]", None: "[yellow]-- [/]"}
 
 
 def examine() -> int:
-    """Prints every finding; returns 1 if something needs doing."""
+    """Print every finding; return 1 if something needs doing."""
     console = Console(highlight=False)
     found = set[bool | None]()
     for title, look in CHECKS:
@@ -90,7 +90,7 @@ def scoring() -> Iterator[Finding]:
 
 
 def code() -> Iterator[Finding]:
-    """Which isolation is active, and why no better one is."""
+    """Find which isolation is active, and why no better one is."""
     from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
 
     try:
@@ -132,7 +132,7 @@ def _store(address: str) -> Iterator[Finding]:
 
 
 def peer_to_peer() -> Iterator[Finding]:
-    """Starts the daemon as a node would, and asks those whom the settings name."""
+    """Start the daemon as a node would, and ask the peers that the settings name."""
     from rl_swarm.network.p2p.joining import engine_of
     from rl_swarm.network.p2p.time_offset import compared
     from rl_swarm.protocol.identity import Identity
@@ -180,7 +180,7 @@ def identity() -> Iterator[Finding]:
 
 
 def metrics() -> Iterator[Finding]:
-    """Asks the collector, and writes a record with each of the programs, aside and sending nothing."""
+    """Ask the collector, and let each sink write a record into a temporary folder, offline."""
     from rl_swarm.telemetry import otlp, sinks
 
     wanted = sinks.requested(config.load().settings, os.environ)

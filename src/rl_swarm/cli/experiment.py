@@ -85,7 +85,7 @@ def sapo(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command goes on."""
+    """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command resumes it."""
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals, preflight
@@ -181,7 +181,7 @@ def pack(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What --out was.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A file (NAME.jsonl.xz), or a directory for one per DIR.")],
 ) -> None:
-    """Keep what a report reads of an experiment's finished runs as one file, small enough to store or to send."""
+    """Pack what a report needs of an experiment's finished runs into one file, small enough to store or to send."""
     from rl_swarm.experiment.arms import PACKED, is_packed, name_of
     from rl_swarm.experiment.report import pack
 

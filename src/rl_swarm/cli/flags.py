@@ -1,4 +1,4 @@
-"""Generates the flags of settings, so that a flag, its help and its type are what the schema says."""
+"""Generates flags from settings, so that a flag, its help and its type are what the schema says."""
 
 import inspect
 from collections.abc import Callable

@@ -75,7 +75,7 @@ def show(
 
 @app.command()
 def new(identity_path: KeyFile = None) -> None:
-    """Make a new key. A file that is there is never overwritten."""
+    """Make a new key. An existing file is never overwritten."""
     _keep(Identity.generate(), key_path(identity_path), "made")
 
 
@@ -85,7 +85,8 @@ def export(
     public: Annotated[bool, typer.Option("--public", help="Only the public key, which anybody may have.")] = False,
     identity_path: KeyFile = None,
 ) -> None:
-    """Write the key as PEM, for a backup or another machine: for your eyes only, and never over another file."""
+    """Write the key as PEM, for a backup or another machine. It never overwrites a file. The holder of the key is this
+    peer."""
     identity = load(identity_path)
     pem = identity.public_pem() if public else identity.pem()
     if str(file) == "-":
@@ -100,7 +101,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help="A key: PEM, libp2p's protobuf, or base64 of that; `-` reads it.")],
     identity_path: KeyFile = None,
 ) -> None:
-    """Take a key from elsewhere, such as an earlier system's swarm.pem. It keeps its peer id."""
+    """Import a key, such as an earlier system's swarm.pem. It keeps its peer id."""
     try:
         with _opened(file) as source:
             identity = Identity.from_bytes(source.read(KEY_FILE_BYTES))

@@ -70,7 +70,7 @@ class LiveView:
 
 
 def watch(view: RunView, console: Console, stop: threading.Event) -> None:
-    """Shows a swarm until it has finished or `stop` is set; once, where there is no terminal to show it in."""
+    """Show a swarm until it has finished or `stop` is set; show it once without a terminal."""
     if not console.is_terminal:
         print_once(view, console)
         return

@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 
 
 def for_model(model: str, settings: Settings) -> Settings:
-    """A checkpoint of a bundled model is asked the bundled model's questions unless told otherwise."""
+    """Ask a checkpoint of a bundled model the bundled model's questions, unless told otherwise."""
     from rl_swarm.learning.policy import bundled
 
     name = bundled(model)

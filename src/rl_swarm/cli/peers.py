@@ -1,4 +1,4 @@
-"""Runs `rl-swarm bootnode`: a peer that is always there, so that others find each other."""
+"""Runs `rl-swarm bootnode`: a peer that is always online, so that peers find each other."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ COMPARE_SECONDS = 60.0  # until it looks whether there are others whose clocks a
 
 
 def bootnode(settings: Settings) -> None:
-    """Listens until Ctrl-C. It knows no swarm, trains nothing, and keeps only what the DHT gives it to keep."""
+    """Listen until Ctrl-C. A bootnode knows no swarm, trains nothing, and stores its share of the DHT alone."""
     known = known_addresses(settings.p2p_initial_peers) if settings.p2p_initial_peers else []
     start_logging(settings, HERE, "bootnode", terminal=True)
     stop = catch_signals()

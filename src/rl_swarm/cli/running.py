@@ -1,4 +1,4 @@
-"""Starts a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
+"""Runs a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
 
 import os
 import random
@@ -42,7 +42,7 @@ from rl_swarm.telemetry.logs import start_logging
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
-    """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
+    """Start a swarm, show it until it has finished or Ctrl-C, and sum up."""
     console = Console(highlight=False)
     sinks.requested(settings, os.environ)  # or an error, before anything is started
     if resume is None:
@@ -114,7 +114,7 @@ def _tend(
     console: Console,
     interrupted: threading.Event,
 ) -> None:
-    """Runs the swarm until it has finished or is interrupted; its nodes have saved then, whatever happens here."""
+    """Run the swarm until it has finished or is interrupted. Its nodes have saved by then, whatever happens here."""
     try:
         swarm.start(interrupted)
         if interrupted.is_set():
@@ -136,7 +136,7 @@ def _tend(
 
 
 def _stopped(view: RunView, root: Path) -> str:
-    """Says where a run was interrupted, and how it goes on."""
+    """Say where a run was interrupted, and how to resume it."""
     if view.manifest is None:
         return "Stopped before the swarm was founded. Nothing is lost: start it again."
     at = f"at round {view.state.round}" if has_begun(root) and view.state else "before the first round"
@@ -144,15 +144,14 @@ def _stopped(view: RunView, root: Path) -> str:
 
 
 def has_begun(root: Path) -> bool:
-    """Tells whether a round of the run has begun."""
+    """Return whether a round of the run has begun."""
     view = RunView(root)
     view.refresh_swarm()
     return view.state is not None and view.state.phase != "waiting"
 
 
 def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
-    """Raises where a run cannot go on. Asks before nodes that have learned begin again with the model they started
-    from."""
+    """Raise if a run cannot be resumed. Ask before trained nodes begin again with the base model."""
     view = RunView.open(root)
     if view.state is None:
         return
@@ -180,21 +179,21 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
 
 
 def _has_checkpoint(view: RunView, node: str, settings: Settings) -> bool:
-    """Tells whether a node of this user can go on from where it was, here or in the folder."""
+    """Return whether a node of this user has a checkpoint, here or in the folder."""
     assert view.manifest is not None
     own = LocalFiles(swarm_folder(settings, view.root, view.manifest.swarm()))
     return bool(own.names(f"{node}/checkpoints")) or bool(view.checkpoints(node))
 
 
 def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
-    """Tells whether anything was done in a run, by what is private of it: others may have changed the folder."""
+    """Return whether the run has done anything, by its private folder: members may have changed the shared one."""
     own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
     begun = bool(own.names("coordinator"))  # its state or its history
     return begun or any(own.names(f"{node}/checkpoints") for node in own.names(""))
 
 
 def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
-    """Removes a run, and what is private of it."""
+    """Remove a run and its private folder."""
     if manifest is not None:
         own = swarm_folder(settings, root, manifest.swarm())
         LocalFiles(own.parent).remove(own.name)
@@ -203,13 +202,13 @@ def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
 
 
 def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
-    """Puts the nodes of a swarm of invited peers on its owner's list."""
+    """Put the nodes of a swarm of invited peers on its owner's list."""
     peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
     change_access_list(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
 def run_process(role: str, address: Path | str, settings: Settings) -> None:
-    """One process of a swarm, with its log on the terminal."""
+    """Run one process of a swarm, with its log on the terminal."""
     from rl_swarm.node import worker
 
     if is_peer_address(str(address)):

@@ -1,4 +1,4 @@
-"""Says what a run achieved, to the person who started it."""
+"""Prints what a run achieved, for the person who started it."""
 
 from rich.console import Console
 from rich.table import Table
@@ -83,7 +83,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
 
 
 def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
-    """Where there are no held-out questions: what the answers to those of the rounds earned."""
+    """Print the rewards of the rounds, where there are no held-out questions."""
     table = Table(title="Reward: the first and the last rounds", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("node", no_wrap=True)
     for title in ("role", "first", "last", ""):
@@ -106,12 +106,12 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
 
 
 def _typed(run: RunView) -> str:
-    """The run's folder as it is typed in a shell."""
+    """Quote the run's folder for a shell."""
     return marked(quoted(run.root), LONGEST_PATH)
 
 
 def _environment(run: RunView) -> str:
-    """The option that starts another run of this kind."""
+    """Return the option that starts another run of this kind."""
     kind = run.manifest.environment if run.manifest else Settings().environment
     return "" if kind == Settings().environment else f" --env {kind}"
 

@@ -27,7 +27,7 @@ from rl_swarm.telemetry.schema import HeldOut
 
 
 class WarmUp(msgspec.Struct, frozen=True):
-    """What a warm-up did."""
+    """Holds the result of a warm-up."""
 
     model: str
     out: str
@@ -76,7 +76,7 @@ def warmup(
 
 
 def prepare(out: Path) -> None:
-    """Says now what would only be found out after minutes of training."""
+    """Raise now if the result could not be written after minutes of training."""
     if out.exists():
         raise WarmUpError(f"--out {out}: it exists already. Give another directory, or remove it first.")
     try:

@@ -1,7 +1,7 @@
 """Defines an arm: how many groups a node takes from where, by which strategy, and how it trains on them.
 
 Written `I/J`: own and external groups per round. `4/0x2` makes two updates on the same groups, which costs as much
-training as 4/4 while most groups carry signal; `1/7@1` makes an update on every group, one after the other;
+training as 4/4 while most groups carry signal. `1/7@1` makes an update on every group, one after the other.
 `4/0-pooled` is one learner that has the questions of all nodes to itself.
 """
 
@@ -74,12 +74,12 @@ class Arm(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Nodes that train alone, in the plain way: what others are compared with."""
+        """Return whether nodes train alone, in the plain way: a base for comparisons."""
         return not self.external_groups and not self.is_special
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Its place in a table: arms without sharing first, then by how much they share."""
+        """Return its place in a table: arms without sharing first, then by how much they share."""
         return (self.external_groups > 0, self.is_special, -self.local_groups, self.external_groups, self.strategy)
 
     @property
@@ -88,12 +88,12 @@ class Arm(msgspec.Struct, frozen=True):
 
     @property
     def slug(self) -> str:
-        """The label as part of a file's name."""
+        """Return the label as part of a file's name."""
         return re.sub(r"[^A-Za-z0-9.-]+", "-", self.label.replace("@", "at"))
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One run: an arm with a seed and a learning rate."""
+    """Describes one run: an arm with a seed and a learning rate."""
 
     arm: Arm
     seed: int
@@ -114,16 +114,17 @@ class Job(msgspec.Struct, frozen=True):
         return 1 if self.arm.pooled else self.nodes
 
     def evaluations(self, begun: int, played: int) -> float:
-        """How often the held-out questions are answered, beside the last time, while it plays from one round to
-        another;
-        in between not greedily, which is the cheaper."""
+        """Return how often the held-out questions are answered between two rounds, without the last time.
+
+        An evaluation in between has no greedy answers, so it counts as a fraction.
+        """
         settings = self.members()[0]
         every, samples = settings.held_out_every, settings.held_out_samples
         between = min(played, self.rounds - 1) // every - begun // every if every else 0
         return (begun == 0) + max(0, between) * samples / (samples + 1)
 
     def swarm(self) -> Settings:
-        """What all nodes have in common, without what a strategy brings: its class may not be here."""
+        """Return the settings of all nodes, without the strategy, whose class may not be installed here."""
         return resolve(self._layers("alone"), SettingsLayer("flag", self.settings)).settings
 
     def _layers(self, strategy: str) -> list[SettingsLayer]:
@@ -144,7 +145,7 @@ class Job(msgspec.Struct, frozen=True):
         return [SettingsLayer("experiment", PRESET), SettingsLayer("arm", arm)]
 
     def members(self) -> list[Settings]:
-        """The settings of every node."""
+        """Return the settings of every node."""
         layers, found = self._layers(self.arm.strategy), []
         tasks = list(task_list(self.swarm()))
         for number in range(1, self.count + 1):
@@ -161,7 +162,7 @@ class Job(msgspec.Struct, frozen=True):
         return [Identity.derived("experiment", self.seed, number) for number in range(1, self.count + 1)]
 
     def specialists(self) -> dict[str, list[int]]:
-        """Of nodes that are asked some tasks only, the numbers of these."""
+        """Return the task numbers of nodes that are asked some tasks only, by peer id."""
         names = [task.name for task in task_list(self.members()[0])]
         found = {}
         for identity, number in zip(self.identities(), range(1, self.count + 1), strict=True):
@@ -184,7 +185,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, folder: Path) -> "Job | None":
-        """What a folder is a run of; None if it is none."""
+        """Read the job of a run's folder; None if it is no run."""
         try:
             return msgspec.json.decode(files_of(folder).read(FILE, MAX_BYTES), type=cls)
         except (FileNotFoundError, NotADirectoryError):  # a link in its place is none either
@@ -194,36 +195,36 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def is_experiment(address: str | Path) -> bool:
-    """Tells whether this is a folder that `experiment sapo --out` was given and that has a run, or a packed
-    experiment."""
+    """Return whether an address is a packed experiment, or a folder of `experiment sapo --out` that has a run."""
     path = Path(address)
     return is_packed(path) or any(job_folders(path / kind) for kind in (RUNS, TUNING))
 
 
 def is_packed(path: Path) -> bool:
-    """Tells by its name whether an experiment is kept as one file."""
+    """Return whether a name is that of a packed experiment."""
     return path.name.endswith(PACKED)
 
 
 def name_of(path: Path) -> str:
-    """Names an experiment after its folder or file."""
+    """Name an experiment after its folder or file."""
     return path.resolve().name.removesuffix(PACKED)
 
 
 def files_of(run: Path) -> LocalFiles:
-    """Returns the files of a run. Of `<experiment>/runs/<run>` the user named the experiment; the rest is in it."""
+    """Return the files of a run. For `<experiment>/runs/<run>`, links inside the experiment are not followed."""
     if run.parent.name in (RUNS, TUNING):
         return LocalFiles(run.parent.parent).below(f"{run.parent.name}/{run.name}")
     return LocalFiles(run)
 
 
 def job_folders(folder: Path) -> list[Path]:
-    """Lists the directories in a folder that are runs of an experiment."""
+    """List the runs of an experiment in a folder."""
     return [folder / name for name in LocalFiles(folder.parent).folders_with(FILE, folder.name)]
 
 
 def arms(configurations: str, names: str) -> list[Arm]:
-    """Every configuration, or those of a preset, with every strategy; without external groups there is no strategy."""
+    """Combine every configuration, or those of a preset, with every strategy; without external groups there is no
+    strategy."""
     wanted = [strategy.strip() for strategy in names.split(",") if strategy.strip()]
     for name in wanted:
         strategies.named(name)
@@ -262,7 +263,7 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
 
 
 def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, object]]:
-    """Settings of single nodes, from `K:NAME=VALUE`."""
+    """Parse settings of single nodes, from `K:NAME=VALUE`."""
     found: dict[str, dict[str, object]] = {}
     for text in assignments:
         number, colon, assignment = text.partition(":")
@@ -279,7 +280,7 @@ def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, o
 
 
 def _playable(settings: Settings, number: int) -> Settings:
-    """The settings of a node, unless it could not be played in lock-step in one process."""
+    """Return the settings of a node; raise if it could not run in lock-step in one process."""
     wrong = {
         "round_end": settings.round_end != "lockstep",
         "publish_frequency": settings.publish_frequency == "round",
@@ -306,7 +307,7 @@ def _playable(settings: Settings, number: int) -> Settings:
 
 
 def differences(old: Job, new: Job) -> list[str]:
-    """In what a run that exists differs from the one that is wanted."""
+    """List how an existing run differs from the wanted one."""
     before, after = (msgspec.to_builtins(job) for job in (old, new))
     for job in (before, after):
         job["settings"] = {k: v for k, v in job["settings"].items() if k not in HARMLESS}

@@ -65,7 +65,7 @@ class BatchedEngine:
 
 
 def sample(batch: Sequence[SampleRequest]) -> list[list[list[Completion]]]:
-    """Completions of all questions of several nodes, whose models one engine serves, in one pass."""
+    """Sample the answers to all questions of several nodes in one pass of the engine that serves their models."""
     engine = sampler.engine_of(batch[0].policy.model)
     assert engine is not None
     requests = []
@@ -79,6 +79,6 @@ def sample(batch: Sequence[SampleRequest]) -> list[list[list[Completion]]]:
 
 
 def share(watches: Sequence[Stopwatch], phase: str, started: float) -> None:
-    """What has been done for several since then is time of each, in equal parts."""
+    """Add the time since `started` to every stopwatch, in equal parts."""
     for watch in watches:
         watch.add(phase, started, time.perf_counter(), 1 / len(watches))

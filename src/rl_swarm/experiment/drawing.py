@@ -26,7 +26,7 @@ SPARED = (
 
 
 def drawn(state: ExperimentState, width: int) -> Group:
-    """Every arm with what it has earned and the intervals below it, and the runs that go on."""
+    """Draw every arm with its measures and their intervals, and the runs that go on."""
     parts: list[RenderableType] = [_head(state)]
     if state.arms:
         parts.append(arms_table(state, width))
@@ -37,7 +37,7 @@ def drawn(state: ExperimentState, width: int) -> Group:
 
 
 def watch(path: Path, console: Console, stop: threading.Event) -> None:
-    """Shows an experiment until all its runs have finished or `stop` is set; once, where there is no terminal."""
+    """Show an experiment until all its runs have finished or `stop` is set; show it once without a terminal."""
     progress = followed(path)
     if not console.is_terminal:
         return print_once(path)
@@ -60,7 +60,7 @@ def print_once(path: Path, as_json: bool = False) -> None:
 
 
 def arms_table(state: ExperimentState, width: int) -> Table:
-    """The arms, with as many columns as there is room for."""
+    """Draw the arms, with as many columns as fit."""
     rows = [_cells(arm) for arm in state.arms]
     titles = [title for title in rows[0] if any(row[title].plain for row in rows)]
     if all(arm.played == arm.rounds for arm in state.arms):
@@ -97,7 +97,7 @@ def _width(title: str, rows: Sequence[Mapping[str, Text]]) -> int:
 
 
 def _cells(arm: ArmState) -> dict[str, Text]:
-    """A row by its titles. Changes are against the arm that stands below its name."""
+    """Return a row by its titles. Changes are against the arm that is named below."""
     return {
         "arm": Text(plain(arm.arm)).append(f"\n  against {plain(arm.against)}" if arm.against else "", style="dim"),
         "rounds": Text(f"{arm.played}/{arm.rounds}"),

@@ -15,7 +15,7 @@ REWARDS = ("training_set", "fresh_local")
 
 
 def draw(numbers: Numbers, out: Path) -> dict[str, str]:
-    """Writes the figures; what each shows, and the name of its file."""
+    """Write the figures; return their files by what they show."""
     files = {
         "Reward of the training set and of fresh local rollouts": (
             "rewards.png",
@@ -35,7 +35,7 @@ def draw(numbers: Numbers, out: Path) -> dict[str, str]:
 
 
 def figure(numbers: Numbers, panels: Sequence[str], columns: int = 2) -> Figure:
-    """Some panels of `PANELS` beside each other."""
+    """Draw some panels of `PANELS` beside each other."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     wide = 1.6 if list(panels) == ["by_task"] else columns

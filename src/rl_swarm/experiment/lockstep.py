@@ -1,9 +1,9 @@
-"""Plays a swarm in one process, its nodes in lock-step, with the same results as separate processes of `rl-swarm up`.
+"""Runs a swarm in one process, its nodes in lock-step, with the same results as separate processes of `rl-swarm up`.
 
-The nodes share one scoring process. Each plays the real `Node.turn`; what they need done with their models is gathered
-and given to an engine, which may do it for all of them together. The folder is an ordinary run directory, so that
-`rl-swarm watch` shows it. Checkpoints of all nodes are of one round: a run that was stopped, or killed, goes on from
-the last one and writes what it would have written.
+The nodes share one scoring process. Each runs the real `Node.turn`. Its requests to sample and train go to an engine,
+which may serve all nodes together. The folder is an ordinary run directory, so `rl-swarm watch` shows it. Checkpoints
+of all nodes are of one round: a run that was stopped, or killed, resumes from the last one and writes what it would
+have written.
 """
 
 import os
@@ -47,7 +47,7 @@ ScoreKey = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what i
 
 
 class ModelEngine(Protocol):
-    """Does what the nodes of a swarm need done with their models."""
+    """Samples and trains for the nodes of a swarm."""
 
     def sample(self, work: Sequence[SampleRequest]) -> None: ...
 
@@ -55,7 +55,7 @@ class ModelEngine(Protocol):
 
 
 class SequentialEngine:
-    """Every node for itself, as a process of its own would."""
+    """Serves every node by itself, as a process of its own would."""
 
     def __init__(self, policies: Sequence[Policy]) -> None: ...
 
@@ -69,7 +69,7 @@ class SequentialEngine:
 
 
 def engine_for(policies: Sequence[Policy]) -> ModelEngine:
-    """On a GPU all nodes together."""
+    """Choose the engine: on a GPU all nodes together."""
     if any(policy.device.type != "cuda" for policy in policies):
         return SequentialEngine(policies)
     from rl_swarm.experiment.batched_engine import BatchedEngine
@@ -78,7 +78,7 @@ def engine_for(policies: Sequence[Policy]) -> ModelEngine:
 
 
 class SharedEnvironment(Environment):
-    """One environment for all nodes. What was made and scored for one is known to the others, for a stage."""
+    """Serves all nodes: what is generated and scored for one is known to the others, for a stage."""
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool) -> None:
         super().__init__(tasks, partial_rewards)
@@ -87,7 +87,7 @@ class SharedEnvironment(Environment):
 
     @staticmethod
     def of(manifest: Manifest) -> "SharedEnvironment":
-        """What a swarm plays, made to be shared."""
+        """Derive the shared environment of a swarm's environment."""
         kind = environments.of_swarm(manifest)
         shared: type[SharedEnvironment] = type(f"SharedEnvironment{kind.__name__}", (SharedEnvironment, kind), {})
         return shared(manifest.tasks, manifest.partial_rewards)
@@ -127,7 +127,7 @@ class RunMember:
 
 
 class LockstepSwarm:
-    """The nodes of one run."""
+    """Runs the nodes of one run."""
 
     def __init__(
         self,
@@ -138,7 +138,8 @@ class LockstepSwarm:
         specialists: Mapping[str, list[int]] | None = None,
         engine: Callable[[Sequence[Policy]], ModelEngine] | None = None,
     ) -> None:
-        """Everybody who knows the seed knows the owner's key; checkpoints are signed with that of the user."""
+        """Set up the nodes. The seed gives the owner's key to everyone, so checkpoints are signed with the user's
+        key."""
         self.files, self.owner, self.settings = files, owner, members[0].settings
         self.signer = Identity.load_or_create(Path(user.identity_path))
         self.manifest = self._manifest(specialists or {})
@@ -164,7 +165,7 @@ class LockstepSwarm:
             node.held_out = held_out
 
     def run(self, stop: threading.Event, tell: Callable[["LockstepSwarm"], None] = lambda swarm: None) -> bool:
-        """Plays until all rounds are done (True), or until told to stop, after the round at hand (False)."""
+        """Run until all rounds are done (True), or until `stop` is set and the current round ends (False)."""
         if self.done < 0:
             self._evaluate("start")
         self._write_state()
@@ -190,7 +191,7 @@ class LockstepSwarm:
         return True
 
     def round(self) -> None:
-        """One round of all nodes, stage by stage."""
+        """Run one round of all nodes, stage by stage."""
         state = self.swarm.state
         for _ in range(self.manifest.stages):
             self._stage(self.swarm.state)
@@ -201,7 +202,7 @@ class LockstepSwarm:
         self.evaluation_seconds += time.monotonic() - started
 
     def _stage(self, state: State) -> None:
-        """One stage of all nodes: they answer and publish, then collect, then learn and report."""
+        """Run one stage of all nodes: they answer and publish, then collect, then train and report."""
         self.environment.forget()
         # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and
         # back.
@@ -233,7 +234,7 @@ class LockstepSwarm:
                     waiting[number] = work
 
     def save(self) -> None:
-        """A checkpoint of all nodes. It counts once the state, which is written last, is there."""
+        """Write a checkpoint of all nodes. It counts once the state, which is written last, is there."""
         for node in self.nodes:
             node.save()
         state = seal(self.swarm.state, self.signer)
@@ -247,7 +248,7 @@ class LockstepSwarm:
         self._write_state()
 
     def clear(self) -> None:
-        """Removes the checkpoints of a run that has ended."""
+        """Remove the checkpoints of a run that has ended."""
         LocalFiles(self.private.parent).remove(self.private.name)
         with suppress(OSError):
             self.files.remove("checkpoints")
@@ -270,7 +271,7 @@ class LockstepSwarm:
             return manifest
 
     def _written(self, members: Sequence[RunMember]) -> tuple[State, dict[str, tuple[Path, Place]]] | None:
-        """The newest checkpoint that all nodes have whole: the state after it, and where each node's lies."""
+        """Find the newest checkpoint that all nodes have: the state after it, and where each node's lies."""
         known: dict[str, dict[int, Saved]] = {}
         for member in members:
             found: dict[int, Saved] = {}
@@ -292,7 +293,7 @@ class LockstepSwarm:
         return None
 
     def _state(self, number: int) -> State:
-        """The state that belongs to a checkpoint of all nodes."""
+        """Read the state that belongs to a checkpoint of all nodes."""
         try:
             data = LocalFiles(self.private).read(_state(number), MAX_BYTES)
         except FileNotFoundError:
@@ -357,13 +358,13 @@ class LockstepSwarm:
         self.evaluation_seconds += time.monotonic() - started
 
     def _write_state(self) -> None:
-        """Tells onlookers where the swarm stands."""
+        """Write the swarm's state for observers."""
         self._written_at = time.monotonic()
         self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 
 def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
-    """What the nodes with one model share on a GPU."""
+    """Return what nodes with one model share on a GPU."""
     if pick_device(members[0].settings).type != "cuda":
         return {}
     models = Counter(member.settings.model for member in members)
@@ -371,7 +372,7 @@ def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
 
 
 def rewind(log: SharedLog, done: int) -> None:
-    """Leaves the lines of rounds up to `done`: those after it are played again."""
+    """Keep the lines of rounds up to `done`: later rounds run again."""
     lines = log.read().splitlines()
     kept = [line for line in lines if msgspec.json.decode(line)["round"] <= done] if done >= 0 else []
     log.replace(b"".join(line + b"\n" for line in kept))

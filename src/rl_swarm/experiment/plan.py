@@ -1,4 +1,4 @@
-"""Estimates how long an experiment takes from some rounds of one run, and says how far it has come."""
+"""Estimates how long an experiment takes from some rounds of one run, and shows its progress."""
 
 import heapq
 import time
@@ -18,7 +18,7 @@ SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan
 
 @dataclass
 class Costs:
-    """Seconds that things take, per node."""
+    """Holds the seconds that a node's steps take."""
 
     local: float  # to ask, answer, score and publish one group
     external: float  # to collect, per round
@@ -36,7 +36,7 @@ class Costs:
         rounds: int = 0,
         took: float = 0.0,
     ) -> "Costs":
-        """From the last `rounds` of a run, which took so long together; without, from what its nodes noted in all."""
+        """Estimate costs from the last `rounds` of a run, which took so long together, or from its nodes' own times."""
         lines = [line for node in run.nodes for line in node.rounds[-rounds:]]
         arm, settings = run.job.arm, run.job.members()[0]
 
@@ -58,7 +58,7 @@ class Costs:
         )
 
     def seconds(self, job: Job, played: int = 0) -> float:
-        """What is left of a run may take so long."""
+        """Estimate the seconds that are left of a run."""
         settings = job.members()[0]
         each = self.local * settings.local_groups + self.external * (job.arm.external_groups > 0)
         each += self.train * job.arm.epochs * (settings.local_groups + job.arm.external_groups)
@@ -67,7 +67,7 @@ class Costs:
 
 
 def makespan(seconds: Sequence[float], at_once: int) -> float:
-    """When the last of some runs ends that are begun in this order, so many at once."""
+    """Return when the last of some runs ends, started in this order, so many at once."""
     lanes = [0.0] * at_once
     for each in seconds:
         heapq.heapreplace(lanes, lanes[0] + each)
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressBars:
-    """How far some runs have come: bars in a terminal, elsewhere a line now and then."""
+    """Shows the progress of runs: bars in a terminal, elsewhere a line now and then."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], done: Mapping[str, int]) -> None:
         self.console, self.jobs = console, jobs  # in the order of their turns
@@ -107,7 +107,7 @@ class ProgressBars:
         self.since = (time.monotonic(), makespan(self._planned(), at_once))
 
     def show(self, running: Mapping[str, int]) -> None:
-        """With the rounds of the runs that are going on."""
+        """Show the rounds of the runs that go on."""
         self.done |= {name: max(self.done.get(name, 0), done) for name, done in running.items()}
         rounds = {job.name: job.rounds for job in self.jobs}
         share, left = 1 - sum(self._planned()) / sum(self.whole.values()), self._left()
@@ -127,11 +127,11 @@ class ProgressBars:
         self.display.update(self.all, completed=share, says=says)
 
     def _planned(self) -> list[float]:
-        """What is left of every run, as planned."""
+        """Return the planned seconds that are left of every run."""
         return [self.whole[job.name] * (1 - self.done.get(job.name, 0) / job.rounds) for job in self.jobs]
 
     def _left(self) -> float | None:
-        """What all of it will take at the pace since the plan."""
+        """Estimate the time that is left, at the pace since the plan."""
         if self.since is None:
             return None
         since, planned = self.since

@@ -1,8 +1,7 @@
-"""Follows an experiment while it runs: how far its runs are, and what their arms have earned by then.
+"""Follows an experiment while it runs: the progress of its runs, and the measures of their arms so far.
 
-The measures are the report's. Where no run of an arm has finished yet they are of those that go on, up to the round
-that
-all of them have played; arms are compared up to the round that both have. Every look reads what is new.
+The measures are the report's. An arm without a finished run is measured over its unfinished ones, up to the round that
+all of them have played. Arms are compared up to the round that both have. Every poll reads what is new.
 """
 
 from array import array
@@ -40,7 +39,7 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class ArmState:
-    """What an arm has earned. Rewards are totals over nodes and rounds, as in the report."""
+    """Holds the measures of an arm. Rewards are totals over nodes and rounds, as in the report."""
 
     arm: str
     nodes: int
@@ -71,7 +70,7 @@ _LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
 
 
 class FollowedNode:
-    """The few numbers of a node's log that are shown: thousands of rounds of many runs are kept."""
+    """Keeps the few numbers of a node's log that are shown: there are thousands of rounds of many runs."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -83,7 +82,7 @@ class FollowedNode:
 
     @classmethod
     def of(cls, log: measures.NodeLog) -> "FollowedNode":
-        """Takes all of a log that is whole."""
+        """Take all of a complete log."""
         found = cls()
         found.fresh.extend(line.reward_local for line in log.rounds)
         found.training.extend(line.reward_training for line in log.rounds)
@@ -91,7 +90,7 @@ class FollowedNode:
         return found
 
     def poll(self, files: LocalFiles, path: str) -> bool:
-        """Reads what is new; a run that goes on after a crash has put another file in the old one's place."""
+        """Read what is new; a run that resumes after a crash has replaced its old file."""
         try:
             file = files.stat(path).st_ino
         except OSError:  # somebody has removed it
@@ -110,7 +109,7 @@ class FollowedNode:
         return bool(lines)
 
     def scored(self, rounds: int) -> float:
-        """The held-out score at the last look until then."""
+        """Return the held-out score of the last evaluation until then."""
         return [score for after, score in self.held_out if after <= rounds][-1]
 
 
@@ -163,12 +162,12 @@ class FollowedArm:
         return min((run.played for run in self.counted), default=0)
 
     def each(self, value: Callable[[FollowedNode], float]) -> dict[int, list[float]]:
-        """A number of every node, by seed."""
+        """Return a number of every node, by seed."""
         return {run.job.seed: [value(log) for log in run.logs.values()] for run in self.counted}
 
 
 class ExperimentProgress:
-    """Follows an experiment; one that was packed is read once."""
+    """Follows an experiment; a packed one is read once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -177,7 +176,7 @@ class ExperimentProgress:
         self._states: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
 
     def poll(self) -> bool:
-        """Reads what is new; whether there was anything."""
+        """Read what is new; return whether there was anything."""
         if is_packed(self.path):
             return False
         found = [(RUNS, self.runs), (TUNING, self.tuning)]
@@ -185,7 +184,7 @@ class ExperimentProgress:
         return any([*changed, *(run.poll() for _, runs in found for run in list(runs.values()))])
 
     def _find(self, folder: Path, known: dict[str, FollowedRun]) -> bool:
-        """Takes up new runs, and again those that somebody has removed and started anew."""
+        """Add new runs, and those that were removed and started anew."""
         jobs = {path: Job.read(path) for path in job_folders(folder)}
         new = {path.name: job for path, job in jobs.items() if job}
         changed = [name for name in {*new, *known} if name not in known or new.get(name) != known[name].job]
@@ -229,12 +228,12 @@ class ExperimentProgress:
         return state
 
     def curves(self, metric: str, points: int) -> dict[str, Points]:
-        """Of every arm its mean over nodes and seeds, over rounds; where some seeds have got further, of those."""
+        """Return every arm's mean over nodes and seeds by round; where some seeds are ahead, over those."""
         return {followed.arm.label: _curve(followed.runs, metric, points) for followed in self.arms()}
 
 
 def followed(path: Path) -> ExperimentProgress:
-    """The experiment in a folder or file, looked at once; a clear error if there is none."""
+    """Open the experiment in a folder or file and poll it once; raise a clear error if there is none."""
     if not is_experiment(path):
         raise UserError(f"{path} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
     progress = ExperimentProgress(path)
@@ -243,7 +242,7 @@ def followed(path: Path) -> ExperimentProgress:
 
 
 def _packed(path: Path) -> dict[str, FollowedRun]:
-    """Takes the runs of a packed experiment."""
+    """Read the runs of a packed experiment."""
     found = {}
     for run in packed.read(path)[1]:
         logs = {str(number): FollowedNode.of(log) for number, log in enumerate(run.nodes)}
@@ -252,7 +251,7 @@ def _packed(path: Path) -> dict[str, FollowedRun]:
 
 
 def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm | None:
-    """With whom an arm is compared: nodes that train alone and generate as much, or else the first arm."""
+    """Choose the arm to compare with: nodes that train alone and generate as much, or else the first arm."""
     alone = [one for one in arms if one.arm.is_plain]
     same = [one for one in alone if one.arm.local_groups == followed.arm.local_groups]
     base = (same or alone or list(arms))[0]

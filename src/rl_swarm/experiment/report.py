@@ -25,7 +25,7 @@ PUBLISHED = ("4/4", "sapo")  # what the paper found best
 
 @dataclass
 class Findings:
-    """All that the report is made of."""
+    """Holds everything that the report is made of."""
 
     arms: list[ArmResult]
     unfinished: list[str] = field(default_factory=list)
@@ -34,7 +34,8 @@ class Findings:
 
 
 def find(paths: Sequence[Path]) -> Findings:
-    """Finds the finished runs of experiments, in folders or packed. Of several, arms carry the name of theirs."""
+    """Find the finished runs of experiments, in folders or packed. With several experiments, labels of arms begin with
+    the experiment's name."""
     found = Findings([])
     for path in paths:
         prefix = _prefix(path, paths)
@@ -55,7 +56,7 @@ def find(paths: Sequence[Path]) -> Findings:
 
 
 def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
-    """Reads the finished runs of one experiment, and the names of those that are not."""
+    """Read the finished runs of one experiment, and the names of the others."""
     if is_packed(path):
         head, kept = packed.read(path)
         return head, list(kept), []
@@ -73,8 +74,7 @@ def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
 
 
 def _prefix(path: Path, paths: Sequence[Path]) -> str:
-    """What sets the arms of one experiment apart from those of others: its name, or its path where two have one
-    name."""
+    """Return the prefix of an experiment's arms: its name, or its path where two have one name."""
     names, name = [name_of(one) for one in paths], name_of(path)
     return "" if len(paths) == 1 else f"{name if names.count(name) == 1 else path}: "
 
@@ -99,7 +99,7 @@ def _read(path: Path, kind: Any) -> Any:
 
 
 def write(paths: Sequence[Path], out: Path) -> Path:
-    """Writes report.md, report.json and the figures; returns the first."""
+    """Write report.md, report.json and the figures; return the path of the first."""
     found = find(paths)
     files, numbers = LocalFiles(out), as_numbers(found)
     files.write(NUMBERS, msgspec.json.format(msgspec.json.encode(numbers)) + b"\n")
@@ -108,7 +108,7 @@ def write(paths: Sequence[Path], out: Path) -> Path:
 
 
 def pack(folder: Path, path: Path) -> int:
-    """Keeps what a report reads of the finished runs as one file; returns how many those are."""
+    """Pack what a report reads of the finished runs into one file; return how many runs those are."""
     head, runs, unfinished = _experiment(folder)
     if not runs:
         raise UserError(f"No run has finished yet in {folder}; unfinished: {', '.join(unfinished)}.")
@@ -117,7 +117,7 @@ def pack(folder: Path, path: Path) -> int:
 
 
 def read(paths: Sequence[Path]) -> dict[str, Any]:
-    """The numbers of some experiments; of one whose runs are not there, what its report.json says."""
+    """Return the numbers of some experiments; without runs, those of its report.json."""
     known = [is_packed(path) or bool(_folders(path)) for path in paths]
     if all(known):
         return as_numbers(find(paths))
@@ -150,12 +150,12 @@ def _drawn(numbers: Mapping[str, Any], out: Path) -> dict[str, str]:
 
 
 def bases(arms: Sequence[ArmResult]) -> list[ArmResult]:
-    """What others are compared with: nodes that train alone, in the plain way."""
+    """Return the arms that others are compared with: nodes that train alone, in the plain way."""
     return [result for result in arms if result.arm.is_plain] or list(arms[:1])
 
 
 def rivals(arms: Sequence[ArmResult]) -> list[ArmResult]:
-    """What others are compared with at equal cost: those, and SAPO as it was published."""
+    """Return the arms that others are compared with at equal cost: the bases, and SAPO as published."""
     published = [result for result in arms if (result.arm.configuration, result.arm.strategy) == PUBLISHED]
     return bases(arms) + [result for result in published if result not in bases(arms)]
 
@@ -251,7 +251,7 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
 def _changes(
     result: ArmResult, others: Sequence[ArmResult], values: Mapping[str, Callable[[Run, NodeLog], float]]
 ) -> dict[str, object]:
-    """Compares an arm with others: by which share each of its values is higher."""
+    """Compare an arm with others: by which share each of its values is higher."""
     return {
         base.label: {
             name: (change := measures.compared(result.each(value), base.each(value))) and asdict(change)

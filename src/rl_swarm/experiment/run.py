@@ -1,8 +1,8 @@
-"""Runs an experiment: plans, plays the runs that fit at once, goes on where it was stopped, and reports.
+"""Runs an experiment: plans, starts as many runs as fit, resumes them, and reports.
 
-Every run is a process of its own in a directory of its own. The first plays a few rounds alone; from those come the
-plan's hours and bytes. A run that is there already is finished or gone on with, so the same command can be given again
-after Ctrl-C, a crash or a power cut, with more seeds or arms too.
+Every run is a process of its own in a directory of its own. The first plays a few rounds alone; the plan's hours and
+bytes follow from those. Existing runs are finished or resumed, so the same command can be given again after Ctrl-C, a
+crash or a power cut, with more seeds or arms too.
 """
 
 import logging
@@ -45,7 +45,7 @@ TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chose
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """What a run says after every round."""
+    """Reports a run's state after every round."""
 
     done: int = 0  # rounds
     evaluation_seconds: float = 0.0  # seconds spent on held-out questions by this process
@@ -56,7 +56,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is to be run."""
+    """Describes an experiment."""
 
     out: Path
     arms: Sequence[Arm]
@@ -113,14 +113,14 @@ class RunProcess:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it has played enough to plan by."""
+        """Return whether it has played enough rounds to plan by."""
         if self.warm is None or self.status.done >= self.job.rounds:
             return self.status.done >= self.job.rounds
         since, status = self.warm
         return self.status.done - status.done >= PLAN_ROUNDS and time.monotonic() - since >= PLAN_SECONDS
 
     def costs(self, run: Run) -> Costs:
-        """From the rounds since it was warm; from all that there are where it has ended before."""
+        """Estimate costs from the rounds since it was warm, or from all rounds if it has ended before."""
         begun = self.ready[1].done if self.ready else 0
         evaluations = run.job.evaluations(begun, run.played)
         if self.ready is None or self.warm is None or self.warm[1].done >= self.status.done:
@@ -143,7 +143,7 @@ class Runner:
         self.context = context_for(self.on_gpu)
 
     def run(self, only_plan: bool = False) -> Path | None:
-        """Plays everything and writes the report; None when told to stop, or when only a plan was wanted."""
+        """Run everything and write the report; return None when stopped, or when only a plan was wanted."""
         experiment = self.experiment
         tuning = experiment.tuning()
         rates = {arm.label: experiment.rates[0] for arm in experiment.arms} if experiment.rates else {}
@@ -165,7 +165,7 @@ class Runner:
         return report.write([experiment.out], experiment.out)
 
     def _check(self, job: Job) -> None:
-        """A run that is there already must be the one that is wanted."""
+        """Raise if an existing run is not the wanted one."""
         folder = self.experiment.folder(job)
         old = Job.read(folder)
         if old is not None and (changed := differences(old, job)):
@@ -174,7 +174,7 @@ class Runner:
             )
 
     def _choose(self, tuning: Sequence[Job]) -> dict[str, float]:
-        """Every arm's best learning rate, by the held-out score at the end of its short runs."""
+        """Choose every arm's best learning rate, by the held-out score at the end of its short runs."""
         if not tuning:
             return {}
         experiment, chosen = self.experiment, report.read_rates(self.experiment.out)
@@ -194,7 +194,7 @@ class Runner:
         return {label: tuned.rate for label, tuned in chosen.items()}
 
     def _play(self, jobs: Sequence[Job], only_plan: bool) -> bool:
-        """Plays those that are not finished; whether all are."""
+        """Run the unfinished jobs; return whether all have finished."""
         pending = [job for job in jobs if not is_finished(self.experiment.folder(job))]
         if not pending:
             return True
@@ -227,7 +227,7 @@ class Runner:
         return True
 
     def _plan(self, child: RunProcess) -> None:
-        """How long all of it may take, and how many runs there is room for."""
+        """Print how long all of it may take, and decide how many runs fit at once."""
         folder = self.experiment.folder
         run = Run.read(folder(child.job))
         if run is None:
@@ -251,7 +251,7 @@ class Runner:
         )
 
     def _played(self, jobs: Sequence[Job]) -> dict[str, int]:
-        """The rounds of the runs that have begun, by name."""
+        """Return the rounds of the runs that have begun, by name."""
         found = {}
         for job in jobs:
             folder = self.experiment.folder(job)
@@ -262,13 +262,13 @@ class Runner:
         return found
 
     def _turn(self, job: Job) -> tuple[bool, int, int]:
-        """Where a run's turn is: seed by seed, and of those the longest and largest first."""
+        """Return a run's place in the order: seed by seed, the longest and largest first."""
         seeds = list(self.experiment.seeds)
         seed = job.seed if job.tuning else seeds.index(job.seed)
         return (not job.tuning, seed, -(job.arm.local_groups + job.arm.external_groups))
 
     def say(self, text: str) -> None:
-        """A line, whatever its length; in a terminal it is folded between words."""
+        """Print a line; a terminal folds it between words."""
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     def _start(self, job: Job) -> RunProcess:
@@ -278,7 +278,7 @@ class Runner:
         return RunProcess(job, ChildProcess(self.context, job.name, _child_main, *arguments))
 
     def _receive(self, running: Sequence[RunProcess]) -> list[RunProcess]:
-        """Takes in what the runs say; those that have ended."""
+        """Receive the runs' reports; return the runs that have ended."""
         wait([child.process.pipe for child in running], timeout=0.25)
         ended = []
         for child in running:
@@ -292,7 +292,7 @@ class Runner:
         return ended
 
     def _ended(self, child: RunProcess) -> bool:
-        """Whether the run is over; one that failed by accident is started again, from its last checkpoint."""
+        """Return whether the run is over; a run that failed by accident is started again, from its last checkpoint."""
         if child.status.error:
             raise UserError(f"{child.job.name}: {child.status.error}")
         code = child.process.exit_code()
@@ -308,7 +308,7 @@ class Runner:
         return False
 
     def _stop(self, running: Sequence[RunProcess]) -> None:
-        """Lets the runs finish their rounds and save; a second Ctrl-C does not wait for that."""
+        """Let the runs finish their rounds and save; a second Ctrl-C does not wait for that."""
         try:
             for child in running:
                 child.process.signal(signal.SIGTERM)
@@ -340,7 +340,7 @@ def play(
     keep_models: bool,
     pipe: Connection | None = None,
 ) -> bool:
-    """One run, from where it stands to its end (True) or until told to stop."""
+    """Run one job, from its last checkpoint to its end (True) or until `stop` is set (False)."""
     from rl_swarm.experiment import lockstep
     from rl_swarm.learning.devices import hardware, peak_memory
     from rl_swarm.learning.memory import available

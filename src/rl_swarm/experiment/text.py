@@ -12,7 +12,7 @@ Arms = Mapping[str, Mapping[str, Any]]  # by label, as in report.json
 
 
 def whole(numbers: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    """The report; `pictures` are files by what they show."""
+    """Write the report; `pictures` are files by what they show."""
     parts = ["# What sharing rollouts is worth", *head(numbers)]
     for title, section in sections(numbers).items():
         parts += [f"## {title}", section]
@@ -41,7 +41,7 @@ def sections(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def head(numbers: Mapping[str, Any]) -> list[str]:
-    """What was compared, in a few lines."""
+    """Describe in a few lines what was compared."""
     arms: Arms = numbers["configurations"]
     seeds = sorted({seed for arm in arms.values() for seed in arm["seeds"]})
     machine = numbers["machine"]
@@ -64,7 +64,7 @@ def head(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _narrow(arms: Arms) -> str:
-    """What must be known of intervals from few seeds."""
+    """Warn about intervals from few seeds."""
     once = [label for label, arm in arms.items() if len(arm["seeds"]) == 1]
     if not once:
         return (
@@ -75,13 +75,13 @@ def _narrow(arms: Arms) -> str:
 
 
 def _one_of(arms: Arms, name: str, unit: str = "") -> str:
-    """A number that all arms have in common; or all that there are."""
+    """Format a number that all arms have in common, or all values that occur."""
     *others, last = dict.fromkeys(arm[name] for arm in arms.values())
     return " or ".join([*map(str, others), counted(last, unit) if unit else str(last)])
 
 
 def _what(arms: Arms) -> str:
-    """What the names of these arms mean."""
+    """Explain the names of these arms."""
     says = ["`I/J`: in a round a node answers I questions and takes J groups of others' answers."]
     if any("x" in arm["configuration"] for arm in arms.values()):
         says.append("`xN`: N updates a round, all on the same groups.")
@@ -170,7 +170,7 @@ def _held_out(arms: Arms, bases: Sequence[str]) -> str:
 
 
 def _paper(arms: Arms) -> str:
-    """The arms that the paper has too; nothing where there are none to compare."""
+    """Compare the arms that the paper has too; return nothing where there are none."""
     same = {
         label: arm["configuration"]
         for label, arm in arms.items()
@@ -228,7 +228,7 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
 
 
 def _equal(arms: Arms, rivals: Sequence[str]) -> str:
-    """How much more every arm has at the same number of generated tokens."""
+    """Compare arms at the same number of generated tokens."""
     if len(arms) < 2 or not rivals:
         return ""
     kinds = ("fresh_local", "held_out")
