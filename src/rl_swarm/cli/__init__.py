@@ -110,15 +110,15 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # where an error can still be told
+            sys.stdout.flush()  # an error can still be reported here
     except UserError as error:
         print(f"rl-swarm: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # whoever read this has seen enough, such as `head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:  # nothing that the user could mend
+        if error.filename is None:  # not about a file of the user
             raise
         print(printable(f"rl-swarm: {error.filename}: {error.strerror}"), file=sys.stderr)
         sys.exit(1)

@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 
 MAX_PRINTED = 50  # notes and errors of `validate` that are printed
-CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
+CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # of their own once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")]
@@ -108,7 +108,7 @@ def up(
         raise UserError("--from-base goes with --resume: a new run always begins with the model.")
     named = parse_assignments(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
     preset = dict(UP_PRESET)
-    with suppress(environments.NoEnvironment):  # which is told with the other settings
+    with suppress(environments.NoEnvironment):  # reported with the other settings
         preset |= environments.named(str(config.peek("environment", config_file, named))).up
     if resume is not None:
         key = flags["identity_path"]

@@ -19,7 +19,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
 from rl_swarm.plural import counted
 
-# Whether all is well (None: not with something that only some need), and what was found.
+# True if it works, False if not, None if only some users need it; and a sentence.
 Finding = tuple[bool | None, str]
 SIGNS = {True: "[green]ok [/]", False: "[red]NO [/]", None: "[yellow]-- [/]"}
 
@@ -137,7 +137,7 @@ def peer_to_peer() -> Iterator[Finding]:
     from rl_swarm.network.p2p.time_offset import compared
     from rl_swarm.protocol.identity import Identity
 
-    settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
+    settings = replace(config.load().settings, p2p_relay=False)  # do not ask the router for a port
     if importlib.util.find_spec("hivemind") is None:
         needed = settings.network == "p2p" or settings.p2p_initial_peers is not None
         yield (

@@ -105,7 +105,7 @@ def sapo(
             )
     resolved = resolve_settings("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
-    if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too
+    if settings.hf_token:  # the hub's library reads it there, in the runs' processes too
         os.environ.setdefault("HF_TOKEN", settings.hf_token)
     preflight.check(settings)
     grid = _rates(rates)

@@ -10,7 +10,7 @@ from rl_swarm.settings import Setting, all_settings, values_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# Flags that are not called as their setting is.
+# Flags whose names differ from their settings'.
 NAMES = {
     "environment": "--env",
     "web_host": "--host",

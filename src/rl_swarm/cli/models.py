@@ -90,7 +90,7 @@ class Row:
     pool: str
     parameters: int
     plan: memory.Plan
-    seconds: float  # of a round, about
+    seconds: float  # of a round, estimated
 
 
 def list_models(settings: Settings, as_json: bool) -> None:
@@ -111,7 +111,9 @@ def list_models(settings: Settings, as_json: bool) -> None:
     table = Table(box=None, padding=(0, 1))
     for title in ("model", "pool", "parameters", "needs", "fits", "a round"):
         left = title in ("model", "pool", "fits")
-        table.add_column(title, justify="left" if left else "right", overflow="fold")  # names are typed again
+        table.add_column(
+            title, justify="left" if left else "right", overflow="fold"
+        )  # so that names can be copied whole
     for row in rows:
         parameters, needs = f"{row.parameters / 1e6:,.0f} M", f"{row.plan.needed / GIB:.1f} GiB"
         fits = "yes" if row.plan.fits else "no"

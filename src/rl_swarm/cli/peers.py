@@ -13,7 +13,7 @@ from rl_swarm.settings import Settings
 from rl_swarm.telemetry.logs import start_logging
 
 HERE = Path("runs") / "bootnode"
-COMPARE_SECONDS = 60.0  # until it looks whether there are others whose clocks agree with its own
+COMPARE_SECONDS = 60.0  # between comparisons of its clock with other peers'
 
 
 def bootnode(settings: Settings) -> None:

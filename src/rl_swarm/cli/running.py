@@ -44,7 +44,7 @@ from rl_swarm.telemetry.logs import start_logging
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
     """Start a swarm, show it until it has finished or Ctrl-C, and sum up."""
     console = Console(highlight=False)
-    sinks.requested(settings, os.environ)  # or an error, before anything is started
+    sinks.requested(settings, os.environ)  # raises before anything is started
     if resume is None:
         preflight.check(settings)
     root = resume or run or _new_run_directory()
@@ -91,7 +91,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     started = time.monotonic()
     try:
         _tend(swarm, root, settings, private_log, console, interrupted)
-    except SwarmError:  # what cannot work as it is set leaves no folder behind
+    except SwarmError:  # wrong settings leave no folder behind
         if new and not _has_worked(root, manifest, settings):
             _remove(root, manifest, settings)
         raise

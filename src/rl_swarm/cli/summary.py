@@ -93,7 +93,7 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
         first = mean([line.reward_local for line in view.rounds[:many]])
         told = ", ".join(f"{marked(name)} {value:.4g}" for name, value in view.role_metrics.items())
         table.add_row(view.name, marked(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
-    if not table.row_count:  # their logs are elsewhere
+    if not table.row_count:  # no log is on this machine
         return
     console.print()
     console.print(table)

@@ -33,14 +33,14 @@ PRESET: dict[str, object] = {
     "nodes": 8,
     "rounds": 2000,
     "round_end": "lockstep",
-    "negative_scale": 1.0,  # all nodes are one's own
+    "negative_scale": 1.0,  # all nodes are the user's own
     "checkpoint_every": 50,
     "keep_checkpoints": 2,
     "threads": 1,
 }
 GIVEN_BY_ARM = ("seed", "rounds", "nodes", "local_groups", "external_groups", "strategy", "epochs", "groups_per_update")
-HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run goes on
-# Of a machine or another command, whose environment variables may be set: no part of a run.
+HARMLESS = ("checkpoint_every", "keep_checkpoints")  # may change when a run resumes
+# Settings of the machine or of other commands: no part of a run, even if their environment variables are set.
 ELSEWHERE = (
     "gdrive_path", "experiment_name", "role", "node_id", "identity_path", "admission", "invitation", "owner",
     "test_mode",
@@ -50,8 +50,8 @@ ELSEWHERE = (
     "connect_to_testnet", "round_interval", "private_path",
 )  # fmt: skip
 RUNS, TUNING = "runs", "tuning"  # folders of an experiment
-FILE = "arm.json"  # in a run's
-PACKED = ".jsonl.xz"  # how the name of a packed experiment ends
+FILE = "arm.json"  # in a run's folder
+PACKED = ".jsonl.xz"  # suffix of a packed experiment
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Arm(msgspec.Struct, frozen=True):
     strategy: str = "sapo"
     epochs: int = 1
     pooled: bool = False
-    groups_per_update: int = 0  # of one update; 0: all of a round's
+    groups_per_update: int = 0  # 0: one update on all groups of a round
 
     @property
     def configuration(self) -> str:
@@ -99,9 +99,9 @@ class Job(msgspec.Struct, frozen=True):
     seed: int
     rounds: int
     nodes: int
-    rate: float | None = None  # the settings' where it is not given
-    tuning: bool = False  # a short one that finds out a learning rate
-    settings: dict[str, object] = {}  # that the user gave
+    rate: float | None = None  # None: that of the settings
+    tuning: bool = False  # a short run of the learning-rate grid
+    settings: dict[str, object] = {}  # given by the user
     each: dict[str, dict[str, object]] = {}  # settings of single nodes, by their numbers from 1
 
     @property
@@ -154,7 +154,7 @@ class Job(msgspec.Struct, frozen=True):
                 **self.settings,
                 **own,
                 "tasks": tasks,
-            }  # a specialist's stand in the manifest
+            }  # the manifest names a specialist's tasks
             found.append(_playable(resolve(layers, SettingsLayer("flag", given)).settings, number))
         return found
 
@@ -188,7 +188,7 @@ class Job(msgspec.Struct, frozen=True):
         """Read the job of a run's folder; None if it is no run."""
         try:
             return msgspec.json.decode(files_of(folder).read(FILE, MAX_BYTES), type=cls)
-        except (FileNotFoundError, NotADirectoryError):  # a link in its place is none either
+        except (FileNotFoundError, NotADirectoryError):  # also where a link has replaced it
             return None
         except (OSError, msgspec.DecodeError) as error:
             raise UserError(f"{folder / FILE} cannot be read: {error}.") from error

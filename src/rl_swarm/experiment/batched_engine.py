@@ -37,7 +37,7 @@ class BatchedEngine:
             started = time.perf_counter()
             try:
                 found = sample(batch)
-            except (RuntimeError, MemoryError) as error:  # by itself every node makes do with what there is
+            except (RuntimeError, MemoryError) as error:  # alone, a node retries in smaller batches
                 if not out_of_memory(error):
                     raise
                 for one in batch:

@@ -22,7 +22,7 @@ SPARED = (
     "start",
     "held-out change",
     "training-set change",
-)  # in a narrow terminal, these first
+)  # left out first in a narrow terminal
 
 
 def drawn(state: ExperimentState, width: int) -> Group:

@@ -40,7 +40,7 @@ def figure(numbers: Numbers, panels: Sequence[str], columns: int = 2) -> Figure:
     rows = -(-len(panels) // columns)
     wide = 1.6 if list(panels) == ["by_task"] else columns
     made = Figure(figsize=(wide * WIDTH, rows * HEIGHT), layout="constrained")
-    rewards = None  # the first panel of rewards: the others have its scale, so that they can be compared
+    rewards = None  # the first panel of rewards, whose scale the others share
     for number, name in enumerate(panels, 1):
         axes = made.add_subplot(rows, columns, number, sharey=rewards if name in REWARDS else None)
         rewards = rewards or (axes if name in REWARDS else None)

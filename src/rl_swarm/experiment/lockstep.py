@@ -42,8 +42,8 @@ from rl_swarm.storage.private import swarm_folder
 from rl_swarm.storage.shared_log import SharedLog
 from rl_swarm.telemetry.journal import METRICS, Journal
 
-STATE_SECONDS = 1.0  # seconds between states for onlookers
-ScoreKey = tuple[int, int, int, str, tuple[str, ...], str]  # a question, what it answers to, and a text
+STATE_SECONDS = 1.0  # between states written for observers
+ScoreKey = tuple[int, int, int, str, tuple[str, ...], str]  # a question, its parents, and an answer
 
 
 class ModelEngine(Protocol):
@@ -99,7 +99,7 @@ class SharedEnvironment(Environment):
     def questions(self, seeds: Sequence[int], seconds: float | None = None) -> list[Question]:
         new = [seed for seed in dict.fromkeys(seeds) if seed not in self.made]
         found = super().questions(new, seconds) if new else []
-        if len(found) < len(new):  # out of time, which is the node's own affair
+        if len(found) < len(new):  # out of time: the node handles that
             return super().questions(seeds, seconds)
         self.made.update(zip(new, found, strict=True))
         return [self.made[seed] for seed in seeds]
@@ -146,7 +146,7 @@ class LockstepSwarm:
         self.private = swarm_folder(user, files.root, self.manifest.swarm())
         use_threads(self.settings.threads, pick_device(self.settings))
         self.environment = SharedEnvironment.of(self.manifest)
-        # The clock stands still: nobody is late where everybody waits for everybody.
+        # The clock stands still: in lock-step no node can be late.
         self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)
         self.evaluation_seconds = 0.0  # seconds spent on held-out questions
         self._written_at = 0.0
@@ -179,7 +179,7 @@ class LockstepSwarm:
             every = self.settings.checkpoint_every
             if every and self.done % every == every - 1 and self.swarm.state.phase == "running":
                 self.save()
-            running = self.swarm.state.phase == "running"  # the end is told when all is measured
+            running = self.swarm.state.phase == "running"  # the end is written after the last evaluation
             if running and time.monotonic() - self._written_at > STATE_SECONDS:
                 self._write_state()
             tell(self)
@@ -204,8 +204,7 @@ class LockstepSwarm:
     def _stage(self, state: State) -> None:
         """Run one stage of all nodes: they answer and publish, then collect, then train and report."""
         self.environment.forget()
-        # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and
-        # back.
+        # One request to the scoring process serves all nodes, here and below.
         self.environment.questions([seed for node in self.nodes for seed in node.seeds(state)])
         turns = [node.begin(state) for node in self.nodes]
         waiting = {number: next(turn) for number, turn in enumerate(turns)}
@@ -213,7 +212,7 @@ class LockstepSwarm:
             answering = {number: work for number, work in waiting.items() if isinstance(work, SampleRequest)}
             learning = {number: work for number, work in waiting.items() if isinstance(work, TrainRequest)}
             ready = list(waiting)
-            if answering:  # those who have published wait for those who have not
+            if answering:  # nodes that have published wait for the others
                 self.engine.sample(list(answering.values()))
                 self.environment.score(
                     [
@@ -242,7 +241,7 @@ class LockstepSwarm:
         with suppress(OSError):  # a copy, like those of the nodes' checkpoints
             self.files.write(_state(self.done), state)
             nodes = [node.name for node in self.nodes]
-            for name in self.files.names("checkpoints"):  # the nodes keep their last ones only
+            for name in self.files.names("checkpoints"):  # nodes keep only their last checkpoints
                 if not any(self.files.has_folder(f"checkpoints/{name}/{node}") for node in nodes):
                     self.files.remove(f"checkpoints/{name}")
         self._write_state()
@@ -276,7 +275,7 @@ class LockstepSwarm:
         for member in members:
             found: dict[int, Saved] = {}
             for saved in self._checkpoints(member).written(self.manifest.swarm()):
-                found.setdefault(saved.place.round, saved)  # the private one first
+                found.setdefault(saved.place.round, saved)  # the private copy wins
             known[member.identity.node] = found
         common = set.intersection(*(set(places) for places in known.values()))
         for number in sorted(common, reverse=True):
@@ -305,7 +304,7 @@ class LockstepSwarm:
         return state
 
     def _checkpoints(self, member: RunMember) -> Checkpoints:
-        # A checkpoint counts when all nodes have it, so none may lose its last one before.
+        # A checkpoint counts once all nodes have it, so a node keeps the previous one until then.
         node, keep = member.identity.node, max(2, member.settings.keep_checkpoints)
         folder = self.private / node / "checkpoints"
         return Checkpoints(folder, self.signer, node, self.files, keep, keep_private=2)

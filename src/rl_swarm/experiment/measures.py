@@ -24,8 +24,8 @@ from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
-WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
-SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
+WINDOWS = 20  # of a curve, before its drawdown is measured
+SKILL = 0.25  # rise of a task's held-out score that counts as having learned it
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -131,8 +131,8 @@ class Measure:
         return f"{self.mean:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-Values = Sequence[Sequence[float]]  # of every seed, of every node
-Point = tuple[float, float, float, float]  # of a curve: where, the mean, and its interval
+Values = Sequence[Sequence[float]]  # by seed and node
+Point = tuple[float, float, float, float]  # of a curve: x, mean, and its interval
 
 
 def measured(values: Values, total: float = 1.0, count: int = DRAWS) -> Measure:
@@ -189,7 +189,7 @@ def oscillation(rewards: Sequence[float]) -> float:
     """
     size = max(5, len(rewards) // WINDOWS)
     windows = [mean(rewards[start : start + size]) for start in range(0, len(rewards) - size + 1, size)]
-    best = accumulate(windows, max, initial=0.0)  # of those before
+    best = accumulate(windows, max, initial=0.0)  # so far
     return mean([max(0.0, before - value) for before, value in zip(best, windows, strict=False)])
 
 
@@ -197,9 +197,9 @@ def oscillation(rewards: Sequence[float]) -> float:
 class Spread:
     """Measures how skills spread in one run, over all tasks that any node learned."""
 
-    tasks: int  # that some node learned
+    tasks: int  # that any node learned
     reach: float | None  # the share of the other nodes that had learned them by the end
-    rounds: float | None  # that it took them, from the first node to another
+    rounds: float | None  # from the first node to the others
 
 
 def spread(nodes: Sequence[NodeLog]) -> Spread:

@@ -13,18 +13,18 @@ from rl_swarm.experiment.measures import Run
 from rl_swarm.node.evaluation import mean
 from rl_swarm.plural import counted
 
-SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan
+SETTLED = 20.0  # seconds after which the estimate follows the pace instead of the plan
 
 
 @dataclass
 class Costs:
     """Holds the seconds that a node's steps take."""
 
-    local: float  # to ask, answer, score and publish one group
-    external: float  # to collect, per round
+    local: float  # per group: ask, answer, score, publish
+    external: float  # per round: collect
     train: float  # per group
-    evaluation: float  # at the held-out questions, sampled and greedily
-    start: float = 0.0  # of a run, whatever its nodes
+    evaluation: float  # per held-out score, sampled and greedy
+    start: float = 0.0  # per run
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class Costs:
             return mean([sum(getattr(line.seconds, phase) or 0.0 for phase in phases) for line in lines])
 
         noted = mean([line.seconds.total for line in lines]) * len(run.nodes) * rounds
-        more = took / noted if noted and took else 1.0  # what is done for all of them no node notes
+        more = took / noted if noted and took else 1.0  # time spent for all nodes is in no node's log
         local = more * spent("questions", "generate", "score", "publish", "report") / settings.local_groups
         answers = settings.held_out_questions * (settings.held_out_samples + 1)
         return cls(
@@ -85,10 +85,12 @@ class ProgressBars:
     """Shows the progress of runs: bars in a terminal, elsewhere a line now and then."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], done: Mapping[str, int]) -> None:
-        self.console, self.jobs = console, jobs  # in the order of their turns
+        self.console, self.jobs = console, jobs  # in the order of their starts
         self.done = dict(done)  # rounds, by run
-        self.whole = {job.name: 1.0 for job in jobs}  # what a run takes beside the others; seconds, once they are known
-        self.since: tuple[float, float] | None = None  # when they were, and what was left then
+        self.whole = {
+            job.name: 1.0 for job in jobs
+        }  # weight of a run among the others; its seconds, once they are known
+        self.since: tuple[float, float] | None = None  # when those were known, and the time left then
         self.at_once = 1
         self.said = -1
         columns = (

@@ -23,7 +23,7 @@ from rl_swarm.telemetry import journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 METRICS = ("fresh_local", "training_set", "held_out")
-Points = list[tuple[int, float]]  # after so many rounds, a value
+Points = list[tuple[int, float]]  # rounds played, and a value
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunProgress:
     phase: Phase
     played: int
     rounds: int
-    packed: bool  # only its numbers are here, and no run to look into
+    packed: bool  # only its numbers are here, and no run that can be opened
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class ArmState:
 
     arm: str
     nodes: int
-    seeds: list[int]  # that are counted: those that have finished, or else those that go on
+    seeds: list[int]  # of the finished runs, or of all where none has finished
     played: int
     rounds: int
     training_set: Measure | None
     fresh_local: Measure | None
     held_out_start: Measure | None
-    held_out: Measure | None  # at the last look
-    against: str | None  # with whom it is compared, as shares more or less, up to the round that both have played
+    held_out: Measure | None  # at the last evaluation
+    against: str | None  # the arm it is compared with, up to the round that both have played
     training_set_change: Measure | None
     fresh_local_change: Measure | None
     held_out_change: Measure | None
@@ -62,7 +62,7 @@ class ExperimentState:
     phase: Phase
     arms: list[ArmState]
     runs: list[RunProgress]
-    tuning: int  # short runs that find out learning rates
+    tuning: int  # short runs of the learning-rate grid
     tuned: int  # of those, finished
 
 
@@ -93,13 +93,13 @@ class FollowedNode:
         """Read what is new; a run that resumes after a crash has replaced its old file."""
         try:
             file = files.stat(path).st_ino
-        except OSError:  # somebody has removed it
+        except OSError:  # it was removed
             return False
         if file != self._file:
             self._begin(file)
         lines, self._read = journal.new_lines(files, path, self._read)
         for line in lines:
-            with suppress(msgspec.DecodeError):  # the report, which needs them all, would say so
+            with suppress(msgspec.DecodeError):  # the report needs every line, and would raise
                 found = _LINE.decode(line)
                 if isinstance(found, RoundRecord):
                     self.fresh.append(found.reward_local)
@@ -129,7 +129,7 @@ class FollowedRun:
         if self.view is None or self.phase == "finished":
             return False
         here, before = self.view.here, self.phase
-        self.phase = _phase(self.view)  # before the logs: when it has finished they are whole
+        self.phase = _phase(self.view)  # before the logs: those of a finished run are complete
         for node in here.folders_with(journal.METRICS, "logs"):
             self.logs.setdefault(node, FollowedNode())
         logs = [log.poll(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]

@@ -20,7 +20,7 @@ from rl_swarm.telemetry.schema import RoundRecord
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
-PUBLISHED = ("4/4", "sapo")  # what the paper found best
+PUBLISHED = ("4/4", "sapo")  # the paper's best
 
 
 @dataclass
@@ -131,7 +131,7 @@ def read(paths: Sequence[Path]) -> dict[str, Any]:
         for arm in arms.values():
             arm["against"] = {prefix + base: change for base, change in arm["against"].items()}
         numbers["compared_with"] = [prefix + base for base in numbers["compared_with"]]
-        for arm in arms.values():  # each at the budget of its own experiment, which is not that of the others
+        for arm in arms.values():  # experiments have different budgets
             arm["against_at_equal_tokens"] = {}
         lists: dict[str, Any] = {"compared_with": [], "compared_at_equal_tokens": [], "unfinished": []}
         merged = merged or {**numbers, **lists, "configurations": {}}

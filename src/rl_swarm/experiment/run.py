@@ -36,12 +36,12 @@ from rl_swarm.telemetry.logs import start_logging
 
 log = logging.getLogger(__name__)
 
-PLAN_ROUNDS, PLAN_SECONDS = 3, 8.0  # that are timed, at least, after a first round that warms up
+PLAN_ROUNDS, PLAN_SECONDS = 3, 8.0  # that are timed at least, after a warm-up round
 CUDA_BYTES = 1 << 30  # of a GPU's memory beside what a run allocates
 SCORER_BYTES = 400 << 20  # of the scoring process beside a run
-END_SECONDS = 60.0  # for a run that has closed its pipe to be gone
-MAX_FAILURES = 3  # of one run, until that is no accident
-TUNING_SEEDS = 10_000  # where the seeds begin on which learning rates are chosen
+END_SECONDS = 60.0  # for a run to exit after it has closed its pipe
+MAX_FAILURES = 3  # of one run, before the experiment gives up
+TUNING_SEEDS = 10_000  # first seed of the learning-rate grid
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -49,8 +49,8 @@ class RunStatus(msgspec.Struct, frozen=True):
 
     done: int = 0  # rounds
     evaluation_seconds: float = 0.0  # seconds spent on held-out questions by this process
-    memory: int = 0  # bytes it needed at most
-    free: int = 0  # bytes that were free for it, its own included
+    memory: int = 0  # peak, in bytes
+    free: int = 0  # bytes available to it, its own included
     error: str = ""
 
 
@@ -63,7 +63,7 @@ class Experiment:
     seeds: Sequence[int]
     nodes: int
     rounds: int
-    settings: Mapping[str, object] = field(default_factory=dict)  # that the user gave
+    settings: Mapping[str, object] = field(default_factory=dict)  # given by the user
     each: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     rates: Sequence[float] = ()
     tune_seeds: int = 2
@@ -101,8 +101,8 @@ class RunProcess:
     process: ChildProcess
     status: RunStatus = field(default_factory=RunStatus)
     began: float = field(default_factory=time.monotonic)
-    ready: tuple[float, RunStatus] | None = None  # when it first said something, and what
-    warm: tuple[float, RunStatus] | None = None  # and after its first round
+    ready: tuple[float, RunStatus] | None = None  # time of its first report, and the report
+    warm: tuple[float, RunStatus] | None = None  # the same after its first round
 
     def update(self, status: RunStatus) -> None:
         self.status = status
@@ -135,7 +135,7 @@ class Runner:
     def __init__(self, experiment: Experiment, console: Console, stop: threading.Event) -> None:
         self.experiment, self.console, self.stop = experiment, console, stop
         self.costs: Costs | None = None
-        self.all: list[Job] = []  # what the plan is for
+        self.all: list[Job] = []  # planned runs
         self.at_once = experiment.at_once
         self.failures: dict[str, int] = {}
         settings = experiment.job(experiment.arms[0], 0, 1, None).members()[0]
@@ -150,7 +150,7 @@ class Runner:
         self.all = [*tuning, *experiment.runs(rates)]
         for job in tuning:
             self._check(job)
-        for job in self.all:  # specialists and strategies that cannot be, before anything is started
+        for job in self.all:  # raises on impossible specialists and strategies, before anything is started
             job.specialists()
         LocalFiles(experiment.out).make()
         if not self._play(tuning, only_plan):
@@ -303,7 +303,7 @@ class Runner:
         if self.failures[name] >= MAX_FAILURES:
             raise UserError(f"{name} has failed {MAX_FAILURES} times, the last time with exit code "
                             f"{code}. {where} says why.")  # fmt: skip
-        self.at_once = self.at_once and max(1, self.at_once - 1)  # it may have been memory
+        self.at_once = self.at_once and max(1, self.at_once - 1)  # memory may have run out
         self.say(f"{name} ended with exit code {code} and goes on")
         return False
 
@@ -371,7 +371,7 @@ def play(
 
 
 def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, pipe: Connection) -> None:
-    # The runs share the cores: none of them shall take all for a few texts.
+    # The runs share the cores, so a few texts must not occupy all of them.
     wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = obey_parent(pipe)

@@ -20,9 +20,9 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 MAX_EVENTS = 5
 MAX_MODELS = 3  # that are named
-LEAST_ROWS = 3  # of the table, however low the terminal
-LONGEST, LONGEST_PATH = 200, 1000  # characters of what somebody else wrote, and of a path
-LONGEST_TIME = 1e7  # seconds that are worth telling
+LEAST_ROWS = 3  # of the table, even in a low terminal
+LONGEST, LONGEST_PATH = 200, 1000  # characters of a peer's text, and of a path
+LONGEST_TIME = 1e7  # seconds; longer times are not shown
 TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held-out", "tokens/s", "external")
 WORTH = (
     "node",

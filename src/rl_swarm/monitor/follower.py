@@ -14,14 +14,14 @@ from rl_swarm.protocol.rounds import State
 
 log = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 1.0  # between looks
+PAUSE_SECONDS = 1.0  # between polls
 LONGEST_PAUSE = 5.0
-IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
+IDLE_TIMES = 25  # a pause is this many times as long as the poll's processor time
 READ_SECONDS, FIRST_SECONDS = (
     2.0,
     10.0,
-)  # that a look, and the first one, spend on logs; the rest waits for the next
-MAX_EVENTS = 2000  # remembered of all nodes together
+)  # that a poll, and the first one, spend on logs; the rest waits for the next
+MAX_EVENTS = 2000  # kept, of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
@@ -37,13 +37,13 @@ class Poller:
 
     def poll(self) -> int:
         """Read what is new if it is time to and no other thread does. Return the version after that."""
-        first = not self.version  # everybody waits for the first look, and nobody for another
+        first = not self.version  # threads wait for the first poll, and for no other
         if (not first and self.clock() < self._next) or not self._polling.acquire(blocking=first):
             return self.version
         try:
             if not self.version or self.clock() >= self._next:
                 started, cost = self.clock(), time.thread_time()
-                changed = self._read()  # may take long: others go on with what is known
+                changed = self._read()  # may take long: other threads use what is known
                 with self.lock:
                     self.version += changed or not self.version
                 ended, cost = self.clock(), time.thread_time() - cost
@@ -74,16 +74,16 @@ class Follower(Poller):
         self.histories: dict[str, NodeHistory] = {}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._reports = ReportReader()
-        self._trouble = ""  # why it could not be read, said once
+        self._trouble = ""  # why it could not be read; logged once
         self._last = ""  # the node whose log was read last
-        self._place: Place | None = None  # in the run, when it was looked at last
+        self._place: Place | None = None  # in the run, at the last poll
 
     def _read(self) -> bool:
         view = self.view
         try:
             view.refresh_swarm()
             self._trouble = ""
-        except OSError as error:  # a store or peers that do not answer now: what was read before stands
+        except OSError as error:  # a store or peers do not answer now: what was read before stays
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 log.warning("the swarm cannot be read now: %s", error)
@@ -120,7 +120,7 @@ class Follower(Poller):
         most = min(known, state.round + AHEAD) if state else 0
         history = self.histories.setdefault(node.node, NodeHistory())
         events = history.new_events(node, view.here)
-        if history.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+        if history.alive is None and view.address.is_url and node.peer:  # its log is on another machine
             said = f"with {node.peer.model}"
             events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
         if history.alive is not None and history.alive != node.alive and state and state.phase == "running":

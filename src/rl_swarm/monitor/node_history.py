@@ -14,7 +14,7 @@ from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
 
-NO_CURVE = (  # they place a record, or are only summed over the run
+NO_CURVE = (  # they say when, or are summed over the run
     "timestamp", "round", "stage", "policy_version", "local_groups", "local_with_signal", "external_scored",
     "generated_tokens",
 )  # fmt: skip
@@ -27,7 +27,7 @@ KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
 MAX_NAMES = 1024  # of peers or reasons that are counted for one node
 MAX_WORDS = 128  # settings of one node
 ERRORS = ("failed", "push_failed")
-LONGEST = 300  # characters of what is said about an event
+LONGEST = 300  # characters of an event's detail
 AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
 
 
@@ -41,14 +41,14 @@ class NodeHistory:
     external_groups: int = 0  # trained on
     learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
-    rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
+    rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by author and reason
     errors: Counter[str] = field(default_factory=Counter)
     hardware: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
     skipped: int = 0
-    alive: bool | None = None  # when it was looked at last
-    _rounds: int = 0  # lines of the view that were taken
+    alive: bool | None = None  # at the last poll
+    _rounds: int = 0  # lines of the view that were added
     _scores: int = 0
     _events: int = 0  # bytes of its events that were read
     _begun: bool = False  # it has joined before
@@ -71,7 +71,7 @@ class NodeHistory:
             played = number(line.get("round"))
             if played is not None and -1 <= played < most_rounds:
                 values = {key: [number(line[key])] for key in ("sampled", "greedy")}
-                self.held_out.add([int(played) + 1], values)  # of so many rounds: 0 is before the first
+                self.held_out.add([int(played) + 1], values)  # number of rounds played: 0 is before the first
         del view.held_out[1:-1]
         self._scores = len(view.held_out)
         return len(lines) + len(scores)

@@ -10,8 +10,8 @@ from rl_swarm.protocol.rounds import Report
 from rl_swarm.protocol.wire import Rejected, unseal
 
 ROUNDS_BACK = 100  # that are asked for
-AT_A_TIME, AT_ONCE = 32, 8  # reports per look, and questions at the same time
-LATE_ROUNDS = 2  # after which nobody is expected to report any more
+AT_A_TIME, AT_ONCE = 32, 8  # reports per poll, and requests at the same time
+LATE_ROUNDS = 2  # after which no more reports are expected
 
 Place = tuple[int, int, str]  # round, stage, node
 
@@ -48,7 +48,7 @@ class ReportReader:
         assert state is not None and manifest is not None and peer is not None
         try:
             report = unseal(view.files.read(report_path(*place), RECORD_BYTES), Report, RECORD_BYTES)
-        except (OSError, Rejected):  # not yet, not now, or nothing that can be used
+        except (OSError, Rejected):  # missing, unreachable or unusable
             if state.phase == "finished" or place[0] < state.round - LATE_ROUNDS:
                 self._done.add(place)
             return None
@@ -61,6 +61,6 @@ def add_report(report: Report, history: NodeHistory, stages: int) -> None:
     rewards = {"reward_local": [report.reward], "reward_training": [report.training_reward]}
     if stages > 1 and report.rollouts:
         rewards |= {by_stage(report.stage): [report.reward]}
-    if stages == 1 or report.rollouts:  # else it had nothing to do
+    if stages == 1 or report.rollouts:  # else it had no role
         history.curves.add([report.round], rewards)
     history.rollouts += report.rollouts

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown
 MAX_COMPLETIONS = 64  # of one question
-MAX_CHARACTERS = 1_000_000  # of one page, about
-MAX_TRIES = 200  # publications that are looked for, for one page
-MAX_TRIES_FAR = 40  # where each is a question to a server or a peer
+MAX_CHARACTERS = 1_000_000  # of one page, roughly
+MAX_TRIES = 200  # publications read for one page
+MAX_TRIES_FAR = 40  # where each is a request over the network
 
 Place = tuple[int, int, str]  # round, stage, node
 CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
@@ -62,7 +62,7 @@ class RolloutReader:
         self._lock = threading.Lock()  # one page at a time: they share the cache and the scoring process
         self._cache: OrderedDict[Place, list[RolloutRow]] = OrderedDict()
         self._environment: Environment | None = None
-        self._failed = False  # questions cannot be made here
+        self._failed = False  # questions cannot be generated here
 
     def page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
         """Return the rollouts from `after` on, the newest round first. Without `keys`, task and answer may be
@@ -183,9 +183,9 @@ class RolloutReader:
         try:
             self._environment = self._environment or environments.made(manifest)
             return dict(enumerate(self._conversation(manifest, rollouts[0].round).asked(rollouts)))
-        except Rejected:  # as other nodes see it too
+        except Rejected:  # other nodes reject it too
             return {}
-        except (UserError, OSError):  # rollouts can be read without their keys
+        except (UserError, OSError):  # rollouts can be shown without answer keys
             self._failed = True
             return {}
 

@@ -28,8 +28,8 @@ TREND_ROUNDS = 20
 LONGEST_LINE = 64 << 10  # bytes of a line about a round
 Phase = Literal["waiting", "running", "stopped", "finished"]
 MAX_FIGURES = 32
-MAX_OTHERS = 256  # introductions of peers that are no members, read in one look
-OTHERS_SECONDS = 5.0  # that one look spends on their logs
+MAX_OTHERS = 256  # introductions of peers that are no members, read at a time
+OTHERS_SECONDS = 5.0  # spent on their logs at a time
 
 
 _ROUND = msgspec.json.Decoder(RoundRecord)
@@ -55,10 +55,10 @@ class NodeView:
     alive: bool = False
     rounds: list[RoundRecord] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
-    role_metrics: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
+    role_metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     introduced: bytes = b""  # as `peer` was read
     unreadable: Counter[str] = field(default_factory=Counter)  # whole lines, by log
-    cut_off: set[str] = field(default_factory=set)  # logs that end amid a line, and the node is gone
+    cut_off: set[str] = field(default_factory=set)  # logs that end amid a line although the node is gone
     _read: Counter[str] = field(default_factory=Counter)  # bytes, by log
 
     @property
@@ -148,7 +148,7 @@ class RunView:
 
     def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
         self.address = address if isinstance(address, Address) else locate(address)
-        self.clock = clock  # tells the state where nobody writes it
+        self.clock = clock  # returns the state where no coordinator writes it
         self.root, self.files = self.address.here, self.address.files
         self.here = LocalFiles(self.root)  # logs and checkpoints
         self.manifest: Manifest | None = None
@@ -194,7 +194,7 @@ class RunView:
         members = self.state.members if self.state else {}
         for node in sorted(self.nodes.values(), key=lambda node: _id_of(node) not in members):
             if _id_of(node) not in members and time.monotonic() > deadline:
-                break  # anybody can introduce many, with long logs
+                break  # anyone can introduce many nodes, with long logs
             self.refresh_node(node)
 
     def refresh_swarm(self) -> None:
@@ -203,7 +203,7 @@ class RunView:
             self.manifest = self.manifest or read_manifest(self.files)
             self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
         except (OSError, Rejected):
-            pass  # not written yet, or just being replaced: what was read before stands
+            pass  # not written yet, or just being replaced: what was read before stays
         swarm = self.manifest.swarm() if self.manifest else None
         for node in self._to_read():
             view = self.nodes.get(node) or NodeView(node)

@@ -15,7 +15,7 @@ from rl_swarm.storage.files import LocalFiles
 
 MAX_OPEN = 32  # runs that are kept in memory
 MAX_LISTED = 1000
-MAX_LOOKED_AT = 10_000  # folders in which a run is looked for
+MAX_LOOKED_AT = 10_000  # folders that are searched for runs
 
 
 class Runs:
@@ -24,10 +24,10 @@ class Runs:
         if here is not None and not here.view.address.is_url:
             root = here.view.root.absolute().parent
         self.here, self.root = here, root
-        self.experiment = experiment  # the name of the one that the runs are of
+        self.experiment = experiment  # the experiment's name, if these are its runs
         self._opening = threading.Lock()
         self._open: OrderedDict[str, Follower] = OrderedDict()
-        self.closing: list[Callable[[], None]] = []  # what is to end with the server
+        self.closing: list[Callable[[], None]] = []  # called when the server ends
 
     def names(self) -> list[str]:
         """List the runs of the folder, the newest first; of a remote swarm only itself."""

@@ -35,7 +35,7 @@ from rl_swarm.telemetry.schema import RoundRecord
 
 T = TypeVar("T")
 
-MAX_OTHERS = 50  # publications of peers that are no members, read to tell of them
+MAX_OTHERS = 50  # publications of other peers, read for notes
 RESCORED = 24  # publications
 
 
@@ -66,7 +66,7 @@ class ValidatedRun:
     manifest: Manifest
     state: State
     history: list[StageRecord]
-    published: list[tuple[str, Publication]] | None = None  # where they do not lie in a folder
+    published: list[tuple[str, Publication]] | None = None  # among peers, where no folder holds them
 
     @property
     def files(self) -> Files:
@@ -344,7 +344,7 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
             rollouts = list(unpack(publication, run.manifest.limits))
             groups = check(rollouts, run.manifest, environment, transcripts)
         except Rejected as error:
-            # Among peers, what it was made from may not have been had.
+            # Among peers, earlier stages may not be available.
             elsewhere = error.reason == "parents" and run.published is not None
             (verdict.notes if elsewhere else verdict.errors).append(f"{path}: {error}")
             continue

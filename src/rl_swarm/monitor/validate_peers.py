@@ -21,7 +21,7 @@ from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_with_dige
 
 T = TypeVar("T", Publication, Report)
 
-NEWEST = 3  # rounds back to which documents are asked for
+NEWEST = 3  # rounds whose documents are asked for
 MAX_ASKED = 64  # members, drawn at random
 
 

@@ -24,10 +24,10 @@ from rl_swarm.monitor.run_reader import RunView, open_view
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
 DRAW_SECONDS = 1.0
-SAVING_SECONDS = 60.0  # for nodes to save and end, after they were told to
-MAX_LINES = 40  # of what a command said, at its end
+SAVING_SECONDS = 60.0  # for nodes to save and end when stopped
+MAX_LINES = 40  # of a command's output, at its end
 LAST_LINES = 3  # while it runs
-# Of a command that writes for no terminal, although a kernel says there was one.
+# For a command that writes to no terminal, although a kernel claims one.
 PLAIN = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "", "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
 
 
@@ -115,7 +115,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **PLAIN},
-            start_new_session=True,  # an interrupt is for the cell, which then says so itself
+            start_new_session=True,  # an interrupt goes to the cell, which stops the command
         )
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()

@@ -21,7 +21,7 @@ OPTIONS = (
     "device",
     "at_once",
 )  # fmt: skip
-# Does all of it work here? On two slow cores it takes about three minutes with four arms.
+# A check that all of it works here. On two slow cores it takes about three minutes with four arms.
 TEST = {"model": "tiny", "nodes": 4, "rounds": 20, "seeds": "1", "rates": "", "held_out_questions": 50}
 
 

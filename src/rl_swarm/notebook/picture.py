@@ -10,7 +10,7 @@ WIDTH, HEIGHT = 100, 60  # columns and lines
 GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL = (
     (128, 128, 128), (214, 69, 65), (38, 158, 82), (190, 130, 10), (52, 120, 210), (150, 90, 190), (20, 150, 160),
 )  # fmt: skip
-# Colours that can be read on white and on black; a cell has the one or the other.
+# Colours that are readable on white and on black.
 THEME = TerminalTheme(GREY, GREY, [GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL, GREY])
 FORMAT = '<pre style="font-family: monospace; line-height: 1.3; white-space: pre; overflow-x: auto">{code}</pre>'
 

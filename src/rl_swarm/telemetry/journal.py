@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 MAX_READ = 64 << 20  # bytes of a log at a time
 LONGEST_LINE = 4 << 20  # bytes
-SHORTEST_MEAN = 48  # bytes of a line on average, in what is a log of ours
-MAX_UNREADABLE = 1000  # lines at a time; after those, the rest is not looked at
+SHORTEST_MEAN = 48  # bytes of a line on average; a file with shorter ones is no log
+MAX_UNREADABLE = 1000  # lines at a time; the rest is then left out
 METRICS, EVENTS = LOGS = "metrics.jsonl", "training_events.jsonl"
-Digests = dict[str, tuple[int, str]]  # of logs by their names: how many bytes, and the SHA-256 of those
+Digests = dict[str, tuple[int, str]]  # logs by name: size and SHA-256
 
 
 class Journal:
@@ -33,7 +33,7 @@ class Journal:
     def __init__(
         self, private: Path, sinks: "Sequence[SinkThread]" = (), files: Files | None = None, folder: str = ""
     ) -> None:
-        self.sinks = sinks  # who else gets the metrics
+        self.sinks = sinks  # exporters
         self.files, self.folder = files, folder
         self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in LOGS}
 
@@ -65,7 +65,7 @@ class Journal:
             size, sha256 = signed.get(name, (0, ""))
             if not isinstance(self.files, LocalFiles) or not 0 < size <= MAX_READ or log.size >= size:
                 continue
-            with suppress(OSError):  # the folder no longer has it: the log begins anew
+            with suppress(OSError):  # the folder has lost it: the log begins anew
                 data = self.files.read(f"{self.folder}/{name}", size)[:size]
                 if hashlib.sha256(data).hexdigest() == sha256:
                     log.replace(data + log.read())
@@ -127,16 +127,16 @@ def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes]
     """
     try:
         size = files.stat(path).st_size
-        if size <= after or size > MAX_LOG:  # most logs have nothing new, and what is larger is none
+        if size <= after or size > MAX_LOG:  # most logs have nothing new, and a larger file is no log
             return [], after
         data = files.read(path, MAX_READ, after)[:MAX_READ]
     except OSError:
         return [], after
     whole, newline, _ = data.rpartition(b"\n")
-    if not newline and len(data) > LONGEST_LINE:  # no line of ours: it is passed over
+    if not newline and len(data) > LONGEST_LINE:  # too long for a line: left out
         return [b""], after + len(data)
     count = whole.count(b"\n")
-    if count > MAX_UNREADABLE and len(whole) < SHORTEST_MEAN * count:  # nor are these
+    if count > MAX_UNREADABLE and len(whole) < SHORTEST_MEAN * count:  # too short for lines: left out
         return [b""], after + len(whole) + len(newline)
     return whole.splitlines(), after + len(whole) + len(newline)
 

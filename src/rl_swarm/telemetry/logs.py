@@ -16,7 +16,7 @@ from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import log_file
 
 SWARM_LOG = "logs/swarm.log"
-REPAIR_SECONDS = 30.0  # between two attempts to replace what somebody has put in place of the copy
+REPAIR_SECONDS = 30.0  # between two attempts to replace a damaged copy
 MAX_COPIED = 4 << 20  # bytes of the private log that a new copy begins with
 
 
@@ -47,7 +47,7 @@ class SwarmLog(logging.FileHandler):
         self._repair_at = time.monotonic() + REPAIR_SECONDS
         try:
             self.files.write(SWARM_LOG, Path(self.baseFilename).read_bytes()[-MAX_COPIED:])
-        except OSError:  # the private one has all lines
+        except OSError:  # the private log has all lines
             return
 
 
@@ -57,10 +57,10 @@ def start_logging(settings: Settings, root: Path | LocalFiles, who: str, termina
     A line names the thread that wrote it: a process of several nodes has one for each.
     """
     threading.current_thread().name = who
-    # A directory may be the one that the user is in: there nothing is repaired.
+    # A plain path may be the user's current directory, where nothing is repaired.
     files = root if isinstance(root, LocalFiles) else LocalFiles(root, repair=False)
     private = log_file(settings, files.root)
-    logging.raiseExceptions = False  # a log line that cannot be written is no reason to cover the terminal
+    logging.raiseExceptions = False  # a log line that cannot be written must not fill the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     package = logging.getLogger("rl_swarm")
     package.setLevel(level)

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = "http/protobuf"
 SIGNALS = ("traces", "metrics")
-PARTS = {"seconds": "phase", "external_rejected": "reason"}  # what the parts of a number are; else tasks
-COUNTED = (  # per round; a sum over rounds loses none between two exports
+PARTS = {"seconds": "phase", "external_rejected": "reason"}  # label of a metric's parts; the default is task
+COUNTED = (  # counters: a sum over rounds loses none between two exports
     "local_groups", "local_with_signal", "trained_tokens", "external_accepted", "external_scored", "external_rejected",
 )  # fmt: skip
-ASKING_SECONDS = 3.0  # for the doctor
+ASKING_SECONDS = 3.0  # for `rl-swarm doctor`
 
 
 def endpoints(environ: Mapping[str, str]) -> dict[str, str]:

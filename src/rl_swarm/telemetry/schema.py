@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from rl_swarm.protocol.wire import Count, Id
 
-Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
+Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a number beyond these is no measurement
 Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 50)]
 Stage = Annotated[int, Meta(ge=0, lt=64)]
@@ -88,8 +88,8 @@ class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="
     external_max_nll: Number | None = None
     peak_memory: Number | None = None
     load: Load = Load()
-    role_metrics: dict[Id, Number] = {}  # that its role told
-    reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
+    role_metrics: dict[Id, Number] = {}  # of its role
+    reward_by_stage: dict[Id, Number] = {}  # by stage, where a round has several
     idle: bool = False  # the node had no role in this stage
 
 
@@ -112,7 +112,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     sampled: float
     greedy: float | None
     well_formed: float  # share of the sampled answers
-    accuracy_well_formed: float  # reward among those
+    accuracy_well_formed: float  # mean reward of the well-formed ones
     by_task: dict[str, float]  # sampled
     greedy_by_task: dict[str, float]
     well_formed_by_task: dict[str, float]
@@ -123,7 +123,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 class HeldOutRecord(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="held_out"):
     """Holds a held-out score in the log of a node."""
 
-    when: str  # start, now or end
+    when: str  # `start`, `now` or `end`
     round: int  # after which it was measured; -1: before the first
 
 

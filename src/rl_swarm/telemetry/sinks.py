@@ -24,9 +24,9 @@ from rl_swarm.settings import ConfigError, Settings, public_settings
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000  # records
-LAST_SECONDS = 60.0  # for all sinks together, when the node has finished
-STOPPED_SECONDS = 5.0  # when it is told to stop
-PACKAGES = {  # what each needs, and the extra that installs it
+LAST_SECONDS = 60.0  # for all sinks together, at the end of a run
+STOPPED_SECONDS = 5.0  # the same, when it is stopped
+PACKAGES = {  # module of each, and the extra that installs it
     "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
     "tensorboard": ("tensorboardX", "tensorboard"),
     "trackio": ("trackio", "trackio"),

@@ -41,7 +41,7 @@ class WandB:
 
     def __init__(self, source: Source) -> None:
         mode: Any = os.environ.get("WANDB_MODE") or "offline"
-        if mode != "online":  # its reports of errors are sent all the same
+        if mode != "online":  # error reports are sent even when offline
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -52,7 +52,7 @@ class WandB:
             dir=str(source.folder),
             mode=mode,
             config={"swarm": source.swarm_id, "peer_id": source.peer_id} | source.settings,
-            reinit="create_new",  # nodes that share a process have a run each
+            reinit="create_new",  # one run per node, also within one process
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.run.define_metric("*", step_metric="round")
@@ -75,9 +75,9 @@ class Trackio:
         import trackio.utils
 
         for module in (trackio, trackio.deploy, trackio.run, trackio.utils):
-            module.print = quietly  # else over the live view
+            module.print = quietly  # else it prints over the live view
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
-            # It asks the hub for the name of the token's owner, even when nothing is sent anywhere.
+            # It asks the hub for the token's owner, even when nothing is sent.
             trackio.run._get_default_namespace = lambda: None
         self.finish = trackio.finish
         self.run = trackio.init(

@@ -227,7 +227,7 @@ def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, clos
         version=__version__,
         description=about,
         openapi_url="/api/openapi.json",
-        docs_url=None,  # its page would come from elsewhere
+        docs_url=None,  # its page loads scripts from another site
         redoc_url=None,
         lifespan=lifespan,
     )

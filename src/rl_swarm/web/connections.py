@@ -18,20 +18,20 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rl_swarm.web.stream import PATH as STREAM
 
-HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, until the next head is whole
-BODY_SECONDS = 20.0  # from there until the body is
+HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, to the end of the next head
+BODY_SECONDS = 20.0  # from there to the end of the body
 IDLE_SECONDS = 5  # without a byte, after a response
 WRITE_SECONDS, WRITE_BYTES = (
     30.0,
     64 << 10,
-)  # so much of what waits for a client is taken in that time, or all of it
+)  # a client takes so many waiting bytes in that time, or all of them
 MAX_HEAD, MAX_REQUEST = 64 << 10, 1 << 20  # bytes
 MAX_PIPELINED = 16  # requests of a connection that wait for an earlier one
 
 MAX_CONNECTIONS = 2000
 WANTED_FILES = 4096
-BACKLOG = 64  # connections that are taken at once, before any of them is counted
-OWN_FILES = 32  # at least, for reading what is shown
+BACKLOG = 64  # connections accepted at once, before any is counted
+OWN_FILES = 32  # reserved at least, for reading the swarm
 
 RESPONSE = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 LATE, TOO_LARGE, FULL = (
@@ -65,7 +65,7 @@ def source_of(address: str) -> str:
     """Return the source of a client: its address, or the network that an IPv6 address is chosen from."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:  # no address at all, as of a socket in the file system
+    except ValueError:  # no IP address, such as that of a Unix socket
         return address
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
@@ -150,7 +150,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.source, self.admitted = "", False
-        self.waits_for = ""  # of the client: "head", "body" or nothing
+        self.waits_for = ""  # "head", "body" or nothing
         self._request: object = None
         self._cycles: list[Any] = []  # requests that are under way
         self._received = 0
@@ -165,7 +165,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             transport.write(FULL)
             transport.close()
             return
-        transport.set_write_buffer_limits(high=0)  # so that it is told of every byte that has to wait
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called for every byte that waits
         super().connection_made(transport)
         self._set_deadline()
 

@@ -35,7 +35,7 @@ class LeaderboardRow:
     id: str
     nickname: str
     participation: int
-    score: float  # of the last rounds, or summed up
+    score: float  # mean of the last rounds, or the sum of all
     wins: int
 
 

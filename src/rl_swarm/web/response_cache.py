@@ -10,17 +10,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CACHE_SECONDS = 1.0
 MAX_CACHED = 200  # answers
-LARGEST_CACHED = 1 << 18  # bytes; larger ones are for a single reader
+LARGEST_CACHED = 1 << 18  # bytes; larger responses are not cached
 SMALLEST_PACKED = 1 << 12  # bytes
 
-Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
+Key = tuple[int, str, bytes]  # version of the swarm, path and query
 
 
 @dataclass(frozen=True)
 class CachedResponse:
     start: Message
     body: bytes
-    packed: bool  # by gzip, where that pays
+    packed: bool  # with gzip
     until: float
 
     def messages(self, takes_gzip: bool) -> list[Message]:

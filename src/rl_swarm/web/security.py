@@ -91,7 +91,7 @@ class RequestGuard:
             """Pass on the body up to its limit; a longer one ends there and is refused."""
             nonlocal read, refused
             message = await receive()
-            if message["type"] != "http.request":  # where it is hidden that a client has gone, its response never ends
+            if message["type"] != "http.request":  # pass on a disconnect, or the response never ends
                 return message
             read += len(message.get("body", b""))
             if read > MAX_BODY:

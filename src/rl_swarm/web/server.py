@@ -19,10 +19,10 @@ from rl_swarm.monitor.run_reader import RunView
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-MAX_PORTS = 100  # that are tried, from the one that was asked for
+MAX_PORTS = 100  # that are tried, from the requested one on
 NICENESS = 10  # of the dashboard of `up`: the nodes come first
 TOKEN = "SWARM_WEB_TOKEN"
-STOP = b"stop\n"  # what the dashboard of `up` says when somebody with the token stops the run
+STOP = b"stop\n"  # written by the dashboard of `up` when a user with the token stops the run
 ANY_HOST = ("0.0.0.0", "::")
 MISSING = "The dashboard needs a few packages more: pip install 'rl-swarm[web]'"
 
@@ -101,12 +101,12 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
     config = uvicorn.Config(
         BoundedStreams(app, most // 2),
         http=bounded_protocol(most),
-        proxy_headers=False,  # an address that a client names itself is not counted
+        proxy_headers=False,  # connections are counted by their real address
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=IDLE_SECONDS,
         log_config=None,
-        log_level="error",  # else every malformed request would be a line of the log
+        log_level="error",  # else every malformed request would be logged
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=2,
@@ -135,8 +135,8 @@ def dashboard_process(
             env={**os.environ, TOKEN: token or ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,  # the terminal is for what `up` shows
-            start_new_session=True,  # Ctrl-C is for the one who started it
+            stderr=log,  # the terminal belongs to `up`
+            start_new_session=True,  # Ctrl-C goes to its parent
         )
         url = url_of(listening)
     assert process.stdin is not None and process.stdout is not None

@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from rl_swarm.monitor.follower import PAUSE_SECONDS, Poller
 
 PATH = "/api/stream"
-# Who is told asks for a page, so not all are told at once: so many, and after so many seconds the next.
+# A listener that is notified requests data, so they are notified a few at a time, so many seconds apart.
 AT_A_TIME, APART = 4, 0.02
 
 
@@ -20,7 +20,7 @@ class Stream:
     def __init__(self, follower: Poller) -> None:
         self.follower = follower
         self.listeners: set[asyncio.Event] = set()
-        self.closed = False  # set from any thread: listeners are let go within a second
+        self.closed = False  # set from any thread; listeners end within a second
         self._polling: asyncio.Task[None] | None = None
 
     def router(self) -> APIRouter:
@@ -64,7 +64,7 @@ class Stream:
         told = self.follower.version
         while self.listeners and not self.closed:
             version = await run_in_threadpool(self.follower.poll)
-            if version != told:  # by this look, or by somebody's who asked for a page
+            if version != told:  # by this poll, or by one of a request
                 told = version
                 await self._notify()
             await asyncio.sleep(PAUSE_SECONDS)

@@ -9,7 +9,7 @@ from typing import Literal
 from rl_swarm.monitor.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
 
 Cell = object
-FORMULAS = tuple("=+-@＝＋－＠")  # some programs take the wide ones for the others
+FORMULAS = tuple("=+-@＝＋－＠")  # some programs read the full-width ones as the others
 SPACES = ("\t", "\r", "\n")
 NodeTable = Literal[
     "learned_from",
