@@ -106,7 +106,7 @@ def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) 
         output, _ = process.communicate(timeout=240)
     finally:
         end(process)
-    assert process.returncode == 130 and "Stopping" in output and "same command goes on" in output, output
+    assert process.returncode == 130 and "Stopping" in output and "same command resumes it" in output, output
     code, output = run(tmp_path, *command)
     assert code == 0, output
     for said in ("Plan: ", "held-out score", "fresh local", "report.md", "rl-swarm watch e"):
@@ -140,7 +140,7 @@ def test_help_is_there_without_torch() -> None:
         (["--configs", "4/4", "--strategies", "alone"], ["--strategies", "sapo"]),
         (["--model", "auto"], ["model=auto", "rl-swarm models"]),
         (["--set", "environment=debate"], ["debate", "rl-swarm up"]),
-        (["--set", "metrics_sinks=wandb"], ["metrics_sinks", "no part"]),
+        (["--set", "metrics_sinks=wandb"], ["metrics_sinks", "not a setting"]),
         (["--strategies", "spao"], ["spao", "sapo", "module:Class"]),
         (["--strategies", "nowhere:Idea"], ["nowhere:Idea", "module:Class"]),
         (["--rates", "1e-4,fast"], ["--rates", "3e-5"]),
@@ -172,7 +172,7 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_there_is_nothing_to_validate_in_an_experiment(tmp_path: Path) -> None:
     Job(Arm(4, 0, "alone"), 1, 10, 2).write(LocalFiles(tmp_path / "runs" / "4-0-seed1"))
     for address in (tmp_path, tmp_path / "runs" / "4-0-seed1"):
-        with pytest.raises(UserError, match="nothing to check"):
+        with pytest.raises(UserError, match="nothing can be checked"):
             app(["validate", str(address)], standalone_mode=False)
 
 

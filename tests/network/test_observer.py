@@ -97,7 +97,7 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
             break
     assert verdict.sound, verdict.errors
     assert {"member": 2, "publication": 2, "report": 2}.items() <= verdict.checked.items()
-    assert any("nobody conducts" in note for note in verdict.notes)
+    assert any("has no coordinator" in note for note in verdict.notes)
     assert any("at round 1 of 3" in note for note in verdict.notes)
     assert run is not None and sorted(p.peer_id for _, p in run.published or []) == sorted([ann, bob])
     assert not validate(address, rounds=3, nodes=5)[0].sound
@@ -113,8 +113,8 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
         rollouts_path(1, 0, bob),
         report_path(1, 0, bob),
     ]
-    assert "belongs somewhere else" in verdict.errors[0] and "altered or forged" in verdict.errors[1]
-    assert any("was had of 1 members" in note for note in verdict.notes)
+    assert "published for another place" in verdict.errors[0] and "altered or forged" in verdict.errors[1]
+    assert any("1 member published nothing" in note for note in verdict.notes)
 
 
 def test_a_swarm_with_a_coordinator_is_validated_while_it_runs(tmp_path, monkeypatch):

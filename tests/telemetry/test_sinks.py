@@ -156,7 +156,7 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
         journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
     assert feed.dropped == 20 and sink.got == []
     assert len(journal.read(METRICS)) == 31
-    assert [r.getMessage() for r in caplog.records] == ["slow is too slow: metrics that it has no room for are dropped"]
+    assert [r.getMessage() for r in caplog.records] == ["slow is too slow: records beyond its queue are dropped"]
     feed.finish()
     sink.go.set()
     feed.thread.join(60)
@@ -199,7 +199,7 @@ def test_a_collector_that_is_away_is_mentioned_once_and_the_node_ends_in_time(
                     "reward": 0.5,
                 },
             )
-    told = [r for r in caplog.records if "told once" in r.getMessage()]
+    told = [r for r in caplog.records if "logged once" in r.getMessage()]
     assert len(told) == 1 and "Connection refused" in told[0].getMessage()
     assert all(r.levelno == logging.WARNING and r.name.startswith("rl_swarm.") for r in caplog.records)
 

@@ -86,7 +86,7 @@ def _print_settings(resolved: Resolved) -> None:
 )  # fmt: skip
 def up(
     run: Annotated[Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Resume this run.")] = None,
     from_base: Annotated[
         bool,
         typer.Option("--from-base", help="With --resume: nodes without a checkpoint begin again with the model."),
@@ -102,7 +102,7 @@ def up(
 
     if run is not None and resume is not None:
         raise UserError(
-            f"--run {run} and --resume {resume} contradict each other: a run goes on in its own folder. Drop --run."
+            f"--run {run} and --resume {resume} contradict each other: a run resumes in its own folder. Drop --run."
         )
     if from_base and resume is None:
         raise UserError("--from-base goes with --resume: a new run always begins with the model.")
@@ -261,7 +261,7 @@ def watch(
     from rl_swarm.cli import dashboard
 
     if tui and any(value is not None for value in flags.values()):
-        raise UserError("--tui shows the swarm in this terminal: there is no --port and no --host then.")
+        raise UserError("--tui shows the swarm in this terminal, which has no --port and no --host.")
     settings = resolve_settings("watch", {}, None, sets, **flags).settings
     dashboard.watch_here(address) if tui else dashboard.watch(address, settings)
 
@@ -280,8 +280,8 @@ def runs(
 @app.command()
 def validate(
     address: Address,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds there must be.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes there must be.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="Expected number of rounds.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Expected number of nodes.")] = None,
 ) -> None:
     """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored
     again."""
@@ -295,10 +295,8 @@ def validate(
     if not address.startswith("p2p://"):
         if is_experiment(address) or (Path(address) / ARM).is_file():
             raise UserError(
-                f"{address} is of an experiment, whose nodes keep their logs and not what they wrote to each other: "
-                "there is "
-                "nothing to check again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several "
-                "machines."
+                f"{address} belongs to an experiment, whose nodes keep their logs but not their rollouts: nothing can "
+                "be checked again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several machines."
             )
         RunView.open(address)
     verdict, opened = check(address, rounds, nodes)

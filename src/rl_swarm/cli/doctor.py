@@ -37,9 +37,9 @@ def examine() -> int:
             found.add(False)
             console.print(f"{SIGNS[False]} {title}: {escape(str(error))}")
     if False in found:
-        console.print("Something needs doing: see the lines with NO.")
+        console.print("Some checks failed: see the lines with NO.")
     else:
-        console.print(f"All is well{', but for the lines with --' * (None in found)}. Start with: rl-swarm up")
+        console.print(f"All checks passed{', except the lines with --' * (None in found)}. Start with: rl-swarm up")
     return int(False in found)
 
 
@@ -99,7 +99,7 @@ def code() -> Iterator[Finding]:
         yield None, f"only the environment coding needs it. {error}. Or let a model guess: GUESS_WITH=coder"
         return
     sandbox.close()
-    yield True, f"programs of models and strangers run behind {ISOLATIONS[sandbox.isolation]}"
+    yield True, f"programs of models and peers run behind {ISOLATIONS[sandbox.isolation]}"
     for offer in available():
         if offer.isolation == sandbox.isolation:
             return
@@ -155,9 +155,9 @@ def peer_to_peer() -> Iterator[Finding]:
                 engine.met.is_set(),
                 f"P2P_KNOWN={settings.p2p_initial_peers}: "
                 + (
-                    "somebody answers"
+                    "a peer answers"
                     if engine.met.is_set()
-                    else "nobody answers. Are the addresses right, and is the port open?"
+                    else "no peer answers. Are the addresses right, and is the port open?"
                 ),
             )
             if (clocks := compared(engine)) is not None:

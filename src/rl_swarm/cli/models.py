@@ -72,7 +72,7 @@ def chat(model: str, settings: Settings, prompt: str | None) -> None:
     if prompt is not None:
         print(answer(prompt))
         return
-    print(f"{model}, new at every question. Ctrl-D ends.")
+    print(f"{model}. Each question starts a new conversation. Ctrl-D ends.")
     while True:
         try:
             question = input("> ").strip()
@@ -122,8 +122,8 @@ def list_models(settings: Settings, as_json: bool) -> None:
     console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)
     console.print(
-        f"For one node with {settings.local_groups} questions and {settings.external_groups} groups from others a "
-        f"round, {settings.generations} answers each, all as long as allowed. Estimates: docs/hardware.md says how."
+        f"For one node with {settings.local_groups} questions and {settings.external_groups} peers' groups a round, "
+        f"{settings.generations} answers each, all of the maximum length. These are estimates: see docs/hardware.md."
     )
 
 

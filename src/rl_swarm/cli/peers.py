@@ -24,7 +24,7 @@ def bootnode(settings: Settings) -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     with engine_of(identity, known, settings, HERE) as engine:
         console = Console(highlight=False, markup=False)
-        console.print("Others begin here, with the address that they can reach:   (Ctrl-C stops it)")
+        console.print("Peers join by an address that they can reach:   (Ctrl-C stops it)")
         for address in engine.addresses:
             console.print(f"  {program()} join p2p://{address}", soft_wrap=True)
         while not stop.wait(COMPARE_SECONDS):

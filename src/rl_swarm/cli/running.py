@@ -51,7 +51,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None, from_base: boo
     with only_run_here(root):
         if resume is None and (root / "manifest.json").exists():
             raise UserError(
-                f"--run {root}: there is a run already. Go on with `{program()} up --resume {quoted(root)}`."
+                f"--run {root}: there is a run already. Resume it with `{program()} up --resume {quoted(root)}`."
             )
         if resume is not None:
             _check_resumable(resume, settings, from_base)
@@ -77,14 +77,14 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     if settings.admission == "invited":
         _allow(files, manifest, owner, workers)
     swarm = SwarmProcesses(root, coordinator, workers)
-    begin = "Going on with" if resumed else "Starting"
+    begin = "Resuming" if resumed else "Starting"
     say(
         console,
         f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops "
         f"{'it' if settings.nodes == 1 else 'them'})",
     )
     if smollm2.needs_converting(settings.model):
-        say(console, f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
+        say(console, f"{settings.model} is converted into {smollm2.cached()} first: half a minute, once.")
     if settings.hub_repo and settings.hf_token:
         each = "-<node>" if settings.nodes > 1 else ""
         say(console, f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
@@ -130,7 +130,7 @@ def _tend(
     finally:
         try:
             if interrupted.is_set() and has_begun(root):
-                say(console, "Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
+                say(console, "Stopping: the nodes save their state. (Ctrl-C again ends them at once.)")
         finally:
             swarm.stop()
 
@@ -138,9 +138,9 @@ def _tend(
 def _stopped(view: RunView, root: Path) -> str:
     """Say where a run was interrupted, and how to resume it."""
     if view.manifest is None:
-        return "Stopped before the swarm was founded. Nothing is lost: start it again."
+        return "Stopped before the swarm was founded. Nothing is lost: start again."
     at = f"at round {view.state.round}" if has_begun(root) and view.state else "before the first round"
-    return f"Stopped {at}. Go on with: {program()} up --resume {quoted(root)}"
+    return f"Stopped {at}. Resume with: {program()} up --resume {quoted(root)}"
 
 
 def has_begun(root: Path) -> bool:
@@ -168,13 +168,12 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
     many = len(lost) > 1
     problem = (
         f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round "
-        f"{view.state.round}: "
-        f"{'they' if many else 'it'} would start again from the base model ({settings.model}), and what "
-        f"{'they' if many else 'it'} learned is lost."
+        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model ({settings.model}), "
+        f"and what {'they' if many else 'it'} learned is lost."
     )
     if not sys.stdin.isatty():
-        raise UserError(f"{problem} If that is meant, add --from-base.")
-    if not typer.confirm(f"{problem} Go on?"):
+        raise UserError(f"{problem} To accept that, add --from-base.")
+    if not typer.confirm(f"{problem} Continue?"):
         raise UserError(f"{root} was left as it is.")
 
 

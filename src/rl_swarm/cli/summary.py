@@ -63,8 +63,8 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     own = sum(line.local_with_signal for view in views for line in view.rounds)
     if taken:
         console.print(
-            f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups that had something to teach "
-            f"({taken / max(1, taken + own):.0%}) came from other nodes."
+            f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups with signal "
+            f"({taken / max(1, taken + own):.0%}) came from peers."
         )
     if run.manifest and run.manifest.stages > 1:
         rewards = run.rewards(run.manifest.stages)

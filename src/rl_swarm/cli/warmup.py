@@ -115,7 +115,7 @@ def _warm_up(
             held_out = environment.held_out(questions)
         if not made:
             raise WarmUpError(f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks.")
-        with status(f"answering {len(held_out)} questions as it is"):
+        with status(f"answering {len(held_out)} questions before"):
             before = score(policy, environment, held_out, samples, greedy=False)
         steps = step_count(len(made), epochs)
         losses: list[float] = []

@@ -174,8 +174,7 @@ class Job(msgspec.Struct, frozen=True):
             if unknown or not chosen:
                 raise UserError(
                     f"--node {number}:tasks={wanted}: {', '.join(unknown) or 'nothing'} is no task of this swarm. It "
-                    "has "
-                    f"{', '.join(names)}."
+                    f"has {', '.join(names)}."
                 )
             found[identity.peer_id] = [k for k, name in enumerate(names) if name in chosen]
         return found
@@ -242,14 +241,12 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
     if match is None or local == 0:
         raise UserError(
             f"--configs {text or '(nothing)'}: write own/external groups, such as 4/4, 4/4x2 (two updates on the same "
-            "groups), 4/4@1 "
-            "(an update on every group), 4/4x2@1 (both, in this order) or 4/0-pooled (one learner with all questions), "
-            "comma-separated, or a preset: "
-            f"{', '.join(PRESETS)}."
+            "groups), 4/4@1 (an update on every group), 4/4x2@1 (both, in this order) or 4/0-pooled (one learner "
+            f"with all questions), comma-separated, or a preset: {', '.join(PRESETS)}."
         )
     epochs, each, pooled = int(match[3] or 1), int(match[4] or 0), match[5] is not None
     if external and pooled:
-        raise UserError(f"--configs {text}: -pooled is one learner, which has nobody to take groups of.")
+        raise UserError(f"--configs {text}: -pooled is one learner, which has no peers.")
     if not epochs:
         raise UserError(f"--configs {text}: x0 would train on nothing. Use x1 or more.")
     if match[4] and not each:
@@ -258,7 +255,7 @@ def _arms_of(text: str, names: Sequence[str]) -> list[Arm]:
         return [Arm(local, 0, "alone", epochs, pooled, each)]
     sharing = [name for name in names if name != "alone"]
     if not sharing:
-        raise UserError(f"--strategies: {text} needs one that takes groups of others, such as sapo.")
+        raise UserError(f"--strategies: {text} needs one that takes peers' groups, such as sapo.")
     return [Arm(local, external, name, epochs, groups_per_update=each) for name in sharing]
 
 
@@ -290,18 +287,15 @@ def _playable(settings: Settings, number: int) -> Settings:
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise UserError(
-            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one "
-            "process, "
-            "publish before they learn, and answer at least one question each on one device, with a model that is "
-            "named: "
-            "`rl-swarm models` lists those that fit."
+            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment run in lock-step in one "
+            "process, publish before they train, and answer at least one question each on one device, with a model "
+            "that is named: `rl-swarm models` lists those that fit."
         )
     kind = environments.named(settings.environment)
     if kind.stages > 1 or len(kind.roles) > 1:
         raise UserError(
-            f"environment={settings.environment}: an experiment compares nodes that answer once a round. What has "
-            "stages or roles "
-            "is played by `rl-swarm up`."
+            f"environment={settings.environment}: an experiment compares nodes that answer once a round. Environments "
+            "with stages or roles run with `rl-swarm up`."
         )
     return settings
 

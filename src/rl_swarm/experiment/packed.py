@@ -89,7 +89,7 @@ def _unpacked(path: Path, data: bytes) -> tuple[Head, Iterator[Run]]:
         decompressor = lzma.LZMADecompressor(memlimit=MAX_MEMORY)
         lines = io.BytesIO(decompressor.decompress(data, MAX_UNPACKED))
         if len(data) > MAX_PACKED or not decompressor.eof or decompressor.unused_data:
-            raise ValueError("it is cut off, or too large")
+            raise ValueError("it is truncated, or too large")
         return convert(decode(lines.readline()), Head), _runs(path, lines)
 
 
@@ -100,7 +100,7 @@ def _runs(path: Path, lines: Iterable[bytes]) -> Iterator[Run]:
             logs = [node.log() for node in of_run]
             run = Run.of(job, logs)
             if run is None or not run.is_whole or len(logs) != job.count:
-                raise ValueError(f"{job.name} is not whole")
+                raise ValueError(f"{job.name} is incomplete")
             yield run
 
 

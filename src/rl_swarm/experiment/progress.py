@@ -235,7 +235,7 @@ class ExperimentProgress:
 def followed(path: Path) -> ExperimentProgress:
     """Open the experiment in a folder or file and poll it once; raise a clear error if there is none."""
     if not is_experiment(path):
-        raise UserError(f"{path} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
+        raise UserError(f"{path} is no experiment. Give the directory that `rl-swarm experiment sapo --out` named.")
     progress = ExperimentProgress(path)
     progress.poll()
     return progress

@@ -62,7 +62,9 @@ def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
         return head, list(kept), []
     folders, runs, unfinished = _folders(path), [], []
     if not folders:
-        raise UserError(f"{path} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given.")
+        raise UserError(
+            f"{path} holds no run of an experiment. Give the directory that `rl-swarm experiment sapo --out` named."
+        )
     for folder in folders:
         run = Run.read(folder)
         if run is None or not run.is_whole:

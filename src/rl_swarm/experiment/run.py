@@ -245,9 +245,8 @@ class Runner:
         short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
             f"Plan: {counted(len(left), 'run')}{short}, {self.at_once} at once, each with "
-            f"{child.status.memory / 2**30:.1f} of "
-            f"{child.status.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
-            "if the machine has nothing else to do."
+            f"{child.status.memory / 2**30:.1f} of {child.status.free / 2**30:.1f} GiB: about "
+            f"{duration(makespan(seconds, self.at_once))}, if the machine is otherwise idle."
         )
 
     def _played(self, jobs: Sequence[Job]) -> dict[str, int]:
@@ -304,7 +303,7 @@ class Runner:
             raise UserError(f"{name} has failed {MAX_FAILURES} times, the last time with exit code "
                             f"{code}. {where} says why.")  # fmt: skip
         self.at_once = self.at_once and max(1, self.at_once - 1)  # memory may have run out
-        self.say(f"{name} ended with exit code {code} and goes on")
+        self.say(f"{name} ended with exit code {code} and is started again")
         return False
 
     def _stop(self, running: Sequence[RunProcess]) -> None:

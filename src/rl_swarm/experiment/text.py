@@ -57,7 +57,7 @@ def head(numbers: Mapping[str, Any]) -> list[str]:
         f"In brackets: 95 % intervals by bootstrap over seeds and nodes.{_narrow(arms)}",
     ]
     for given in dict.fromkeys(_given(arm) for arm in arms.values() if _given(arm)):
-        parts.append(f"Settings beside the defaults: {given}.")
+        parts.append(f"Settings that differ from the defaults: {given}.")
     if numbers["unfinished"]:
         parts.append(f"Left out, because unfinished: {', '.join(numbers['unfinished'])}.")
     return parts
@@ -67,11 +67,9 @@ def _narrow(arms: Arms) -> str:
     """Warn about intervals from few seeds."""
     once = [label for label, arm in arms.items() if len(arm["seeds"]) == 1]
     if not once:
-        return (
-            " From a few seeds they are somewhat too narrow." if min(len(a["seeds"]) for a in arms.values()) < 6 else ""
-        )
+        return " Few seeds make them somewhat too narrow." if min(len(a["seeds"]) for a in arms.values()) < 6 else ""
     whose = "" if len(once) == len(arms) else f" ({', '.join(once)})"
-    return f" With one seed{whose} they tell how nodes differ, not how seeds do: they are too narrow."
+    return f" With one seed{whose} they show how nodes differ, not how seeds do: they are too narrow."
 
 
 def _one_of(arms: Arms, name: str, unit: str = "") -> str:
@@ -82,7 +80,7 @@ def _one_of(arms: Arms, name: str, unit: str = "") -> str:
 
 def _what(arms: Arms) -> str:
     """Explain the names of these arms."""
-    says = ["`I/J`: in a round a node answers I questions and takes J groups of others' answers."]
+    says = ["`I/J`: in a round a node answers I questions and trains on J groups of peers, too."]
     if any("x" in arm["configuration"] for arm in arms.values()):
         says.append("`xN`: N updates a round, all on the same groups.")
     if any("@" in arm["configuration"] for arm in arms.values()):
@@ -91,7 +89,7 @@ def _what(arms: Arms) -> str:
         says.append("`-pooled`: one learner that has the questions of all nodes.")
     for name in dict.fromkeys(arm["strategy"] for arm in arms.values() if arm["strategy"] != "alone"):
         kind = strategies.STRATEGIES.get(name)
-        about = " ".join((kind.__doc__ or "").split()) if kind else "a class of one's own."
+        about = " ".join((kind.__doc__ or "").split()) if kind else "a class of your own."
         says.append(f"`{name}`: {about[0].lower()}{about[1:]}")
     return " ".join(says)
 
@@ -142,12 +140,9 @@ def _rewards(arms: Arms, bases: Sequence[str]) -> str:
     return (
         _table(head, rows)
         + "\n\nTotals are over all nodes and rounds, of the mean reward of a round. `training set` is what a node "
-        "trained "
-        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a "
-        "model can "
-        "do. "
-        "`fresh local` is what its own model has just written. A pooled learner counts as all nodes whose questions it "
-        "has."
+        "trained on, external groups included, as the paper seems to log it; these were chosen, so it does not say "
+        "what a model can do. `fresh local` is what its own model has just written. A pooled learner counts as all "
+        "nodes whose questions it has."
     )
 
 
@@ -216,9 +211,8 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
                 spent,
             ),
             f"Per node. `equal tokens`: when a node had generated {equal['tokens']:,.0f} tokens, the fewest of all "
-            "arms; `equal "
-            f"seconds`: when it had worked for {equal['seconds']:,.0f} s. Seconds are those of its own work, in its "
-            "turn.",
+            f"arms; `equal seconds`: when it had worked for {equal['seconds']:,.0f} s. Seconds are those of its own "
+            "work, in its turn.",
             _table(
                 ["arm", "fresh local per 1000 tokens", "per second", "held-out gain per million tokens", "per hour"],
                 earned,
@@ -260,13 +254,10 @@ def _learning(arms: Arms) -> str:
     return (
         _table(head, rows)
         + "\n\n`signal`: the share of own groups whose rewards differ. `oscillation`: how far the fresh local reward, "
-        "in "
-        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node "
-        "answers fewer "
-        "questions. `reach`: of the tasks in which some node rose by "
-        f"{SKILL} or more, the share of the other nodes that did so too by the end; `after`: how many rounds later "
-        "than the "
-        "first, as finely as held-out scores were taken."
+        "in windows, lies below the highest it had reached before, on average; it jumps more by chance where a node "
+        f"answers fewer questions. `reach`: of the tasks in which some node rose by {SKILL} or more, the share of the "
+        "other nodes that did so too by the end; `after`: how many rounds later than the first, as finely as "
+        "held-out scores were taken."
     )
 
 

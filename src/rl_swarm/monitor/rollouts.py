@@ -144,7 +144,7 @@ class RolloutReader:
         peer = view.nodes[place[2]].peer
         here = (published.swarm, published.round, published.stage, published.node)
         if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
-            raise Rejected("place", "published for another place, or by somebody else")
+            raise Rejected("place", "published for another place, or by another peer")
         return published
 
     def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:

@@ -113,7 +113,7 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
         verdict.errors.append(f"{error.filename}: {error.strerror}")
         return None
     except Rejected as error:
-        verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
+        verdict.errors.append(f"the manifest or the state is not valid ({error})")
         return None
     if unreadable:
         verdict.notes.append(f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)")
@@ -122,9 +122,9 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
 
 def check_size(run: ValidatedRun, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
     if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
-        verdict.errors.append(f"rounds that were finished: {expected}, expected: {rounds}")
+        verdict.errors.append(f"finished rounds: {expected}, expected: {rounds}")
     if nodes is not None and len(run.state.members) != nodes:
-        verdict.errors.append(f"nodes that took part: {len(run.state.members)}, expected: {nodes}")
+        verdict.errors.append(f"members: {len(run.state.members)}, expected: {nodes}")
 
 
 def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
@@ -135,7 +135,7 @@ def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
         if ended.peer_id != run.manifest.peer_id or ended.swarm != run.manifest.swarm():
             verdict.errors.append(f"{where}: not signed by the swarm's owner")
         if (ended.round, ended.stage) in places:
-            verdict.errors.append(f"{where}: stands there twice")
+            verdict.errors.append(f"{where}: recorded twice")
         places.add((ended.round, ended.stage))
     for number in range(finished):
         for stage in range(run.manifest.stages):
@@ -152,7 +152,7 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
             verdict.notes.append(f"round {ended.round}: nobody reported ({ended.why})")
         for peer_id, digest in ended.reports.items():
             if peer_id not in run.state.members:
-                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, who is no member")
+                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, not a member")
                 continue
             path = report_path(ended.round, ended.stage, run.node(peer_id))
             try:
@@ -190,13 +190,13 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
             if number in reasons or number < member.joined_round:
                 continue
             if number > last:
-                reasons[number] = "after its last sign"
+                reasons[number] = "after its last report"
             elif _is_there(run, report_path(number, run.manifest.stages - 1, member.node)):
                 reasons[number] = "reported late"
             elif not run.has_log(member.node):
-                reasons[number] = "for reasons that stand in its log, which is not here"
+                reasons[number] = "for reasons in its log, which is on another machine"
             else:
-                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for that")
+                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for it")
         explained = missing & (reasons.keys() | set(range(member.joined_round)))
         if explained:
             kinds = sorted({reasons.get(number, "before it joined") for number in explained})
@@ -235,7 +235,7 @@ def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], 
                 verdict.errors.append(f"logs/{member.node}/metrics.jsonl: round {number} is missing")
             if said and (report.reward, report.training_reward) not in said:
                 verdict.errors.append(
-                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
+                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than the report"
                 )
             verdict.count("log line", len(said))
 
@@ -293,9 +293,7 @@ def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Pu
                     problem = f"{path}: truncated, altered or forged ({error})"
                     (verdict.errors if node in members else verdict.notes).append(problem)
     if others > MAX_OTHERS:
-        verdict.notes.append(
-            f"{others} files beside the rollouts are of nobody who is a member; {MAX_OTHERS} were read"
-        )
+        verdict.notes.append(f"{others} files beside the rollouts are not of members; {MAX_OTHERS} were read")
 
 
 def _publication(run: ValidatedRun, path: str) -> Publication:
@@ -311,9 +309,9 @@ def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
     for path, publication in _publications(run, verdict):
         place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
         if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
-            verdict.errors.append(f"{path}: belongs somewhere else")
+            verdict.errors.append(f"{path}: published for another place")
         elif publication.peer_id not in nodes and publication.node not in nodes.values():
-            verdict.notes.append(f"{path}: of {publication.peer_id}, who is no member")
+            verdict.notes.append(f"{path}: of {publication.peer_id}, not a member")
         elif nodes.get(publication.peer_id) != publication.node:
             verdict.errors.append(f"{path}: not written by the member of that name")
         else:

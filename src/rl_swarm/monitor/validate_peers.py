@@ -14,6 +14,7 @@ from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, chec
 from rl_swarm.network.folder import read_access_list, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
 from rl_swarm.network.round_server import read_history
+from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
@@ -33,14 +34,14 @@ def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdi
         if clock is not None:
             run.state = clock()
             verdict.notes.append(
-                "nobody conducts this swarm: there is no history, and each report is its author's word"
+                "this swarm has no coordinator: there is no history, and each report is its author's claim"
             )
         else:
             _check_coordinated(run, verdict)
         _check_access_list(run, verdict)
         check_size(run, verdict, rounds, nodes)
         if run.state.phase != "finished":
-            verdict.notes.append(f"the run goes on: it is at round {run.state.round} of {manifest.rounds}")
+            verdict.notes.append(f"the run is not finished: it is at round {run.state.round} of {manifest.rounds}")
         _check_members(run, verdict)
     return verdict, run
 
@@ -55,12 +56,12 @@ def _check_coordinated(run: ValidatedRun, verdict: Verdict) -> None:
         verdict.notes.append("the coordinator cannot be reached: its state or its history was not checked")
         return
     except Rejected as error:
-        verdict.errors.append(f"the state cannot be believed ({error})")
+        verdict.errors.append(f"the state is not valid ({error})")
         return
     finished = run.state.round + (run.state.phase == "finished")
     had = max((ended.round for ended in run.history), default=-1) + 1
     if had < finished:
-        verdict.notes.append(f"the history was had for the first {had} of {finished} rounds")
+        verdict.notes.append(f"only the history of the first {had} of {finished} rounds could be fetched")
     check_history(run, verdict, min(had, finished))
 
 
@@ -80,11 +81,11 @@ def _introduced(run: ValidatedRun, verdict: Verdict) -> dict[str, Member]:
 def _check_access_list(run: ValidatedRun, verdict: Verdict) -> None:
     try:
         if read_access_list(run.files, run.manifest).number > 0:
-            verdict.count("owner's list")
+            verdict.count("access list")
     except OSError:
-        verdict.notes.append("the owner's list of who may take part was not had: nobody who is there has it")
+        verdict.notes.append("the owner's access list could not be fetched from any peer")
     except Rejected as error:
-        verdict.errors.append(f"the owner's list of who may take part cannot be believed ({error})")
+        verdict.errors.append(f"the owner's access list is not valid ({error})")
 
 
 def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
@@ -93,7 +94,7 @@ def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
     if len(members) > MAX_ASKED:
         verdict.notes.append(f"{MAX_ASKED} of {len(members)} members were asked, drawn at random")
         members = random.sample(members, MAX_ASKED)
-    counted = {(e.round, e.stage, peer): digest for e in run.history for peer, digest in e.reports.items()}
+    expected = {(e.round, e.stage, peer): digest for e in run.history for peer, digest in e.reports.items()}
     verdict.count("member", len(members))
     places = [
         (number, stage)
@@ -102,11 +103,12 @@ def _check_members(run: ValidatedRun, verdict: Verdict) -> None:
     ]
     silent = _newest(run, verdict, members, places, Publication, {})
     _add_context(run)
-    silent &= _newest(run, verdict, members, places, Report, counted)
+    silent &= _newest(run, verdict, members, places, Report, expected)
     if silent:
         names = ", ".join(sorted(map(animal_name, silent))[:8])
         verdict.notes.append(
-            f"nothing of the last {NEWEST} rounds was had of {len(silent)} members (gone, late or new): {names}"
+            f"{counted(len(silent), 'member')} published nothing in the last {NEWEST} rounds "
+            f"(gone, late or new): {names}"
         )
 
 
@@ -137,7 +139,7 @@ def _newest(
     members: Iterable[str],
     places: Iterable[tuple[int, int]],
     kind: type[T],
-    counted: dict[tuple[int, int, str], str],
+    expected: dict[tuple[int, int, str], str],
 ) -> set[str]:
     """Check the newest document of a kind of every member, and return the members that have none."""
     left = set(members)
@@ -157,8 +159,8 @@ def _newest(
                 continue
             said = (document.swarm, document.peer_id, document.node, document.round, document.stage)
             if said != (run.manifest.swarm(), peer_id, run.node(peer_id), number, stage):
-                verdict.errors.append(f"{path}: belongs somewhere else")
-            elif counted.get((number, stage, peer_id), digest) != digest:
+                verdict.errors.append(f"{path}: published for another place")
+            elif expected.get((number, stage, peer_id), digest) != digest:
                 verdict.errors.append(f"{path}: not the report that the coordinator counted")
             else:
                 verdict.count("publication" if kind is Publication else "report")

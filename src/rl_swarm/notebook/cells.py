@@ -91,10 +91,10 @@ def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], l
                 cell.show(_with_lines(picture(False), command.lines[-LAST_LINES:]))
         except KeyboardInterrupt:
             interrupted = True
-            stopping = ["Stopping: it saves where it is. (Interrupt again: at once.)"]
+            stopping = ["Stopping: it saves its state. (Interrupt again: at once.)"]
             cell.show(_with_lines(picture(False), stopping))
             command.stop()
-        note = ["Stopped. Run the cell again to go on."] if interrupted else []
+        note = ["Stopped. Run the cell again to resume."] if interrupted else []
         cell.show(_with_lines(picture(True), command.lines[-lines_at_end:] + note))
     if command.process.returncode and not interrupted:
         raise UserError(command.complaint())

@@ -62,7 +62,7 @@ def results(*given: str | Path) -> "Results":
     paths = [Path(path) for path in given]
     for path in paths:
         if not (is_packed(path) or path.is_dir()):
-            raise UserError(f"{path}: there is no such folder. Give what the experiment was given as its folder.")
+            raise UserError(f"{path}: there is no such folder. Give the folder of an experiment.")
     return Results(report.read(paths))
 
 

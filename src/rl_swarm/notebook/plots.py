@@ -14,7 +14,7 @@ TITLES = {
     "reward_local": "reward",
     HELD_OUT: "held-out score",
     "tokens_per_second": "tokens per second",
-    "external_accepted": "groups learned from others",
+    "external_accepted": "external groups",
     "completion_length": "length of answers in tokens",
     "peak_memory": "memory in bytes",
 }

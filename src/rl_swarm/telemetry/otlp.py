@@ -42,7 +42,7 @@ def endpoints(environ: Mapping[str, str]) -> dict[str, str]:
         for setting in (f"{special}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
             if environ.get(setting, PROTOCOL) not in ("", PROTOCOL):
                 raise ConfigError(
-                    f"{setting}={environ[setting]}: only {PROTOCOL} is spoken here. Unset it, or set it to that."
+                    f"{setting}={environ[setting]}: only {PROTOCOL} is supported. Unset it, or set it to that."
                 )
             if environ.get(setting):
                 break
@@ -97,7 +97,7 @@ class Otlp:
         self.meters.shutdown()
         logging.getLogger("opentelemetry").removeHandler(self.complaints)
         if self.complaints.count > 1:
-            log.warning("OpenTelemetry complained %d times", self.complaints.count)
+            log.warning("OpenTelemetry warned %d times", self.complaints.count)
 
     def _trace(self, values: Mapping[str, Any]) -> None:
         from opentelemetry.context import Context
@@ -144,7 +144,7 @@ class Complaints(logging.Handler):
         self.count += 1
         self.first = self.first or record.getMessage()
         if self.tell and self.count == 1:
-            log.warning("OpenTelemetry, told once: %s", self.first)
+            log.warning("OpenTelemetry, logged once: %s", self.first)
 
 
 def trace_id(swarm_id: str, number: int, stage: int) -> int:

@@ -73,7 +73,7 @@ class SinkThread:
             return
         self.dropped += 1
         if self.dropped == 1:
-            log.warning("%s is too slow: metrics that it has no room for are dropped", self.name)
+            log.warning("%s is too slow: records beyond its queue are dropped", self.name)
 
     def finish(self) -> None:
         """Let the sink end after what is queued."""
@@ -132,9 +132,9 @@ def sink_threads(names: Sequence[str], source: Source, stop: threading.Event) ->
             while feed.thread.is_alive() and time.monotonic() - ended < patience(stop):
                 feed.thread.join(0.05)
             if feed.thread.is_alive():
-                log.warning("%s was not done in %.0f s; its last metrics are lost", feed.name, patience(stop))
+                log.warning("%s did not finish in %.0f s; its last records are lost", feed.name, patience(stop))
             if feed.dropped:
-                log.warning("%s was too slow for %d records, which it did not get", feed.name, feed.dropped)
+                log.warning("%s was too slow: %d records were dropped", feed.name, feed.dropped)
 
 
 def patience(stop: threading.Event) -> float:

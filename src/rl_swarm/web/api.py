@@ -29,15 +29,15 @@ STATIC = Path(__file__).parent / "static"
 
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Points = Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")]
+Points = Annotated[int, Query(ge=2, le=1000, description="Maximum number of points of a curve.")]
 Name = Annotated[str, Query(max_length=100)]
-Metric = Annotated[str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")]
+Metric = Annotated[str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A metric of metrics.jsonl, or held_out.")]
 Reward = Annotated[float | None, Query(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Format = Annotated[Literal["json", "csv"], Query(description="csv: the same as a table.")]
 OR_CSV: dict[int | str, dict[str, object]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 STOP_RESPONSES: dict[int | str, dict[str, object]] = {
     401: {"description": "Wrong or no token."},
-    403: {"description": "No token is set: it can only be read."},
+    403: {"description": "No token is set: the API is read only."},
     409: {"description": "There is nothing to stop from here."},
 }
 OR_NOT: dict[int | str, dict[str, object]] = {404: {"description": "There is no such node."}}
@@ -61,7 +61,7 @@ def create_app(
         stream.closed = True
         reader.close()
 
-    about = "What a swarm does, as its dashboard shows it. Read only, but for stopping the run with a token."
+    about = "The data of a swarm's dashboard. Read only, except for stopping the run with a token."
     app = page_app("RL Swarm", about, "index.html", stream, runs, close)
     if among is None:
         serve_runs(app, runs)
@@ -84,7 +84,7 @@ def create_app(
     ) -> r.Stopping:
         """Stop the run as Ctrl-C does: the nodes save their state. The token is that of SWARM_WEB_TOKEN."""
         if token is None:
-            raise HTTPException(403, "It can only be read: no SWARM_WEB_TOKEN is set.")
+            raise HTTPException(403, "The API is read only: no SWARM_WEB_TOKEN is set.")
         if given is None or not security.is_token(given.credentials, token):
             raise HTTPException(401, "Wrong or no token.", {"WWW-Authenticate": "Bearer"})
         if stop is None:
@@ -139,7 +139,7 @@ def create_app(
         swarm: Swarm,
         metric: Metric = "reward_local",
         points: Points = 500,
-        limit: Annotated[int, Query(ge=0, le=200, description="Most nodes; the mean is of all.")] = 50,
+        limit: Annotated[int, Query(ge=0, le=200, description="Maximum number of nodes; the mean is of all.")] = 50,
         format: Format = "json",
     ) -> object:
         """Return one metric of the best nodes, and the mean of all."""
@@ -154,7 +154,7 @@ def create_app(
         task: Name = "",
         min_reward: Reward = None,
         max_reward: Reward = None,
-        after: Annotated[str | None, Query(max_length=100, description="`next` of the page before.")] = None,
+        after: Annotated[str | None, Query(max_length=100, description="`next` of the previous page.")] = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 10,
         format: Format = "json",
     ) -> object:

@@ -133,7 +133,7 @@ class BoundedStreams:
             return
         source = source_of(scope["client"][0] if scope["client"] else "")
         if not self.quota.free_for(source):
-            await JSONResponse({"detail": "Too many listen already."}, 429)(scope, receive, send)
+            await JSONResponse({"detail": "Too many event streams already."}, 429)(scope, receive, send)
             return
         self.quota.take(source)
         try:

@@ -60,7 +60,7 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
         for ending in runs.closing:
             ending()
 
-    about = "What sharing rollouts is worth, measured, as the page shows it. Read only."
+    about = "The data of an experiment's page: arms, measures, curves, runs. Read only."
     app = page_app("RL Swarm: an experiment", about, "experiment.html", stream, runs, close)
     serve_runs(app, runs)
     security.protect(app, hosts, token)
@@ -86,7 +86,7 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
     def curves(
         experiment: Experiment,
         metric: Literal["fresh_local", "training_set", "held_out"] = "fresh_local",
-        points: Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")] = 100,
+        points: Annotated[int, Query(ge=2, le=1000, description="Maximum number of points of a curve.")] = 100,
         format: Format = "json",
     ) -> Response:
         """Return a line per arm: the mean over its nodes and seeds."""

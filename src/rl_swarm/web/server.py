@@ -24,7 +24,7 @@ NICENESS = 10  # of the dashboard of `up`: the nodes come first
 TOKEN = "SWARM_WEB_TOKEN"
 STOP = b"stop\n"  # written by the dashboard of `up` when a user with the token stops the run
 ANY_HOST = ("0.0.0.0", "::")
-MISSING = "The dashboard needs a few packages more: pip install 'rl-swarm[web]'"
+MISSING = "The dashboard needs more packages: pip install 'rl-swarm[web]'"
 
 
 def is_installed() -> bool:
@@ -50,7 +50,7 @@ def bound(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise UserError(f"--host {host}: {error.strerror}. Use an address of this machine.") from error
-    raise UserError(f"--port {port}: none of the {MAX_PORTS} ports from there on is free. Choose another.")
+    raise UserError(f"--port {port}: none of the {MAX_PORTS} ports from it on is free. Choose another.")
 
 
 def url_of(listening: socket.socket) -> str:

@@ -25,7 +25,7 @@ class Stream:
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        full: dict[int | str, dict[str, object]] = {429: {"description": "Too many listen."}}
+        full: dict[int | str, dict[str, object]] = {429: {"description": "Too many event streams."}}
         router.get(PATH, response_class=EventSourceResponse, responses=full)(self.changes)
         return router
 

@@ -1,4 +1,4 @@
-// Shows an experiment: its arms as curves, the table of its report so far, and a link to every run.
+// Shows an experiment: its arms as curves, their measures so far, and a link to every run.
 
 import { csv, follow, get } from "./api.js";
 import { Chart } from "./charts.js";
@@ -6,10 +6,10 @@ import { card, fact, h, redraw, score, signed, table } from "./dom.js";
 
 const CURVES = [["fresh_local", "Reward of fresh local rollouts"], ["held_out", "Held-out score"], ["training_set", "Reward of the training set"]];
 const NOTES = [
-  "Training set: the mean reward of what a node trained on in a round, groups of others included, summed over nodes and rounds. The paper seems to log this.",
+  "Training set: the mean reward of what a node trained on in a round, external groups included, summed over nodes and rounds. The paper seems to log this.",
   "Fresh local: the mean reward of what its own model has just written, summed likewise.",
   "Held out: the score on questions that training never sees, at the start and now.",
-  "Below each number its 95 % interval, by bootstrap over seeds and nodes. With one seed it tells how nodes differ, not how seeds do: it is too narrow.",
+  "Below each number its 95 % interval, by bootstrap over seeds and nodes. With one seed it shows how nodes differ, not how seeds do: it is too narrow.",
 ];
 
 const main = document.getElementById("main");
@@ -91,10 +91,10 @@ async function update() {
 }
 
 main.append(h("h1", {}, "What sharing is worth"), h("div", { class: "stack" },
-  h("section", { class: "card", "aria-label": "Where it state" }, progress, facts),
+  h("section", { class: "card", "aria-label": "Status" }, progress, facts),
   h("div", { class: "main-charts even" }, charts.slice(0, 2).map((chart) => h("section", { class: "card", "aria-label": chart.label }, chart.element))),
   card("Arms", csv("api/experiment"), arms, h("ul", { class: "notes" }, NOTES.map((note) => h("li", {}, note)))),
   h("section", { class: "card", "aria-label": charts[2].label }, charts[2].element),
   card("Runs", csv("api/experiment/runs"), runs)));
 update();
-follow((newest) => newest !== version && update(), () => { version = null; }); // another server may come back
+follow((newest) => newest !== version && update(), () => { version = null; }); // the server may restart

@@ -53,7 +53,7 @@ export function node(id) {
 
   async function refresh() {
     const [about, curves, happened] = await Promise.all([get(path), get(`${path}/curves`), get("api/events", { node: id, limit: 20 })]);
-    if (!head.isConnected) return; // somebody went on to another page
+    if (!head.isConnected) return; // the user has opened another page
     const { row } = about;
     view.title = row.name;
     document.querySelector("#main h1").replaceChildren(life(row.alive), ` ${row.name}`);

@@ -4,7 +4,7 @@ import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
 import { card, count, duration, fact, h, life, nodeLink, percent, redraw, score, signed, table } from "./dom.js";
 
-const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all in step" };
+const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all nodes in lock-step" };
 
 const PAGE = 50;
 const arrow = (change) => (change > 0.005 ? "▲" : change < -0.005 ? "▼" : "•");
