@@ -24,7 +24,7 @@ from swarms import (
 
 from rl_swarm.cli.live import print_once
 from rl_swarm.monitor.run_reader import open_view
-from rl_swarm.monitor.validate import validate
+from rl_swarm.monitor.validate_peers import validate
 from rl_swarm.network.folder import MANIFEST, STATE, FolderExchange, report_path, rollouts_path
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles

@@ -19,10 +19,11 @@ from processes import QUICK, run, until
 from rl_swarm.cli import doctor
 from rl_swarm.config.resolve import load
 from rl_swarm.settings import ConfigError, Settings
+from rl_swarm.telemetry.export import Source, scalars
 from rl_swarm.telemetry.journal import METRICS, Journal, Stopwatch, read_lines
 from rl_swarm.telemetry.otlp import endpoints
 from rl_swarm.telemetry.schema import RoundRecord
-from rl_swarm.telemetry.sinks import SinkThread, Source, is_installed, public, requested, scalars, sink_threads
+from rl_swarm.telemetry.sinks import SinkThread, is_installed, public, requested, sink_threads
 
 TRACKIO = sys.version_info >= (3, 11)  # its hub library needs a transformers that needs it
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

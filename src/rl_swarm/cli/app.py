@@ -17,9 +17,13 @@ from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config import resolve as config
 from rl_swarm.config.resolve import Resolved
 from rl_swarm.errors import UserError
+from rl_swarm.experiment.arms import FILE as ARM
+from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode
 from rl_swarm.settings import SECRETS, UP_PRESET
+from rl_swarm.storage.files import LocalFiles
 
 app = typer.Typer(
     help="Train language models together: every node learns by reinforcement and shares its rollouts.",
@@ -233,7 +237,6 @@ def status(address: Address, as_json: Annotated[bool, typer.Option("--json", hel
     from rich.console import Console
 
     from rl_swarm.cli.live import print_once
-    from rl_swarm.experiment.arms import is_experiment
     from rl_swarm.monitor.run_reader import open_view
 
     if is_experiment(address):
@@ -285,21 +288,20 @@ def validate(
 ) -> None:
     """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored
     again."""
-    from rl_swarm import environments
-    from rl_swarm.experiment.arms import FILE as ARM
-    from rl_swarm.experiment.arms import is_experiment
     from rl_swarm.monitor.run_reader import RunView
     from rl_swarm.monitor.validate import rescore
-    from rl_swarm.monitor.validate import validate as check
+    from rl_swarm.monitor.validate import validate as validate_run
+    from rl_swarm.monitor.validate_peers import validate as validate_peers
 
-    if not address.startswith("p2p://"):
+    among_peers = address.startswith("p2p://")
+    if not among_peers:
         if is_experiment(address) or (Path(address) / ARM).is_file():
             raise UserError(
                 f"{address} belongs to an experiment, whose nodes keep their logs but not their rollouts: nothing can "
                 "be checked again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several machines."
             )
         RunView.open(address)
-    verdict, opened = check(address, rounds, nodes)
+    verdict, opened = (validate_peers if among_peers else validate_run)(address, rounds, nodes)
     if opened is not None:
         environment = environments.made(opened.manifest)
         try:
@@ -400,9 +402,6 @@ def doctor() -> None:
 @app.command()
 def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, compressed or not.")]) -> None:
     """Print a file of a swarm as JSON."""
-    from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode
-    from rl_swarm.storage.files import LocalFiles
-
     try:
         found = decode(LocalFiles(file.parent).read(file.name, MAX_BYTES))
     except OSError as error:

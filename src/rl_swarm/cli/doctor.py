@@ -15,9 +15,16 @@ from rich.markup import escape
 
 from rl_swarm.config import resolve as config
 from rl_swarm.environments import task_list
+from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
+from rl_swarm.network.p2p.joining import engine_of
+from rl_swarm.network.p2p.time_offset import compared
 from rl_swarm.plural import counted
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
+from rl_swarm.telemetry import otlp, sinks
+from rl_swarm.telemetry.export import Source
 
 # True if it works, False if not, None if only some users need it; and a sentence.
 Finding = tuple[bool | None, str]
@@ -77,8 +84,6 @@ def model() -> Iterator[Finding]:
 
 
 def scoring() -> Iterator[Finding]:
-    from rl_swarm.environments.reasoning import Reasoning
-
     environment = Reasoning(task_list(config.load().settings))
     try:
         questions = environment.questions(range(8))
@@ -91,8 +96,6 @@ def scoring() -> Iterator[Finding]:
 
 def code() -> Iterator[Finding]:
     """Find which isolation is active, and why no better one is."""
-    from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
-
     try:
         sandbox = Sandbox(workers=1)
     except UserError as error:
@@ -133,10 +136,6 @@ def _store(address: str) -> Iterator[Finding]:
 
 def peer_to_peer() -> Iterator[Finding]:
     """Start the daemon as a node would, and ask the peers that the settings name."""
-    from rl_swarm.network.p2p.joining import engine_of
-    from rl_swarm.network.p2p.time_offset import compared
-    from rl_swarm.protocol.identity import Identity
-
     settings = replace(config.load().settings, p2p_relay=False)  # do not ask the router for a port
     if importlib.util.find_spec("hivemind") is None:
         needed = settings.network == "p2p" or settings.p2p_initial_peers is not None
@@ -165,8 +164,6 @@ def peer_to_peer() -> Iterator[Finding]:
 
 
 def identity() -> Iterator[Finding]:
-    from rl_swarm.protocol.identity import Identity
-
     path = Path(config.load().settings.identity_path)
     if not path.exists():
         yield True, f"{path} will be made at the first start"
@@ -181,8 +178,6 @@ def identity() -> Iterator[Finding]:
 
 def metrics() -> Iterator[Finding]:
     """Ask the collector, and let each sink write a record into a temporary folder, offline."""
-    from rl_swarm.telemetry import otlp, sinks
-
     wanted = sinks.requested(config.load().settings, os.environ)
     if not wanted:
         yield True, "to metrics.jsonl; METRICS_SINKS and OTEL_EXPORTER_OTLP_ENDPOINT are not set"
@@ -196,7 +191,7 @@ def metrics() -> Iterator[Finding]:
             for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(variable, None)
             try:
-                sink = sinks.open_sink(name, sinks.Source("doctor", "doctor", "doctor", "", Path(folder)))
+                sink = sinks.open_sink(name, Source("doctor", "doctor", "doctor", "", Path(folder)))
                 sink.write("round", {"round": 0, "reward": 1.0})
                 sink.close()
                 yield True, f"METRICS_SINKS: {name} works" + (f", {mode}" if name == "wandb" else "")

@@ -7,10 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_swarm.cli import parse_assignments, program, quoted, resolve_settings
+from rl_swarm.cli import catch_signals, parse_assignments, preflight, program, quoted, resolve_settings
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.errors import UserError
+from rl_swarm.experiment.arms import (
+    ELSEWHERE,
+    GIVEN_BY_ARM,
+    PACKED,
+    PRESET,
+    arms,
+    is_packed,
+    name_of,
+    nodes_given,
+)
 from rl_swarm.plural import counted
+from rl_swarm.protocol.untrusted import printable
+from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.storage.files import LocalFiles
 
 app = typer.Typer(
     help="Measure what sharing rollouts is worth: the SAPO experiment, and strategies of your own.",
@@ -87,8 +100,6 @@ def sapo(
     """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command resumes it."""
     from rich.console import Console
 
-    from rl_swarm.cli import catch_signals, preflight
-    from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.drawing import arms_table
     from rl_swarm.experiment.progress import followed
     from rl_swarm.experiment.run import Experiment, Runner
@@ -155,11 +166,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of one or several experiments again, all arms beside each other."""
-    from rl_swarm.experiment.arms import is_packed
     from rl_swarm.experiment.report import write
-    from rl_swarm.protocol.untrusted import printable
-    from rl_swarm.protocol.wire import MAX_BYTES
-    from rl_swarm.storage.files import LocalFiles
 
     for path in paths:
         if not is_packed(path):
@@ -177,7 +184,6 @@ def pack(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A file (NAME.jsonl.xz), or a directory for one per DIR.")],
 ) -> None:
     """Pack what a report needs of an experiment's finished runs into one file, small enough to store or to send."""
-    from rl_swarm.experiment.arms import PACKED, is_packed, name_of
     from rl_swarm.experiment.report import pack
 
     paths = [out if is_packed(out) else out / f"{name_of(folder)}{PACKED}" for folder in folders]

@@ -15,7 +15,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
-from rl_swarm.learning.policy import Policy, other_models
+from rl_swarm.learning.policy import Policy, bundled, other_models
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.protocol.untrusted import printable
@@ -135,8 +135,6 @@ def duration(seconds: float) -> str:
 
 def for_model(model: str, settings: Settings) -> Settings:
     """Ask a checkpoint of a bundled model the bundled model's questions, unless told otherwise."""
-    from rl_swarm.learning.policy import bundled
-
     name = bundled(model)
     if name is not None:
         tiny = name == "tiny" and settings.environment == "reasoning" and settings.tasks == "auto"

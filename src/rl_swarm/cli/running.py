@@ -24,10 +24,9 @@ from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.address import is_peer_address, is_url
 from rl_swarm.network.folder import MANIFEST, change_access_list
 from rl_swarm.network.presence import only_run_here
-from rl_swarm.node import run_settings
+from rl_swarm.node import run_settings, worker
 from rl_swarm.node.hub import outcomes
 from rl_swarm.node.swarm import SwarmError, SwarmProcesses, worker_settings
-from rl_swarm.node.worker import found
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -66,7 +65,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     try:
         files = LocalFiles(root)
         files.make()
-        manifest = found(files, settings, root.name, owner)
+        manifest = worker.found(files, settings, root.name, owner)
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
         raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
@@ -208,8 +207,6 @@ def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapp
 
 def run_process(role: str, address: Path | str, settings: Settings) -> None:
     """Run one process of a swarm, with its log on the terminal."""
-    from rl_swarm.node import worker
-
     if is_peer_address(str(address)):
         raise UserError(f"{address} is the address of a peer. Write p2p:// before it: p2p://{address}")
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():

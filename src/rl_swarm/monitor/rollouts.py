@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_swarm import environments
+from rl_swarm.environments.base import Environment
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import RolloutPage, RolloutRow, ShownCompletion
@@ -23,9 +23,6 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected, unseal
-
-if TYPE_CHECKING:
-    from rl_swarm.environments.base import Environment
 
 CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown

@@ -12,9 +12,11 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
+from rl_swarm.config.resolve import load
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import RECORD_BYTES, Listing, read_manifest, read_state
+from rl_swarm.network.p2p.observer import observed
 from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
@@ -321,9 +323,6 @@ def open_view(address: str) -> Iterator[RunView]:
     if not address.startswith("p2p://"):
         yield RunView.found(address)
         return
-    from rl_swarm.config.resolve import load
-    from rl_swarm.network.p2p.observer import observed
-
     with observed(address, load().settings) as (place, clock):
         view = RunView(place, clock)
         view.refresh_swarm()

@@ -84,10 +84,6 @@ def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
 ) -> tuple[Verdict, ValidatedRun | None]:
     """Check everything that needs no scoring; `rescore` does the rest."""
-    if isinstance(address, str) and address.startswith("p2p://"):
-        from rl_swarm.monitor import validate_peers
-
-        return validate_peers.validate(address, rounds, nodes)
     verdict = Verdict()
     run = _open(locate(address), verdict)
     if run is None:

@@ -26,7 +26,8 @@ NEWEST = 3  # rounds whose documents are asked for
 MAX_ASKED = 64  # members, drawn at random
 
 
-def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdict, ValidatedRun]:
+def validate(address: str, rounds: int | None = None, nodes: int | None = None) -> tuple[Verdict, ValidatedRun]:
+    """Check the swarm at a peer's address; `rescore` scores what its members published."""
     verdict = Verdict()
     with observed(address, load().settings) as (place, clock):
         manifest = read_manifest(place.files)

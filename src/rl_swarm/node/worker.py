@@ -34,6 +34,7 @@ from rl_swarm.settings import ROLES, ConfigError, Settings, public_settings
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
+from rl_swarm.telemetry.export import Source
 from rl_swarm.telemetry.journal import Journal
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "earlier ones: everybody must see the same. Use `stage`."
             )
         private = swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
-        source = sinks.Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
+        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
         with only_one_here(identity, manifest.swarm()), sinks.sink_threads(others, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -15,9 +15,7 @@ from rl_swarm.protocol.wire import Rejected, decode
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.shared_log import MAX_LOG, SharedLog
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, line_of
-
-if TYPE_CHECKING:
-    from rl_swarm.telemetry.sinks import SinkThread
+from rl_swarm.telemetry.sinks import SinkThread
 
 MAX_READ = 64 << 20  # bytes of a log at a time
 LONGEST_LINE = 4 << 20  # bytes
@@ -31,7 +29,7 @@ class Journal:
     """Writes the logs of a node to a private folder, with copies in `folder` of the swarm's files."""
 
     def __init__(
-        self, private: Path, sinks: "Sequence[SinkThread]" = (), files: Files | None = None, folder: str = ""
+        self, private: Path, sinks: Sequence[SinkThread] = (), files: Files | None = None, folder: str = ""
     ) -> None:
         self.sinks = sinks  # exporters
         self.files, self.folder = files, folder

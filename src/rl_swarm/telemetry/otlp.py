@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_swarm.settings import ConfigError
-from rl_swarm.telemetry.sinks import Source, scalars
+from rl_swarm.telemetry.export import Source, scalars
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -6,20 +6,18 @@ own, so training never waits. A slow sink loses records, which are counted; a si
 
 import importlib.util
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from rl_swarm.settings import ConfigError, Settings, public_settings
+from rl_swarm.telemetry import otlp, trackers
+from rl_swarm.telemetry.export import Sink, Source
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +30,6 @@ PACKAGES = {  # module of each, and the extra that installs it
     "trackio": ("trackio", "trackio"),
     "wandb": ("wandb", "wandb"),
 }
-NOT_MEASURED = ("timestamp", "began", "round", "stage", "policy_version")  # numbers that say when
-BY_PEER = ("external_by_peer",)  # would be a curve for every peer of the swarm
-
-
-class Sink(Protocol):
-    def write(self, kind: str, values: Mapping[str, object]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Identifies the node whose records a sink gets."""
-
-    swarm: str  # its name
-    swarm_id: str
-    node: str
-    peer_id: str
-    folder: Path  # of the node's logs
-    settings: dict[str, object] = field(default_factory=dict)
 
 
 class SinkThread:
@@ -93,10 +71,8 @@ class SinkThread:
 
 def requested(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     """Return the sinks that are asked for; raise if a package that one needs is missing."""
-    from rl_swarm.telemetry.otlp import endpoints
-
     asked = dict.fromkeys(settings.sinks(), f"METRICS_SINKS={settings.metrics_sinks}")
-    for variable in endpoints(environ).values():
+    for variable in otlp.endpoints(environ).values():
         asked["otlp"] = f"{variable}={environ[variable]}"
     for name, setting in asked.items():
         package, extra = PACKAGES[name]
@@ -142,8 +118,6 @@ def patience(stop: threading.Event) -> float:
 
 
 def open_sink(name: str, source: Source) -> Sink:
-    from rl_swarm.telemetry import otlp, trackers
-
     kinds: dict[str, Callable[[Source], Sink]] = {
         "otlp": otlp.Otlp,
         "tensorboard": trackers.TensorBoard,
@@ -151,19 +125,6 @@ def open_sink(name: str, source: Source) -> Sink:
         "wandb": trackers.WandB,
     }
     return kinds[name](source)
-
-
-def scalars(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of a record that make curves; those of a part by its name, such as `seconds/generate`."""
-    found: dict[str, float] = {}
-    for name, value in values.items():
-        if name in NOT_MEASURED or name in BY_PEER:
-            continue
-        parts = {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
-        for full_name, number in parts.items():
-            if isinstance(number, int | float) and math.isfinite(number):
-                found[full_name] = number
-    return found
 
 
 def public(settings: Settings) -> dict[str, object]:

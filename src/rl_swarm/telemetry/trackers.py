@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rl_swarm.telemetry.sinks import Source, scalars
+from rl_swarm.telemetry.export import Source, scalars
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_swarm.errors import UserError
+from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.run_reader import RunView
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def serve(
     stop_run: Callable[[], None] | None = None,
 ) -> None:
     """Serve a swarm until `stop` is set."""
-    from rl_swarm.monitor.follower import Follower
     from rl_swarm.web.api import create_app
 
     _serve(create_app(Follower(view), hosts_of(listening), token, stop_run), listening, stop)
