@@ -20,7 +20,7 @@ class LiveView:
     def __init__(self, view: RunView, console: Console) -> None:
         self.drawing, self.console = Drawing(view), console
         self.drawn = -1.0
-        self.said = -1
+        self.printed = -1
         self.notes: list[str] = []
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -54,9 +54,9 @@ class LiveView:
 
     def _line(self, overview: Overview) -> None:
         left = self.drawing.seconds_left(overview)
-        if overview.phase != "running" or overview.round // LINE_EVERY == self.said:
+        if overview.phase != "running" or overview.round // LINE_EVERY == self.printed:
             return
-        self.said = overview.round // LINE_EVERY
+        self.printed = overview.round // LINE_EVERY
         rows = snapshot.nodes(self.drawing.follower).nodes
         learners = [row for row in rows if not row.role or row.held_out_start is not None]
         rewards = ", ".join(f"{row.name} {row.reward:.2f}" for row in learners if row.reward is not None)

@@ -16,7 +16,7 @@ from rl_swarm.monitor.drawing import plain
 
 DRAW_SECONDS = 1.0
 GAP = 2  # between columns
-SPARED = (
+DROP_ORDER = (
     "rounds",
     "seeds",
     "start",
@@ -67,9 +67,9 @@ def arms_table(state: ExperimentState, width: int) -> Table:
         titles.remove("rounds")
     if all(len(arm.seeds) < 2 for arm in state.arms):
         titles.remove("seeds")
-    for spared in SPARED:
+    for dropped in DROP_ORDER:
         if sum(_width(title, rows) + GAP for title in titles) - GAP > width:
-            titles = [title for title in titles if title != spared]
+            titles = [title for title in titles if title != dropped]
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False)
     for title in titles:
         table.add_column(_shown(title), justify="left" if title == "arm" else "right", no_wrap=True)

@@ -164,12 +164,12 @@ class LockstepSwarm:
         for node in self.nodes:
             node.held_out = held_out
 
-    def run(self, stop: threading.Event, tell: Callable[["LockstepSwarm"], None] = lambda swarm: None) -> bool:
+    def run(self, stop: threading.Event, on_round: Callable[["LockstepSwarm"], None] = lambda swarm: None) -> bool:
         """Run until all rounds are done (True), or until `stop` is set and the current round ends (False)."""
         if self.done < 0:
             self._evaluate("start")
         self._write_state()
-        tell(self)
+        on_round(self)
         while self.swarm.state.phase == "running":
             if stop.is_set():
                 if self.done >= 0:
@@ -182,7 +182,7 @@ class LockstepSwarm:
             running = self.swarm.state.phase == "running"  # the end is written after the last evaluation
             if running and time.monotonic() - self._written_at > STATE_SECONDS:
                 self._write_state()
-            tell(self)
+            on_round(self)
         self._evaluate("end")
         for node in self.nodes:
             node.journal.event("finished", round=self.done)

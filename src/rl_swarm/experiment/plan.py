@@ -92,7 +92,7 @@ class ProgressBars:
         }  # weight of a run among the others; its seconds, once they are known
         self.since: tuple[float, float] | None = None  # when those were known, and the time left then
         self.at_once = 1
-        self.said = -1
+        self.printed = -1
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -141,6 +141,6 @@ class ProgressBars:
         return left * took / (planned - left) if took > SETTLED and planned > left else left
 
     def _line(self, says: str, share: float, running: Sequence[str]) -> None:
-        if int(share * 10) > self.said:
-            self.said = int(share * 10)
+        if int(share * 10) > self.printed:
+            self.printed = int(share * 10)
             self.console.print(f"{says}: {', '.join(running)}", soft_wrap=True)

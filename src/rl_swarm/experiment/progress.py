@@ -128,11 +128,11 @@ class FollowedRun:
     def poll(self) -> bool:
         if self.view is None or self.phase == "finished":
             return False
-        here, before = self.view.here, self.phase
+        files, before = self.view.local_files, self.phase
         self.phase = _phase(self.view)  # before the logs: those of a finished run are complete
-        for node in here.folders_with(journal.METRICS, "logs"):
+        for node in files.folders_with(journal.METRICS, "logs"):
             self.logs.setdefault(node, FollowedNode())
-        logs = [log.poll(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
+        logs = [log.poll(files, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
         return any(logs) or self.phase != before
 
     def progress(self) -> RunProgress:
@@ -294,11 +294,11 @@ def _curve(runs: Sequence[FollowedRun], metric: str, points: int) -> Points:
             for after, score in log.held_out:
                 scores.setdefault(after, []).append(score)
         return [(after, mean(found)) for after, found in sorted(scores.items())]
-    kept = [log.fresh if metric == "fresh_local" else log.training for log in logs]
+    series = [log.fresh if metric == "fresh_local" else log.training for log in logs]
     size = measures.window(runs[0].job.rounds, points)
-    longest = max(map(len, kept), default=0)
+    longest = max(map(len, series), default=0)
     windows = [
-        (start + size, [mean(one[start : start + size]) for one in kept if len(one) >= start + size])
+        (start + size, [mean(one[start : start + size]) for one in series if len(one) >= start + size])
         for start in range(0, longest - size + 1, size)
     ]
     return [(after, mean(values)) for after, values in windows]

@@ -58,8 +58,8 @@ def find(paths: Sequence[Path]) -> Findings:
 def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
     """Read the finished runs of one experiment, and the names of the others."""
     if is_packed(path):
-        head, kept = packed.read(path)
-        return head, list(kept), []
+        head, packed_runs = packed.read(path)
+        return head, list(packed_runs), []
     folders, runs, unfinished = _folders(path), [], []
     if not folders:
         raise UserError(

@@ -351,7 +351,7 @@ def play(
     free = available(device)
     files.write(report.MACHINE, msgspec.json.encode(hardware([device])))
 
-    def tell(swarm: lockstep.LockstepSwarm) -> None:
+    def on_round(swarm: lockstep.LockstepSwarm) -> None:
         if pipe is None:
             return
         pipe.send_bytes(
@@ -359,7 +359,7 @@ def play(
         )
 
     try:
-        finished = swarm.run(stop, tell)
+        finished = swarm.run(stop, on_round)
         if finished and keep_models:
             swarm.save()
         elif finished:

@@ -194,14 +194,14 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
     spent, earned = [], []
     for label, arm in arms.items():
         names = ("generated_tokens_per_node", "trained_tokens_per_node", "seconds_per_node")
-        fresh, held = arm["fresh_local"], arm["held_out"]
+        fresh, scores = arm["fresh_local"], arm["held_out"]
         spent.append(
             [label, *(f"{arm[name]['mean']:,.0f}" for name in names),
-             *(_number(of[f"at_equal_{what}"]) for what in ("tokens", "seconds") for of in (fresh, held))]
+             *(_number(of[f"at_equal_{what}"]) for what in ("tokens", "seconds") for of in (fresh, scores))]
         )  # fmt: skip
         earned.append(
             [label, *(_number(fresh[name]) for name in ("per_1000_tokens", "per_second")),
-             _number(held["gain_per_million_tokens"], 2), _number(held["gain_per_hour"], 2)]
+             _number(scores["gain_per_million_tokens"], 2), _number(scores["gain_per_hour"], 2)]
         )  # fmt: skip
     return "\n\n".join(
         [

@@ -119,7 +119,7 @@ class Follower(Poller):
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0
         history = self.histories.setdefault(node.node, NodeHistory())
-        events = history.new_events(node, view.here)
+        events = history.new_events(node, view.local_files)
         if history.alive is None and view.address.is_url and node.peer:  # its log is on another machine
             said = f"with {node.peer.model}"
             events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))

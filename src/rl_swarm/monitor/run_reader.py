@@ -152,7 +152,7 @@ class RunView:
         self.address = address if isinstance(address, Address) else locate(address)
         self.clock = clock  # returns the state where no coordinator writes it
         self.root, self.files = self.address.here, self.address.files
-        self.here = LocalFiles(self.root)  # logs and checkpoints
+        self.local_files = LocalFiles(self.root)  # logs and checkpoints
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
@@ -229,7 +229,7 @@ class RunView:
 
     def refresh_node(self, node: NodeView) -> None:
         node.alive = self.is_alive(node)
-        node.refresh(self.here)
+        node.refresh(self.local_files)
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
 
     def is_alive(self, view: NodeView) -> bool:
@@ -244,11 +244,11 @@ class RunView:
     def checkpoints(self, node: str) -> list[int]:
         """List the rounds of a node's checkpoints on this machine."""
         try:
-            found = map(ROUND_FOLDER.fullmatch, self.here.names("checkpoints"))
+            found = map(ROUND_FOLDER.fullmatch, self.local_files.names("checkpoints"))
         except OSError:
             return []
         rounds = sorted(int(match[1]) for match in found if match)
-        return [number for number in rounds if self.here.has_folder(f"checkpoints/round_{number}/{node}")]
+        return [number for number in rounds if self.local_files.has_folder(f"checkpoints/round_{number}/{node}")]
 
     @property
     def phase(self) -> Phase:

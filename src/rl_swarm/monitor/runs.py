@@ -19,11 +19,11 @@ MAX_LOOKED_AT = 10_000  # folders that are searched for runs
 
 
 class Runs:
-    def __init__(self, here: Follower | None, root: Path | None = None, experiment: str = "") -> None:
-        """Serve the runs beside `here`, the one that is watched, or those in the folder `root`."""
-        if here is not None and not here.view.address.is_url:
-            root = here.view.root.absolute().parent
-        self.here, self.root = here, root
+    def __init__(self, current: Follower | None, root: Path | None = None, experiment: str = "") -> None:
+        """Serve the runs beside `current`, the one that is watched, or those in the folder `root`."""
+        if current is not None and not current.view.address.is_url:
+            root = current.view.root.absolute().parent
+        self.current, self.root = current, root
         self.experiment = experiment  # the experiment's name, if these are its runs
         self._opening = threading.Lock()
         self._open: OrderedDict[str, Follower] = OrderedDict()
@@ -32,7 +32,7 @@ class Runs:
     def names(self) -> list[str]:
         """List the runs of the folder, the newest first; of a remote swarm only itself."""
         if self.root is None:
-            return [self.here.view.address.name] if self.here else []
+            return [self.current.view.address.name] if self.current else []
         files = LocalFiles(self.root)
         when = {name: _changed(files, name) for name in files.names("")[:MAX_LOOKED_AT] if _is_name(name)}
         found = [(changed, name) for name, changed in when.items() if changed is not None]
@@ -40,8 +40,8 @@ class Runs:
 
     def get(self, name: str) -> Follower | None:
         """Return a run of the list, polled now."""
-        if self.here and name == self.here.view.address.name:
-            return self.here
+        if self.current and name == self.current.view.address.name:
+            return self.current
         if self.root is None or not _is_name(name):
             return None
         folder = self.root / name
@@ -55,14 +55,14 @@ class Runs:
         found.poll()
         return found
 
-    def page(self, offset: int, limit: int, here: Follower | None = None) -> RunPage:
-        """Return a page of the list; `here` is the current run, by default the one that is watched."""
+    def page(self, offset: int, limit: int, current: Follower | None = None) -> RunPage:
+        """Return a page of the list; `current` is by default the run that is watched."""
         names = self.names()
         found = [(name, self.get(name)) for name in names[offset : offset + limit]]
         return RunPage(
             len(names),
             offset,
-            [_row(name, run, run is (here or self.here)) for name, run in found if run],
+            [_row(name, run, run is (current or self.current)) for name, run in found if run],
         )
 
     def lines(self, names: list[str], metric: str, points: int) -> Lines:
@@ -78,11 +78,19 @@ class Runs:
         return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown)
 
 
-def _row(name: str, run: Follower, here: bool) -> RunRow:
-    told = snapshot.overview(run)
+def _row(name: str, run: Follower, current: bool) -> RunRow:
+    about = snapshot.overview(run)
     return RunRow(
-        name, told.phase, told.round, told.rounds, told.nodes, told.reward, told.held_out_start, told.held_out_now, here
-    )  # fmt: skip
+        name,
+        about.phase,
+        about.round,
+        about.rounds,
+        about.nodes,
+        about.reward,
+        about.held_out_start,
+        about.held_out_now,
+        current,
+    )
 
 
 def _as_curves(lines: Lines) -> Curves:

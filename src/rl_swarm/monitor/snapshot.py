@@ -91,13 +91,13 @@ def health(follower: Follower) -> Health:
         signs += [state.timestamp] if state else []
         since = max(0.0, now - max(signs)) if signs else None
         alive = sum(node.alive for node in nodes)
-        stands = follower.view.phase
+        phase = follower.view.phase
         late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
         status: Literal["alive", "stale", "waiting", "finished"]
-        if stands == "stopped" or (stands == "running" and late):
+        if phase == "stopped" or (phase == "running" and late):
             status = "stale"
         else:
-            status = "alive" if stands == "running" else stands
+            status = "alive" if phase == "running" else phase
         return Health(status, state.round if state else 0, alive, since)
 
 

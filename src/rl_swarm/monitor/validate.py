@@ -226,14 +226,14 @@ def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], 
         for (owner, number, stage), report in reports.items():
             if owner != peer_id:
                 continue
-            said = logged.get((number, stage), [])
-            if not said and not _killed_before_logging(run, member.node, number):
+            logged_rewards = logged.get((number, stage), [])
+            if not logged_rewards and not _killed_before_logging(run, member.node, number):
                 verdict.errors.append(f"logs/{member.node}/metrics.jsonl: round {number} is missing")
-            if said and (report.reward, report.training_reward) not in said:
+            if logged_rewards and (report.reward, report.training_reward) not in logged_rewards:
                 verdict.errors.append(
                     f"logs/{member.node}/metrics.jsonl: round {number} has another reward than the report"
                 )
-            verdict.count("log line", len(said))
+            verdict.count("log line", len(logged_rewards))
 
 
 def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:

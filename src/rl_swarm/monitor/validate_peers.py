@@ -60,10 +60,10 @@ def _check_coordinated(run: ValidatedRun, verdict: Verdict) -> None:
         verdict.errors.append(f"the state is not valid ({error})")
         return
     finished = run.state.round + (run.state.phase == "finished")
-    had = max((ended.round for ended in run.history), default=-1) + 1
-    if had < finished:
-        verdict.notes.append(f"only the history of the first {had} of {finished} rounds could be fetched")
-    check_history(run, verdict, min(had, finished))
+    fetched = max((ended.round for ended in run.history), default=-1) + 1
+    if fetched < finished:
+        verdict.notes.append(f"only the history of the first {fetched} of {finished} rounds could be fetched")
+    check_history(run, verdict, min(fetched, finished))
 
 
 def _introduced(run: ValidatedRun, verdict: Verdict) -> dict[str, Member]:
@@ -158,8 +158,8 @@ def _newest(
             except Rejected as error:
                 verdict.errors.append(f"{path}: altered or forged ({error})")
                 continue
-            said = (document.swarm, document.peer_id, document.node, document.round, document.stage)
-            if said != (run.manifest.swarm(), peer_id, run.node(peer_id), number, stage):
+            place = (document.swarm, document.peer_id, document.node, document.round, document.stage)
+            if place != (run.manifest.swarm(), peer_id, run.node(peer_id), number, stage):
                 verdict.errors.append(f"{path}: published for another place")
             elif expected.get((number, stage, peer_id), digest) != digest:
                 verdict.errors.append(f"{path}: not the report that the coordinator counted")

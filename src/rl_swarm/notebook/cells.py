@@ -70,16 +70,18 @@ def watch(address: str | Path) -> None:
 
 def _run(arguments: list[str], address: str | Path, settings: Mapping[str, object]) -> None:
     """Run a command and show its swarm until it ends or the cell is interrupted."""
-    with _seen(address) as drawing:
+    with _open_drawing(address) as drawing:
 
         def picture(last: bool) -> RenderableType:
             drawing.refresh(now=last)
             return drawing.draw(WIDTH, HEIGHT)
 
-        shown([*arguments, *set_flags(settings)], picture)
+        run_below_cell([*arguments, *set_flags(settings)], picture)
 
 
-def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MAX_LINES) -> None:
+def run_below_cell(
+    arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MAX_LINES
+) -> None:
     """Run a command below the cell, with a picture and the command's last lines, until it ends or is interrupted.
 
     `picture` is told when it is the last.
@@ -108,7 +110,7 @@ class Command:
     """Runs `rl-swarm` as a process of its own, which does not outlive this one."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._said: deque[str] = deque(maxlen=MAX_LINES)
+        self._output: deque[str] = deque(maxlen=MAX_LINES)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.cli.below_cell", *arguments],
             stdin=subprocess.PIPE,
@@ -131,7 +133,7 @@ class Command:
     @property
     def lines(self) -> list[str]:
         """Return its last lines of output, without those on rounds, which the picture shows."""
-        return [line for line in list(self._said) if not line.startswith("round ")]
+        return [line for line in list(self._output) if not line.startswith("round ")]
 
     def complaint(self) -> str:
         """Return the command's own error message."""
@@ -161,11 +163,11 @@ class Command:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._said.append(line.decode(errors="replace").rstrip())
+            self._output.append(line.decode(errors="replace").rstrip())
 
 
 @contextmanager
-def _seen(address: str | Path) -> Iterator[Drawing]:
+def _open_drawing(address: str | Path) -> Iterator[Drawing]:
     """Draw the swarm at an address, which may not be founded yet."""
     if str(address).startswith("p2p://"):
         with open_view(str(address)) as view:

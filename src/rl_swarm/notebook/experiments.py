@@ -11,7 +11,7 @@ from rl_swarm.experiment import report, text
 from rl_swarm.experiment.arms import is_packed
 from rl_swarm.experiment.drawing import drawn
 from rl_swarm.experiment.progress import ExperimentProgress
-from rl_swarm.notebook.cells import set_flags, shown, written
+from rl_swarm.notebook.cells import run_below_cell, set_flags, written
 from rl_swarm.notebook.picture import WIDTH
 from rl_swarm.notebook.plots import Plot, needs_matplotlib
 
@@ -39,7 +39,7 @@ def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
         state = progress.state()
         return drawn(state, WIDTH) if state.runs or state.tuning else Text(f"{folder}: starting")
 
-    shown(["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture)
+    run_below_cell(["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture)
     return folder
 
 

@@ -62,20 +62,20 @@ class Gpu:
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self.nvml, self.handle = nvml, handle
-        self._seen = 0  # the time of the newest sample that was read
+        self._newest = 0  # the time of the newest sample that was read
 
     def share(self) -> float | None:
         """Return the share of the time since the last reading, or of its last seconds, in which a kernel ran."""
         try:
             kind, samples = self.nvml.nvmlDeviceGetSamples(
-                self.handle, self.nvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen
+                self.handle, self.nvml.NVML_GPU_UTILIZATION_SAMPLES, self._newest
             )
         except self.nvml.NVMLError:
             return None
-        found = [sample for sample in samples if sample.timeStamp > self._seen]
+        found = [sample for sample in samples if sample.timeStamp > self._newest]
         if not found or kind != self.nvml.NVML_VALUE_TYPE_UNSIGNED_INT:
             return None
-        self._seen = max(sample.timeStamp for sample in found)
+        self._newest = max(sample.timeStamp for sample in found)
         return float(sum(sample.sampleValue.uiVal for sample in found)) / len(found) / 100
 
     def memory(self) -> int | None:

@@ -77,18 +77,18 @@ class ConnectionQuota:
 
     def __init__(self, most: int) -> None:
         self.most, self.most_each = most, max(1, most // 2)
-        self.taken: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def free_for(self, source: str) -> bool:
-        return self.taken.total() < self.most and self.taken[source] < self.most_each
+        return self.counts.total() < self.most and self.counts[source] < self.most_each
 
     def take(self, source: str) -> None:
-        self.taken[source] += 1
+        self.counts[source] += 1
 
     def give_back(self, source: str) -> None:
-        self.taken[source] -= 1
-        if not self.taken[source]:
-            del self.taken[source]
+        self.counts[source] -= 1
+        if not self.counts[source]:
+            del self.counts[source]
 
 
 class Connections:
@@ -99,10 +99,10 @@ class Connections:
         self._open: dict[str, dict[BoundedProtocol, None]] = defaultdict(dict)
 
     def admit(self, connection: "BoundedProtocol", source: str) -> bool:
-        taken = self.quota.taken
+        counts = self.quota.counts
         if not self.quota.free_for(source):
-            most = max(taken, key=lambda each: taken[each])
-            if taken[source] >= self.quota.most_each or taken[source] + 1 >= taken[most]:
+            most = max(counts, key=lambda each: counts[each])
+            if counts[source] >= self.quota.most_each or counts[source] + 1 >= counts[most]:
                 return False
             oldest = next((each for each in self._open[most] if each.waits_for), next(iter(self._open[most])))
             self.release(oldest, most)

@@ -140,10 +140,10 @@ def dashboard_process(
         )
         url = url_of(listening)
     assert process.stdin is not None and process.stdout is not None
-    said = process.stdout
+    output = process.stdout
 
     def listen() -> None:
-        if STOP in said:
+        if STOP in output:
             stop.set()
 
     threading.Thread(target=listen, daemon=True).start()
@@ -156,7 +156,7 @@ def dashboard_process(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        said.close()
+        output.close()
 
 
 def _tell_parent() -> None:

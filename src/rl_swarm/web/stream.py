@@ -61,11 +61,11 @@ class Stream:
                 await asyncio.sleep(APART)
 
     async def _poll(self) -> None:
-        told = self.follower.version
+        notified = self.follower.version
         while self.listeners and not self.closed:
             version = await run_in_threadpool(self.follower.poll)
-            if version != told:  # by this poll, or by one of a request
-                told = version
+            if version != notified:  # by this poll, or by one of a request
+                notified = version
                 await self._notify()
             await asyncio.sleep(PAUSE_SECONDS)
         for listener in self.listeners:
