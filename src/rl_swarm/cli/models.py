@@ -31,7 +31,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(task_list(settings), settings.partial_rewards)
     try:
-        environment.settle(settings, other_models(settings))
+        environment.configure(settings, other_models(settings))
         console = Console(highlight=False, markup=False)
         held_out = environment.held_out(questions)
         if not held_out:

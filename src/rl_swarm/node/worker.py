@@ -166,7 +166,7 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "other's "
                 "rollouts before they learn. Use `stage` or `generation`."
             )
-        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).hears:
+        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
                 "in "
@@ -244,7 +244,7 @@ def _take_part(
         log.warning("no checkpoint of this node can be used: it starts again from the base model, %s", policy.name)
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
-    environment.settle(settings, other_models(settings))
+    environment.configure(settings, other_models(settings))
     role = role_kind(environment)
     devices = devices_of(policy.device, settings)
     node = Node(
@@ -262,7 +262,7 @@ def _take_part(
             identity,
             shown,
             stop,
-            lambda *why: node.reject(*why),
+            lambda *why: node.intake.reject(*why),
             settings.poll_interval,
             settings.fetch_max_peers,
             coordinator.refusal,
@@ -278,7 +278,7 @@ def _take_part(
     if place:
         journal.restore(place.logs)
         node.done = (place.round, place.stage)
-        node.standing.restore(place.standing)
+        node.intake.reputation.restore(place.standing)
         role.restore({} if place.role is msgspec.UNSET else place.role)
     journal.event(
         "resumed" if place else "joined",
