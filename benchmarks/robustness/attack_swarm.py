@@ -29,7 +29,7 @@ from benchmarks.robustness.attack_types import Attack, Known, identity
 from rl_swarm.environments import task_list
 from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
-from rl_swarm.learning.parallel.sharing import Sharing
+from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.network.local import LocalCoordinator, LocalSwarm
@@ -79,7 +79,7 @@ class Swarm:
         self.swarm = LocalSwarm(self.manifest, min_peers=1)
         self.coordinator = LocalCoordinator(self.swarm, self.stop)
         self.barrier = threading.Barrier(size.honest + 1)
-        self.sharing = Sharing(size.honest) if size.device == "cuda" else None
+        self.sharing = SharedDevice(size.honest) if size.device == "cuda" else None
         self.nodes = [self.honest_node(identity(f"honest {size.seed} {k}")) for k in range(size.honest)]
         self.liars = list(self.invite_liars())
         self.outcome, self.played = Outcome(), 0
@@ -96,7 +96,7 @@ class Swarm:
             manifest=self.manifest,
             environment=self.environment,
             role=Role(self.environment),
-            policy=Policy.load(self.settings, self.environment.system_prompt, sharing=self.sharing),
+            policy=Policy.load(self.settings, self.environment.system_prompt, shared=self.sharing),
             exchange=exchange,
             coordinator=self.coordinator,
             journal=Journal(self.folder / me.node),

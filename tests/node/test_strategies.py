@@ -160,7 +160,7 @@ def test_a_weight_scales_what_is_learned_from_a_group():
     question = Question("t", 0, 1, "What is 1 + 1?", "2")
     group = Group("ann", question, (Completion("2", True), Completion("3", True)), (1.0, 0.0), True)
     one = CandidateGroup(("ann", 0, 0, 0), group, SOME[0])
-    whole, half = policy._lesson(group), policy._lesson(weighted(one, 0.5).group)
+    whole, half = policy._training_group(group), policy._training_group(weighted(one, 0.5).group)
     assert list(half.advantages) == [0.5 * a for a in whole.advantages] and half.completions == whole.completions
 
 
@@ -175,9 +175,11 @@ def test_capped_and_gated_reach_the_loss():
         ids = policy.encode(Completion(word, True))
         texts.append(Completion(word, True, ids, (-0.5,) * len(ids)))
     group = Group("ann", question, tuple(texts), (1.0, 0.0), True)
-    assert policy._lesson(group).claimed
-    lesson = Policy.load(gated, "")._lesson(group)
-    assert not lesson.claimed and lesson.advantages[1] == pytest.approx(-0.25 * lesson.advantages[0])
+    assert policy._training_group(group).claimed
+    training_group = Policy.load(gated, "")._training_group(group)
+    assert not training_group.claimed and training_group.advantages[1] == pytest.approx(
+        -0.25 * training_group.advantages[0]
+    )
 
 
 def test_specialists_are_asked_their_tasks_and_anybody_can_check_it():

@@ -95,7 +95,7 @@ class Row:
 
 def list_models(settings: Settings, as_json: bool) -> None:
     device = pick_device(settings)
-    free = memory.available(device, memory.sharing(settings, device))
+    free = memory.available(device, memory.processes_on_device(settings, device))
     speeds = [speed(device, rows) for rows in (max(1, settings.local_groups) * settings.generations, 1024)]
     auto = pick_model(replace(settings, model="auto"), device)
     rows = []

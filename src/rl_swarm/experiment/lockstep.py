@@ -24,7 +24,7 @@ from rl_swarm import environments
 from rl_swarm.environments.base import Environment, Role
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
 from rl_swarm.learning.devices import pick_device, use_threads
-from rl_swarm.learning.parallel.sharing import Sharing
+from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
@@ -365,12 +365,12 @@ class LockstepSwarm:
         self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 
-def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
+def sharing(members: Sequence[RunMember]) -> dict[str, SharedDevice]:
     """What the nodes with one model share on a GPU."""
     if pick_device(members[0].settings).type != "cuda":
         return {}
     models = Counter(member.settings.model for member in members)
-    return {model: Sharing(count, threads=False) for model, count in models.items() if count > 1}
+    return {model: SharedDevice(count, threads=False) for model, count in models.items() if count > 1}
 
 
 def rewind(log: SharedLog, done: int) -> None:
