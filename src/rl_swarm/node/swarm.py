@@ -1,6 +1,6 @@
 """Runs many nodes on one machine: starts them, restarts the ones that die, stops them all.
 
-On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
+On a CPU the children are forked from a server process that has imported torch once (`processes.py`); with a GPU each
 starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.
 """
 
