@@ -18,6 +18,7 @@ from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, is_p
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry import journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
@@ -99,7 +100,7 @@ class FollowedNode:
             self._begin(file)
         lines, self._read = journal.new_lines(files, path, self._read)
         for line in lines:
-            with suppress(msgspec.DecodeError):  # the report needs every line, and would raise
+            with suppress(*UNREADABLE):  # the report needs every line, and would raise
                 found = _LINE.decode(line)
                 if isinstance(found, RoundRecord):
                     self.fresh.append(found.reward_local)
@@ -109,8 +110,8 @@ class FollowedNode:
         return bool(lines)
 
     def scored(self, rounds: int) -> float:
-        """Return the held-out score of the last evaluation until then."""
-        return [score for after, score in self.held_out if after <= rounds][-1]
+        """Return the held-out score of the last evaluation until then, or of the first."""
+        return ([score for after, score in self.held_out if after <= rounds] or [self.held_out[0][1]])[-1]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from rl_swarm.network.folder import rollouts_path
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Answer, Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected, unseal
 
@@ -141,7 +142,7 @@ class RolloutReader:
         peer = view.nodes[place[2]].peer
         here = (published.swarm, published.round, published.stage, published.node)
         if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
-            raise Rejected("place", "published for another place, or by another peer")
+            raise Rejected(RejectReason.PLACE, "published for another place, or by another peer")
         return published
 
     def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:
@@ -179,7 +180,7 @@ class RolloutReader:
             return {}
         try:
             self._environment = self._environment or environments.made(manifest)
-            return dict(enumerate(self._conversation(manifest, rollouts[0].round).asked(rollouts)))
+            return dict(enumerate(self._conversation(manifest, rollouts[0].round).questions_of(rollouts)))
         except Rejected:  # other nodes reject it too
             return {}
         except (UserError, OSError):  # rollouts can be shown without answer keys
