@@ -204,7 +204,7 @@ def test_a_plan_counts_what_no_node_notes() -> None:
     line = RoundRecord(0, 0.0, 0.0, 2, 2, 0.0, seconds=Seconds(generate=2.0, train=1.0))
     nodes = [NodeLog([line] * 5) for _ in range(2)]
     job = Job(Arm(2, 2), 1, 10, 2, settings={"held_out_every": 0})
-    costs = Costs.of(Run(job, nodes), evaluation_seconds=4.0, evaluations=1, start=5.0, rounds=3, took=3 * 7.0)
+    costs = Costs.of(Run(job, nodes), evaluating=4.0, evaluations=1, start=5.0, rounds=3, took=3 * 7.0)
     assert costs.seconds(job) == pytest.approx(5.0 + 10 * 7.0 + 2 * 4.0)
 
 

@@ -61,13 +61,11 @@ class SequentialEngine:
 
     def __init__(self, policies: Sequence[Policy]) -> None: ...
 
-    def sample(self, work: Sequence[SampleRequest]) -> None:
+    def sample(self, work: Sequence[SampleRequest | TrainRequest]) -> None:
         for one in work:
             one.run()
 
-    def learn(self, work: Sequence[TrainRequest]) -> None:
-        for one in work:
-            one.run()
+    learn = sample
 
 
 def engine_for(policies: Sequence[Policy]) -> ModelEngine:

@@ -28,13 +28,7 @@ class Costs:
 
     @classmethod
     def of(
-        cls,
-        run: Run,
-        evaluation_seconds: float,
-        evaluations: float,
-        start: float = 0.0,
-        rounds: int = 0,
-        took: float = 0.0,
+        cls, run: Run, evaluating: float, evaluations: float, start: float = 0.0, rounds: int = 0, took: float = 0.0
     ) -> "Costs":
         """Estimate costs from the last `rounds` of a run, which took so long together, or from its nodes' own times."""
         lines = [line for node in run.nodes for line in node.rounds[-rounds:]]
@@ -51,9 +45,7 @@ class Costs:
             local,
             more * spent("collect"),
             more * spent("train") / (arm.epochs * (settings.local_groups + arm.external_groups)),
-            evaluation_seconds / evaluations / len(run.nodes)
-            if evaluations
-            else local * answers / settings.generations,
+            evaluating / evaluations / len(run.nodes) if evaluations else local * answers / settings.generations,
             start,
         )
 
@@ -87,9 +79,7 @@ class ProgressBars:
     def __init__(self, console: Console, jobs: Sequence[Job], done: Mapping[str, int]) -> None:
         self.console, self.jobs = console, jobs  # in the order of their starts
         self.done = dict(done)  # rounds, by run
-        self.whole = {
-            job.name: 1.0 for job in jobs
-        }  # weight of a run among the others; its seconds, once they are known
+        self.whole = {job.name: 1.0 for job in jobs}  # weight of each run; its seconds, once they are known
         self.since: tuple[float, float] | None = None  # when those were known, and the time left then
         self.at_once = 1
         self.printed = -1

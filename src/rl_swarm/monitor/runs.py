@@ -15,7 +15,7 @@ from rl_swarm.storage.files import LocalFiles
 
 MAX_OPEN = 32  # runs that are kept in memory
 MAX_LISTED = 1000
-MAX_LOOKED_AT = 10_000  # folders that are searched for runs
+MAX_SEARCHED = 10_000  # folders that are searched for runs
 
 
 class Runs:
@@ -34,7 +34,7 @@ class Runs:
         if self.root is None:
             return [self.current.view.address.name] if self.current else []
         files = LocalFiles(self.root)
-        when = {name: _changed(files, name) for name in files.names("")[:MAX_LOOKED_AT] if _is_name(name)}
+        when = {name: _changed(files, name) for name in files.names("")[:MAX_SEARCHED] if _is_name(name)}
         found = [(changed, name) for name, changed in when.items() if changed is not None]
         return [name for _, name in sorted(found, reverse=True)[:MAX_LISTED]]
 
@@ -81,16 +81,9 @@ class Runs:
 def _row(name: str, run: Follower, current: bool) -> RunRow:
     about = snapshot.overview(run)
     return RunRow(
-        name,
-        about.phase,
-        about.round,
-        about.rounds,
-        about.nodes,
-        about.reward,
-        about.held_out_start,
-        about.held_out_now,
-        current,
-    )
+        name, about.phase, about.round, about.rounds, about.nodes, about.reward, about.held_out_start,
+        about.held_out_now, current,
+    )  # fmt: skip
 
 
 def _as_curves(lines: Lines) -> Curves:

@@ -79,9 +79,7 @@ def _run(arguments: list[str], address: str | Path, settings: Mapping[str, objec
         run_below_cell([*arguments, *set_flags(settings)], picture)
 
 
-def run_below_cell(
-    arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MAX_LINES
-) -> None:
+def run_below_cell(arguments: Sequence[str], picture: Callable[[bool], RenderableType]) -> None:
     """Run a command below the cell, with a picture and the command's last lines, until it ends or is interrupted.
 
     `picture` is told when it is the last.
@@ -97,7 +95,7 @@ def run_below_cell(
             cell.show(_with_lines(picture(False), stopping))
             command.stop()
         note = ["Stopped. Run the cell again to resume."] if interrupted else []
-        cell.show(_with_lines(picture(True), command.lines[-lines_at_end:] + note))
+        cell.show(_with_lines(picture(True), command.lines + note))
     if command.process.returncode and not interrupted:
         raise UserError(command.complaint())
 

@@ -6,7 +6,7 @@ The description is at /api/openapi.json.
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query
@@ -25,6 +25,7 @@ from rl_swarm.web.response_cache import ResponseCache
 from rl_swarm.web.run_router import RunRouter
 from rl_swarm.web.stream import Stream
 
+T = TypeVar("T")
 STATIC = Path(__file__).parent / "static"
 
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
@@ -103,10 +104,7 @@ def create_app(
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
         """Return one node, by its name in files, its peer id or its animal name."""
-        found = snapshot.node(swarm, node)
-        if found is None:
-            raise HTTPException(404, "There is no such node.")
-        return found
+        return found_or_404(snapshot.node(swarm, node))
 
     @app.get(
         "/api/nodes/{node}/tables/{table}",
@@ -115,9 +113,7 @@ def create_app(
     )
     def node_table(swarm: Swarm, node: str, table: tables.NodeTable) -> Response:
         """Return a table of a node's page, as CSV."""
-        found = snapshot.node(swarm, node)
-        if found is None:
-            raise HTTPException(404, "There is no such node.")
+        found = found_or_404(snapshot.node(swarm, node))
         return as_csv(f"{found.row.node}-{table}", tables.node_csv(found, table))
 
     @app.get("/api/nodes/{node}/curves", response_model=r.NodeCurves, responses=OR_CSV | OR_NOT)
@@ -129,9 +125,7 @@ def create_app(
         format: Format = "json",
     ) -> object:
         """Return the curves of one node; all that it has where no metric is named."""
-        found = snapshot.curves(swarm, node, metric, points)
-        if found is None:
-            raise HTTPException(404, "There is no such node.")
+        found = found_or_404(snapshot.curves(swarm, node, metric, points))
         return as_json(found) if format == "json" else as_csv(found.node, tables.curves_csv(found))
 
     @app.get("/api/curves", response_model=r.Lines, responses=OR_CSV)
@@ -242,6 +236,12 @@ def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, clos
 def serve_runs(app: FastAPI, runs: Runs) -> None:
     """Serve every other run under its name, too."""
     app.add_middleware(RunRouter, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+
+
+def found_or_404(record: T | None) -> T:
+    if record is None:
+        raise HTTPException(404, "There is no such node.")
+    return record
 
 
 def as_json(record: object) -> Response:
