@@ -1,7 +1,7 @@
 """Defines the records of `metrics.jsonl`: one for a round and one for a held-out score.
 
 The node writes them; reports, the page, experiments, the validator, notebooks and exporters read them. A new metric is
-a field here and the line in `node/node.py` that fills it.
+a field here and the line in `node/report.py` that fills it.
 """
 
 from typing import Annotated
