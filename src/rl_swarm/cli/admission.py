@@ -92,7 +92,7 @@ def members(address: str, as_json: bool) -> None:
         print(json.dumps({**told, "revoked": access_list.revoked, "peers": rows}, indent=2))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    takes = "anybody" if manifest.admission == "open" else "invited peers only"
+    takes = "any peer" if manifest.admission == "open" else "invited peers only"
     console.print(f"{manifest.name} takes {takes}. Its owner is {animal_name(manifest.peer_id)} ({manifest.peer_id}).")
     for row in rows:
         rounds = counted(int(str(row["rounds"])), "round") if row["rounds"] else ""

@@ -55,7 +55,7 @@ RUNS, TUNING = "runs", "tuning"  # folders of an experiment
 FILE = "arm.json"  # in a run's folder
 PACKED = ".jsonl.xz"  # suffix of a packed experiment
 
-# Anybody may have written the arm of a run that lies in a shared folder.
+# In a shared folder any member may have written the arm of a run.
 Groups = Annotated[int, Meta(ge=0, le=1024)]
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from rl_swarm.storage.files import LocalFiles
 
-Numbers = Mapping[str, Any]  # what stands in report.json
+Numbers = Mapping[str, Any]  # the contents of report.json
 WIDTH, HEIGHT = 6.4, 3.8  # inches of a panel
 REWARDS = ("training_set", "fresh_local")
 

@@ -146,7 +146,7 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
     found = {}
     for ended in run.history:
         if not ended.reports:
-            verdict.notes.append(f"round {ended.round}: nobody reported ({ended.why})")
+            verdict.notes.append(f"round {ended.round}: no member reported ({ended.why})")
         for peer_id, digest in ended.reports.items():
             if peer_id not in run.state.members:
                 verdict.errors.append(f"round {ended.round}: reported by {peer_id}, not a member")
