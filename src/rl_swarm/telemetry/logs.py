@@ -14,6 +14,7 @@ from rl_swarm.protocol.untrusted import printable
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import log_file
+from rl_swarm.storage.shared_log import MAX_LOG
 
 SWARM_LOG = "logs/swarm.log"
 REPAIR_SECONDS = 30.0  # between two attempts to replace a damaged copy
@@ -33,13 +34,20 @@ class SwarmLog(logging.FileHandler):
     def __init__(self, private: Path, files: LocalFiles) -> None:
         super().__init__(private, encoding="utf-8")
         self.files, self._repair_at = files, 0.0
+        self._left = 0  # bytes of the copy when this process wrote to it last
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
         try:
             self.files.append(SWARM_LOG, f"{self.format(record)}{self.terminator}".encode())
+            size = self.files.stat(SWARM_LOG).st_size
         except OSError:
             self._repair()
+            return
+        if size < self._left // 2 or size > MAX_LOG:  # cut, or another file; what another process repaired is longer
+            self._repair()
+        else:
+            self._left = size
 
     def _repair(self) -> None:
         if time.monotonic() < self._repair_at:
@@ -47,6 +55,7 @@ class SwarmLog(logging.FileHandler):
         self._repair_at = time.monotonic() + REPAIR_SECONDS
         try:
             self.files.write(SWARM_LOG, Path(self.baseFilename).read_bytes()[-MAX_COPIED:])
+            self._left = 0
         except OSError:  # the private log has all lines
             return
 
