@@ -27,6 +27,7 @@ from benchmarks.robustness.attack_nodes import (
 from benchmarks.robustness.attack_outcome import Outcome, Size, rounds_of
 from benchmarks.robustness.attack_types import Attack, Known, identity
 from rl_swarm.environments import task_list
+from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy
@@ -85,7 +86,7 @@ class Swarm:
 
     def honest_node(self, me: Identity) -> Honest:
         exchange = BarrierExchange(
-            self.files, self.manifest, me, me.node, self.stop, lambda *why: node.reject(*why), 0.05, 64
+            self.files, self.manifest, me, me.node, self.stop, lambda *why: node.intake.reject(*why), 0.05, 64
         )
         exchange.barrier = self.barrier
         node = (Honest if self.defended else Gullible)(
@@ -94,6 +95,7 @@ class Swarm:
             settings=self.settings,
             manifest=self.manifest,
             environment=self.environment,
+            role=Role(self.environment),
             policy=Policy.load(self.settings, self.environment.system_prompt, shared=self.sharing),
             exchange=exchange,
             coordinator=self.coordinator,
@@ -103,7 +105,7 @@ class Swarm:
         )
         node.stream = torch.cuda.Stream() if self.sharing else None
         if isinstance(node, Gullible) and self.attack:
-            node.runs_answers = self.attack.aim == "canary"
+            node.intake.runs_answers = self.attack.aim == "canary"
         self.admit(me, "")
         return node
 
@@ -210,11 +212,11 @@ class Swarm:
         outcome, liars = self.outcome, {liar.peer_id for liar in self.liars}
         learned = set()
         for node in self.nodes:
-            outcome.reasons.update(node.rejected)
-            outcome.external += len(node.taken)
+            outcome.reasons.update(node.intake.rejected)
+            outcome.external += len(node.intake.taken)
             outcome.node_rounds += 1
-            outcome.empty += not node.taken
-            for group in node.taken:
+            outcome.empty += not node.intake.taken
+            for group in node.intake.taken:
                 texts = (group.question.prompt, *(c.text for c in group.completions))
                 if group.peer_id in liars or texts in forged:
                     outcome.hostile += 1

@@ -17,8 +17,8 @@ from small_models import (
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import COMPACT_BELOW, SamplingParams, draw, sample, truncated
-from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts, token_logprobs
-from rl_swarm.learning.trainer import Trainer
+from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts
+from rl_swarm.learning.trainer import Trainer, token_logprobs
 from rl_swarm.learning.weights import Weights
 from rl_swarm.settings import Settings
 

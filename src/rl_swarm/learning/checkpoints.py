@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.wire import Count, Id, Rejected, seal, unseal
 from rl_swarm.storage.files import LASTING, ROUND_FOLDER, LocalFiles
 
@@ -198,7 +199,7 @@ class Checkpoints:
                 data = self.files.read(f"{where}/{PLACE}", PLACE_BYTES)
             place = unseal(data, Place, PLACE_BYTES)
             if (place.kind, place.peer_id, place.node) != ("checkpoint", self.signer.peer_id, self.node):
-                raise Rejected("owner", "not signed by this node")
+                raise Rejected(RejectReason.OWNER, "not signed by this node")
         except (OSError, Rejected) as error:
             self._skipped += 1
             if self._skipped <= MAX_LOGGED:

@@ -51,7 +51,7 @@ def test_draws_follow_from_their_name():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_solutions_pass_and_slips_fail(level, sandbox):
+def test_solutions_pass_and_mutants_fail(level, sandbox):
     tasks = [make(level, 11, index) for index in range(30)]
     verdicts = sandbox.judge([Program(task.reference, task.tests) for task in tasks])
     assert [verdict.error for verdict in verdicts if not verdict.right] == []
@@ -95,7 +95,7 @@ def test_other_words_and_tests_make_no_other_held_out_task():
     assert 20 <= sum(task.held_out for task in tasks) <= 100  # an eighth
 
 
-def test_slips_are_small_and_differ():
+def test_mutants_are_small_and_differ():
     program = "def solve(xs):\n    xs = [x for x in xs if x > 3]\n    return sum(xs)"
     found = list(mutants(program))
     assert "def solve(xs):\n    xs = [x for x in xs if x >= 3]\n    return sum(xs)" in found

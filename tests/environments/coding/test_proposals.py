@@ -95,7 +95,7 @@ def test_what_is_wrong_with_others_is_told(changes, problem, judge):
     assert result.task is None and problem in result.problem
 
 
-def test_tests_that_notice_no_slip_are_not_enough(judge):
+def test_tests_that_detect_no_mutant_are_not_enough(judge):
     blind = {
         "question": "grade(n) says whether n is at least 50.",
         "solution": "def grade(n):\n    if n >= 50:\n        return 'pass'\n    return 'fail'",

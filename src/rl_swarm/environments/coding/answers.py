@@ -1,4 +1,4 @@
-"""Extracts the fenced program from a solver's answer, and rewards the answer."""
+"""Finds the fenced program in a solver's answer, and decides what it earns."""
 
 NOT_TEXT, NO_CODE, WRONG, RIGHT = -1.2, -1.0, 0.0, 1.0
 ENDED = 0.2  # added if the answer ended by itself, subtracted if it was cut
@@ -7,12 +7,12 @@ _OPENING = ("```python", "```py", "```")
 
 
 def is_text(answer: str) -> bool:
-    """Return whether an answer is readable: not empty, and without undecodable bytes."""
+    """Tell whether an answer holds text: it is not empty, and holds no bytes that are no letters."""
     return bool(answer.strip()) and "\ufffd" not in answer and "\0" not in answer
 
 
 def program(answer: str) -> str | None:
-    """Return the last fenced block of an answer, None where there is none."""
+    """Return the last fenced block of an answer, or None where there is none."""
     block: list[str] | None = None
     last = ""
     for line in answer.split("\n"):
@@ -31,7 +31,7 @@ def fenced(code: str) -> str:
 
 
 def earned(answer: str, right: bool) -> float:
-    """Return the reward of an answer, without that of its ending; `right`: its program passed every test."""
+    """Return what an answer earns, without the bonus for its end; `right` tells whether its program is right."""
     if not is_text(answer):
         return NOT_TEXT
     if program(answer) is None:

@@ -1,8 +1,8 @@
-"""Mutates a right program: a wrong operator, a number off by one, a line left out.
+"""Breaks a right program a little: a wrong operator, a number off by one, a line left out.
 
-Useful tests fail such mutants, so the tests of a proposal must; and a model that judges programs is trained on them.
-Mutation changes text and neither parses nor runs it. The result of a mutant never depends on the order of a set, which
-differs between processes.
+A proposal's tests must fail such programs, and a model that judges or improves programs must have seen some. Only text
+is changed here; nothing is parsed or run. A changed program never depends on the order of a set, which differs between
+processes.
 """
 
 import re
@@ -50,7 +50,7 @@ MAX_LENGTH = 4000  # characters of a program that are mutated
 
 
 def mutants(program: str) -> Iterator[str]:
-    """Yield every program that differs from this one by one small mistake, in order."""
+    """Yield every program that one small mistake makes of this one, first to last."""
     for match in _PLACES.finditer(program[:MAX_LENGTH]):
         found = match.group()
         if found.isdigit():

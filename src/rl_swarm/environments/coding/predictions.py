@@ -1,8 +1,8 @@
-"""Predicts with a frozen model whether a program is right, and measures such predictions.
+"""Asks a frozen model whether a program is right, and measures how good such guesses are.
 
-The model writes nothing. The program is a JSON string in the prompt, in which no control token survives, and the
-prediction is the probability of `yes` against `no` as the next token. So a program can mislead the model as any text
-can, but it cannot answer in its place.
+The guess is not read from text that the model writes. The program stands in the prompt as a JSON string, in which no
+control token survives. The verdict is the probability of `yes` against `no` as the very next token. So a program can
+lie to the model as any text can, but it cannot answer in its place.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ BINS = 10
 
 
 def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], seconds: float | None = None) -> list[float]:
-    """Return for every task and program the predicted probability that it is right; 0.5 where they are too long.
+    """Return how probable the model finds it that each program is right; 0.5 where the text is too long.
 
-    With `seconds`, return only the first ones when all would take longer.
+    With `seconds`, return those of the first programs only, where all would take longer.
     """
     found = [prompts.evaluator_prompt(task, program) for task, program in asked]
     return model.word_probability(found, prompts.YES, prompts.NO, seconds)
@@ -25,12 +25,12 @@ def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], second
 
 @dataclass(frozen=True)
 class Quality:
-    """Metrics of predictions against execution."""
+    """Compares guesses with execution."""
 
     guesses: int
     right_share: float  # of the programs, by execution
     accuracy: float
-    balanced: float  # mean accuracy on right and on wrong programs: 0.5 for a constant answer
+    balanced: float  # mean of the accuracies on right and on wrong programs; 0.5 where there is one kind alone
     disagreement: float
     calibration: float  # expected calibration error, ten bins
     brier: float
@@ -40,7 +40,7 @@ class Quality:
 
 
 def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
-    """Compare probabilities with the results of execution; there is at least one."""
+    """Measure probabilities against what execution said; there must be at least one."""
     hits = [(p > 0.5) == right for p, right in guesses]
     kinds = [[hit for hit, (_, right) in zip(hits, guesses, strict=True) if right == kind] for kind in (True, False)]
     bins: dict[int, list[tuple[float, bool]]] = {}

@@ -30,6 +30,6 @@ def proposer_prompt(level: str, subject: str) -> str:
 
 
 def evaluator_prompt(task: str, program: str) -> str:
-    """Quote task and program as JSON, so that a solver's text can end neither its quotes nor its line."""
+    """Quote the solver's text as JSON, so that it can close neither its quotes nor its line."""
     quoted = {"task": task[:MAX_LENGTH], "program": program[:MAX_LENGTH]}
     return _JUDGED + json.dumps(quoted, ensure_ascii=False) + _VERDICT

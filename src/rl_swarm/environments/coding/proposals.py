@@ -1,8 +1,8 @@
-"""Reads and checks what a proposer writes: one JSON object with a question, a solution and at most four tests.
+"""Reads and checks a proposer's text: one JSON object with a question, a solution and at most four tests.
 
-A proposal is untrusted text until it is checked. It counts only if it can be read, its own solution passes its tests
-in the sandbox, and wrong programs fail them: programs that return a constant or their argument, and mutants of the
-solution. Every node checks again what its peers have checked.
+A proposal is a stranger's text until it is checked. It counts only if it can be read, its own solution passes its
+tests in the sandbox, and wrong programs fail them: constant ones, ones that return their argument, and the solution
+with a small mistake. Every node checks proposals itself.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ Judge: TypeAlias = Callable[[Sequence[tuple[str, Sequence[Test]]]], list[bool | 
 
 @dataclass(frozen=True)
 class CheckedProposal:
-    """A checked proposal: its task, or the problem with it."""
+    """Holds the task of a proposal, or the reason why it is none."""
 
     task: CodingTask | None
     problem: str = ""
@@ -44,7 +44,7 @@ def as_json(task: CodingTask, tests: int = MAX_TESTS) -> str:
 
 
 def read(text: str, level: str, subject: str) -> CheckedProposal:
-    """Read the task that a text proposes, without running any of it."""
+    """Read the task that a text proposes, without running anything of it."""
     body = text[text.find("{") : text.rfind("}") + 1]
     if not body or len(text) > MAX_LENGTH:
         return CheckedProposal(None, "no JSON object" if not body else f"more than {MAX_LENGTH} characters")
@@ -79,7 +79,7 @@ def read(text: str, level: str, subject: str) -> CheckedProposal:
 
 
 def wrong_programs(task: CodingTask) -> tuple[list[str], list[str]]:
-    """Return trivial programs, which must all fail the tests, and mutants, of which many must."""
+    """Make programs that must fail the tests, and mutants, most of which must. `literals` reads their values."""
     name = str(CALL.match(task.tests[0].call).group(1))  # type: ignore[union-attr] # `read` has seen to that
     values = dict.fromkeys(test.expected for test in task.tests)
     returned = (*values, "None", "values[0]", "values[-1]")

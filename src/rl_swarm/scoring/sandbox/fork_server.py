@@ -127,7 +127,7 @@ def run(channel: int) -> None:
         return line[0] == "="
 
     def define() -> str:
-        exec(compile(code, "solution", "exec"), module.__dict__)
+        exec(compile(code, "solution", "exec"), module.__dict__)  # noqa: S102  # in the sandbox
         return ""
 
     if reply(define):
@@ -136,7 +136,7 @@ def run(channel: int) -> None:
 
 
 def value_of(call: str, names: dict[str, object]) -> str:
-    return write(eval(compile(call, "test", "eval"), names))
+    return write(eval(compile(call, "test", "eval"), names))  # noqa: S307  # in the sandbox
 
 
 def describe_error(error: BaseException) -> str:
@@ -169,7 +169,7 @@ def probe(channel: int) -> None:
 
 
 class ExitRecord(ctypes.Structure):
-    """How a child ended, as the kernel writes it.
+    """Records how a child ended, as the kernel writes it.
 
     It is sent from here and wiped: Python integers would stay in freed memory, which the next child inherits.
     """

@@ -292,7 +292,7 @@ class SandboxProcess:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How the process of a program ended."""
+    """Records how the process of a program ended."""
 
     status: int
     out_of_time: bool
