@@ -49,7 +49,7 @@ EXIT_SECONDS = 5.0  # that a failing worker may take to end
 
 
 class DataParallelError(RuntimeError):
-    """A worker failed. After a restart the node resumes from its last checkpoint."""
+    """Raised when a worker fails. After a restart the node resumes from its last checkpoint."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -136,7 +136,7 @@ class DataParallelTrainer(Trainer):
 
 
 class DataParallelRank(Policy):
-    """The policy of one rank."""
+    """Samples and trains on one rank."""
 
     trainer_class = DataParallelTrainer
     trainer: DataParallelTrainer
@@ -166,7 +166,7 @@ class WorkerProcess:
 
 
 class DataParallelPolicy(DataParallelRank):
-    """The policy of a node with several devices: rank 0, and the workers that it starts."""
+    """Samples and trains on several devices: runs as rank 0, and starts a worker for every other rank."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
