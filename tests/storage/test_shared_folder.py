@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import rl_swarm
 from rl_swarm.cli.running import _has_worked
+from rl_swarm.config.resolve import layered
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
@@ -416,7 +417,7 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
     """Links for its logs, runs and reports, and a checkpoint of somebody who knows the seed, as everybody does."""
     job = Job(Arm(2, 0), 1, 6, 2, None, False, {"tasks": "chain_sum", "held_out_questions": 8, "generations": 4,
               "held_out_samples": 1, "device": "cpu", "checkpoint_every": 1}, {})  # fmt: skip
-    members = [RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(job.identities(), job.members(layered), strict=True)]
     owner, stop = Identity.derived("experiment", 1, 0), threading.Event()
     user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     outside = tmp_path / "outside"

@@ -240,7 +240,7 @@ def status(address: Address, as_json: Annotated[bool, typer.Option("--json", hel
         from rl_swarm.experiment.drawing import snapshot as experiment
 
         return experiment(Path(address), as_json)
-    with looked_at(address) as view:
+    with looked_at(address, config.user_settings) as view:
         if as_json:
             view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
@@ -302,7 +302,7 @@ def validate(
                 "machines."
             )
         RunView.open(address)
-    verdict, opened = check(address, rounds, nodes)
+    verdict, opened = check(address, rounds, nodes, config.user_settings)
     if opened is not None:
         environment = environments.made(opened.manifest)
         try:

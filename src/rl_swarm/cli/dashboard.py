@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_swarm.cli import catch_signals
+from rl_swarm.config.resolve import user_settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.monitor.run_reader import looked_at
@@ -27,7 +28,7 @@ def watch(address: str, settings: Settings) -> None:
             print(f"{address} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
             server.serve_experiment(Path(address), listening, stop, settings.web_token)
         return
-    with looked_at(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
+    with looked_at(address, lambda: settings) as view, server.bound(settings.web_host, settings.web_port) as listening:
         name = view.manifest.name if view.manifest else address
         print(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
         server.serve(view, listening, stop, settings.web_token)
@@ -44,7 +45,7 @@ def watch_here(address: str) -> None:
     if is_experiment(address):
         standing.watch(Path(address), Console(highlight=False), stop)
         return
-    with looked_at(address) as view:
+    with looked_at(address, user_settings) as view:
         watch(view, Console(highlight=False), stop)
 
 

@@ -89,6 +89,7 @@ def sapo(
     from rich.console import Console
 
     from rl_swarm.cli import catch_signals, preflight
+    from rl_swarm.config.resolve import layered
     from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.drawing import arms_table
     from rl_swarm.experiment.progress import followed
@@ -122,6 +123,7 @@ def sapo(
         seeds=_seeds(seeds),
         nodes=settings.nodes,
         rounds=settings.rounds,
+        resolve=layered,
         settings=explicit,
         each=nodes_given(each or [], settings.nodes),
         rates=grid,
@@ -131,7 +133,7 @@ def sapo(
         keep_models=keep_models,
         user=settings,
     )
-    kinds = {(node.model, node.device): node for run in experiment.runs({}) for node in run.members()}
+    kinds = {(node.model, node.device): node for run in experiment.runs({}) for node in run.members(layered)}
     for node in kinds.values():
         preflight.check(node)
     console = Console(highlight=False, markup=False)

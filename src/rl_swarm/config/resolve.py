@@ -134,6 +134,17 @@ def load(
     return resolve([SettingsLayer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
 
 
+def user_settings() -> Settings:
+    """Return what the user has set in the environment, whatever the command."""
+    return load().settings
+
+
+def layered(presets: Mapping[str, Mapping[str, object]], flags: Mapping[str, object]) -> Settings:
+    """Return the settings that named presets give, later ones winning, and above them flags."""
+    layers = [SettingsLayer(source, values) for source, values in presets.items()]
+    return resolve(layers, SettingsLayer("flag", flags)).settings
+
+
 def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
     """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
     flag = SettingsLayer("flag", flags, {name: f"flag or --set {name}"})

@@ -6,13 +6,12 @@ training as 4/4 while most groups carry signal; `1/7@1` makes an update on every
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.config.resolve import SettingsLayer, resolve
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.node import strategies
@@ -52,6 +51,10 @@ ELSEWHERE = (
 RUNS, TUNING = "runs", "tuning"  # folders of an experiment
 FILE = "arm.json"  # in a run's
 PACKED = ".jsonl.xz"  # how the name of a packed experiment ends
+
+
+# Puts settings together from presets by their names, later ones winning, and from what the user gave; checks them.
+Resolve = Callable[[Mapping[str, Mapping[str, object]], Mapping[str, object]], Settings]
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -113,20 +116,20 @@ class Job(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return 1 if self.arm.pooled else self.nodes
 
-    def looks(self, begun: int, played: int) -> float:
-        """How often the held-out questions are answered, beside the last time, while it plays from one round to
-        another;
-        in between not greedily, which is the cheaper."""
-        settings = self.members()[0]
+    def looks(self, settings: Settings, begun: int, played: int) -> float:
+        """Count how often the held-out questions are answered between two rounds, beside the last time.
+
+        In between they are not answered greedily, which is the cheaper.
+        """
         every, samples = settings.held_out_every, settings.held_out_samples
         between = min(played, self.rounds - 1) // every - begun // every if every else 0
         return (begun == 0) + max(0, between) * samples / (samples + 1)
 
     def swarm(self) -> Settings:
         """What all nodes have in common, without what a strategy brings: its class may not be here."""
-        return resolve(self._layers("alone"), SettingsLayer("flag", self.settings)).settings
+        return msgspec.convert({**PRESET, **self._given("alone"), **self.settings}, Settings)
 
-    def _layers(self, strategy: str) -> list[SettingsLayer]:
+    def _given(self, strategy: str) -> dict[str, object]:
         arm: dict[str, object] = {
             "strategy": strategy,
             "local_groups": self.arm.local_groups * (self.nodes if self.arm.pooled else 1),
@@ -141,20 +144,16 @@ class Job(msgspec.Struct, frozen=True):
         }
         if self.rate is not None:
             arm["learning_rate"] = self.rate
-        return [SettingsLayer("experiment", PRESET), SettingsLayer("arm", arm)]
+        return arm
 
-    def members(self) -> list[Settings]:
-        """The settings of every node."""
-        layers, found = self._layers(self.arm.strategy), []
+    def members(self, resolve: Resolve) -> list[Settings]:
+        """Return the settings of every node."""
+        presets, found = {"experiment": PRESET, "arm": self._given(self.arm.strategy)}, []
         tasks = list(task_list(self.swarm()))
         for number in range(1, self.count + 1):
             own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
-            given = {
-                **self.settings,
-                **own,
-                "tasks": tasks,
-            }  # a specialist's stand in the manifest
-            found.append(_playable(resolve(layers, SettingsLayer("flag", given)).settings, number))
+            given = {**self.settings, **own, "tasks": tasks}  # a specialist's stand in the manifest
+            found.append(_playable(resolve(presets, given), number))
         return found
 
     def identities(self) -> list[Identity]:
@@ -162,7 +161,7 @@ class Job(msgspec.Struct, frozen=True):
 
     def specialists(self) -> dict[str, list[int]]:
         """Of nodes that are asked some tasks only, the numbers of these."""
-        names = [task.name for task in task_list(self.members()[0])]
+        names = [task.name for task in task_list(self.swarm())]
         found = {}
         for identity, number in zip(self.identities(), range(1, self.count + 1), strict=True):
             wanted = self.each.get(str(number), {}).get("tasks")

@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import Run
 from rl_swarm.node.evaluation import mean
 from rl_swarm.plural import counted
+from rl_swarm.settings import Settings
 
 SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan
 
@@ -28,11 +29,18 @@ class Costs:
 
     @classmethod
     def of(
-        cls, run: Run, looked: float, looks: float, start: float = 0.0, rounds: int = 0, took: float = 0.0
+        cls,
+        run: Run,
+        settings: Settings,
+        looked: float,
+        looks: float,
+        start: float = 0.0,
+        rounds: int = 0,
+        took: float = 0.0,
     ) -> "Costs":
         """From the last `rounds` of a run, which took so long together; without, from what its nodes noted in all."""
         lines = [line for node in run.nodes for line in node.rounds[-rounds:]]
-        arm, settings = run.job.arm, run.job.members()[0]
+        arm = run.job.arm
 
         def spent(*phases: str) -> float:
             return mean([sum(getattr(line.seconds, phase) or 0.0 for phase in phases) for line in lines])
@@ -49,12 +57,11 @@ class Costs:
             start,
         )
 
-    def seconds(self, job: Job, played: int = 0) -> float:
-        """What is left of a run may take so long."""
-        settings = job.members()[0]
+    def seconds(self, job: Job, settings: Settings, played: int = 0) -> float:
+        """Estimate how long what is left of a run takes."""
         each = self.local * settings.local_groups + self.external * (job.arm.external_groups > 0)
         each += self.train * job.arm.epochs * (settings.local_groups + job.arm.external_groups)
-        looks = job.looks(played, job.rounds) + 1  # the last one comes after all rounds
+        looks = job.looks(settings, played, job.rounds) + 1  # the last one comes after all rounds
         return self.start + job.count * (each * (job.rounds - played) + self.look * looks)
 
 
@@ -93,9 +100,10 @@ class Shown:
         self.all = self.bars.add_task(counted(len(jobs), what), total=1.0, says="")
         self.tasks: dict[str, TaskID] = {}
 
-    def expect(self, costs: Costs, at_once: int) -> None:
+    def expect(self, seconds: Callable[[Job], float], at_once: int) -> None:
+        """Begin to say how much time is left, from how long each run takes."""
         self.at_once = at_once
-        self.whole = {job.name: costs.seconds(job) for job in self.jobs}
+        self.whole = {job.name: seconds(job) for job in self.jobs}
         self.since = (time.monotonic(), makespan(self._planned(), at_once))
 
     def show(self, running: Mapping[str, int]) -> None:

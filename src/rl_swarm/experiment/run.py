@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report
-from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
+from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, Resolve, differences, files_of
 from rl_swarm.experiment.measures import Run, Tuned
 from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
 from rl_swarm.network.folder import read_manifest, read_state
@@ -63,6 +63,7 @@ class Experiment:
     seeds: Sequence[int]
     nodes: int
     rounds: int
+    resolve: Resolve
     settings: Mapping[str, object] = field(default_factory=dict)  # that the user gave
     each: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     rates: Sequence[float] = ()
@@ -88,6 +89,10 @@ class Experiment:
     def runs(self, rates: Mapping[str, float]) -> list[Job]:
         return [self.job(arm, seed, self.rounds, rates.get(arm.label)) for seed in self.seeds for arm in self.arms]
 
+    def node(self, job: Job) -> Settings:
+        """Return the settings of a run's first node."""
+        return job.members(self.resolve)[0]
+
     def folder(self, job: Job) -> Path:
         return self.out / _kind(job) / job.name
 
@@ -98,6 +103,7 @@ class Experiment:
 @dataclass
 class RunProcess:
     job: Job
+    settings: Settings  # of its first node
     process: ChildProcess
     told: Told = field(default_factory=Told)
     began: float = field(default_factory=time.monotonic)
@@ -122,13 +128,13 @@ class RunProcess:
     def costs(self, run: Run) -> Costs:
         """From the rounds since it was warm; from all that there are where it has ended before."""
         begun = self.ready[1].done if self.ready else 0
-        looks = run.job.looks(begun, run.played)
+        looks = run.job.looks(self.settings, begun, run.played)
         if self.ready is None or self.warm is None or self.warm[1].done >= self.told.done:
-            return Costs.of(run, self.told.looked, looks)
+            return Costs.of(run, self.settings, self.told.looked, looks)
         since, told = self.warm
         took = time.monotonic() - since - (self.told.looked - told.looked)
         start = self.ready[0] - self.began - self.ready[1].looked
-        return Costs.of(run, self.told.looked, looks, start, self.told.done - told.done, took)
+        return Costs.of(run, self.settings, self.told.looked, looks, start, self.told.done - told.done, took)
 
 
 class Runner:
@@ -138,8 +144,7 @@ class Runner:
         self.all: list[Job] = []  # what the plan is for
         self.at_once = experiment.at_once
         self.failures: dict[str, int] = {}
-        settings = experiment.job(experiment.arms[0], 0, 1, None).members()[0]
-        self.on_gpu = uses_gpu(settings)
+        self.on_gpu = uses_gpu(experiment.node(experiment.job(experiment.arms[0], 0, 1, None)))
         self.context = context_for(self.on_gpu)
 
     def run(self, only_plan: bool = False) -> Path | None:
@@ -151,6 +156,7 @@ class Runner:
         for job in tuning:
             self._check(job)
         for job in self.all:  # specialists and strategies that cannot be, before anything is started
+            experiment.node(job)
             job.specialists()
         LocalFiles(experiment.out).make()
         if not self._play(tuning, only_plan):
@@ -211,7 +217,7 @@ class Runner:
                         if only_plan:
                             return False
                     if self.costs and shown.since is None:
-                        shown.expect(self.costs, self.at_once)
+                        shown.expect(self._seconds, self.at_once)
                     room = 1 if self.costs is None else max(1, self.at_once)
                     while pending and len(running) < room:
                         running.append(self._start(pending.pop(0)))
@@ -232,7 +238,7 @@ class Runner:
         run = Run.read(folder(child.job))
         if run is None:
             return
-        self.costs = costs = child.costs(run)
+        self.costs = child.costs(run)
         need = child.told.memory + (CUDA_BYTES if self.on_gpu else SCORER_BYTES)
         fits = max(1, int(child.told.free * 0.9 // need))
         left = sorted((job for job in self.all if not is_finished(folder(job))), key=self._turn)
@@ -240,7 +246,7 @@ class Runner:
             most = min(os.cpu_count() or 1, fits)
             self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
         played = self._played(left)
-        seconds = [costs.seconds(job, played.get(job.name, 0)) for job in left]
+        seconds = [self._seconds(job, played.get(job.name, 0)) for job in left]
         tuning = sum(job.tuning for job in left)
         short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
@@ -249,6 +255,10 @@ class Runner:
             f"{child.told.free / 2**30:.1f} GiB: about {duration(makespan(seconds, self.at_once))}, "
             "if the machine has nothing else to do."
         )
+
+    def _seconds(self, job: Job, played: int = 0) -> float:
+        assert self.costs is not None
+        return self.costs.seconds(job, self.experiment.node(job), played)
 
     def _played(self, jobs: Sequence[Job]) -> dict[str, int]:
         """The rounds of the runs that have begun, by name."""
@@ -274,8 +284,9 @@ class Runner:
     def _start(self, job: Job) -> RunProcess:
         files = self.experiment.files(job)
         job.write(files)
-        arguments = (job, files, self.experiment.user, self.experiment.keep_models)
-        return RunProcess(job, ChildProcess(self.context, job.name, _child_main, *arguments))
+        members = job.members(self.experiment.resolve)
+        arguments = (job, members, files, self.experiment.user, self.experiment.keep_models)
+        return RunProcess(job, members[0], ChildProcess(self.context, job.name, _child_main, *arguments))
 
     def _heard(self, running: Sequence[RunProcess]) -> list[RunProcess]:
         """Takes in what the runs say; those that have ended."""
@@ -334,18 +345,19 @@ def is_finished(folder: Path) -> bool:
 
 def play(
     job: Job,
+    settings: Sequence[Settings],
     files: LocalFiles,
     user: Settings,
     stop: threading.Event,
     keep_models: bool,
     pipe: Connection | None = None,
 ) -> bool:
-    """One run, from where it stands to its end (True) or until told to stop."""
+    """Play one run with the settings of its nodes, from where it stands to its end (True) or until told to stop."""
     from rl_swarm.experiment import lockstep
     from rl_swarm.learning.devices import hardware, peak_memory
     from rl_swarm.learning.memory import available
 
-    members = [lockstep.RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    members = [lockstep.RunMember(*both) for both in zip(job.identities(), settings, strict=True)]
     owner = Identity.derived("experiment", job.seed, 0)
     swarm = lockstep.LockstepSwarm(files, members, owner, user, job.specialists())
     device = swarm.nodes[0].policy.device
@@ -368,14 +380,16 @@ def play(
     return finished
 
 
-def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, pipe: Connection) -> None:
+def _child_main(
+    job: Job, members: Sequence[Settings], files: LocalFiles, user: Settings, keep_models: bool, pipe: Connection
+) -> None:
     # The runs share the cores: none of them shall take all for a few texts.
     wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = obey_parent(pipe)
     try:
         start_logging(user, files, job.name, terminal=False)
-        play(job, files, user, stop, keep_models, pipe)
+        play(job, members, files, user, stop, keep_models, pipe)
     except UserError as error:
         log.error("%s", error)
         pipe.send_bytes(msgspec.json.encode(Told(error=str(error))))

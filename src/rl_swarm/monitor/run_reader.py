@@ -20,6 +20,7 @@ from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
 from rl_swarm.protocol.wire import Rejected, convert, decode, unseal
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
@@ -314,15 +315,14 @@ def _id_of(node: NodeView) -> str:
 
 
 @contextmanager
-def looked_at(address: str) -> Iterator[RunView]:
-    """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
+def looked_at(address: str, user: Callable[[], Settings] = Settings) -> Iterator[RunView]:
+    """Open the run at an address, whatever network it is on; among peers with the settings of its user."""
     if not address.startswith("p2p://"):
         yield RunView.found(address)
         return
-    from rl_swarm.config.resolve import load
     from rl_swarm.network.p2p.observer import observed
 
-    with observed(address, load().settings) as (place, clock):
+    with observed(address, user()) as (place, clock):
         view = RunView(place, clock)
         view.refresh_swarm()
         yield view

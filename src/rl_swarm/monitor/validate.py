@@ -8,7 +8,7 @@ the node's events explain them.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication, unpack
 from rl_swarm.protocol.rounds import Report, StageRecord, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
+from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import LOGS, read_lines
 from rl_swarm.telemetry.schema import RoundRecord
@@ -81,13 +82,16 @@ class ValidatedRun:
 
 
 def validate(
-    address: Path | str, rounds: int | None = None, nodes: int | None = None
+    address: Path | str,
+    rounds: int | None = None,
+    nodes: int | None = None,
+    user: Callable[[], Settings] = Settings,
 ) -> tuple[Verdict, ValidatedRun | None]:
     """Everything that can be checked without scoring; `rescore` does the rest."""
     if isinstance(address, str) and address.startswith("p2p://"):
         from rl_swarm.monitor import validate_peers
 
-        return validate_peers.validate(address, rounds, nodes)
+        return validate_peers.validate(address, user(), rounds, nodes)
     verdict = Verdict()
     run = _open(locate(address), verdict)
     if run is None:

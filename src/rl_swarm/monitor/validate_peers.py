@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TypeVar
 
-from rl_swarm.config.resolve import load
 from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, check_size
 from rl_swarm.network.folder import read_access_list, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
@@ -18,6 +17,7 @@ from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_with_digest
+from rl_swarm.settings import Settings
 
 T = TypeVar("T", Publication, Report)
 
@@ -25,9 +25,9 @@ NEWEST = 3  # rounds back to which documents are asked for
 MAX_ASKED = 64  # members, drawn at random
 
 
-def validate(address: str, rounds: int | None, nodes: int | None) -> tuple[Verdict, ValidatedRun]:
+def validate(address: str, settings: Settings, rounds: int | None, nodes: int | None) -> tuple[Verdict, ValidatedRun]:
     verdict = Verdict()
-    with observed(address, load().settings) as (place, clock):
+    with observed(address, settings) as (place, clock):
         manifest = read_manifest(place.files)
         run = ValidatedRun(place, manifest, State(swarm=manifest.swarm()), [], published=[])
         if clock is not None:
