@@ -11,14 +11,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import ConfigError as ConfigError
 from rl_swarm.protocol.manifest import Admission, EnvironmentName, RoundEnd
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import Name
-
-
-class ConfigError(UserError):
-    """A setting that cannot be used. The message names it, its value, its source and what would work."""
 
 
 def _setting(description: str, env: str | None = None, **limits: Any) -> Meta:
