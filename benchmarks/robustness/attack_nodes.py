@@ -126,7 +126,7 @@ class Gullible(Honest):
         if self.runs_answers:
             self.run_answers(groups)
         pool = [group for group in groups if group.has_signal]
-        chosen = rng.sample(pool, min(self.settings.external_groups, len(pool)))
+        chosen = rng.sample(pool, min(self.settings.learning.external_groups, len(pool)))
         self.taken = chosen
         return Selection(chosen=chosen, scored=groups)
 

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from rl_swarm.cli.app import app
 from rl_swarm.config.resolve import layered
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
 from rl_swarm.experiment.measures import NodeLog, Run
 from rl_swarm.experiment.plan import Costs, duration, makespan
 from rl_swarm.experiment.run import Experiment, Runner, RunProcess, Told, is_finished, play
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.schema import RoundRecord, Seconds
 
@@ -71,7 +71,7 @@ def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_wri
         job,
         job.members(layered),
         LocalFiles(tmp_path / "whole"),
-        Settings(identity_path=str(tmp_path / "user.pem")),
+        Settings.of(identity_path=str(tmp_path / "user.pem")),
         threading.Event(),
         keep_models=False,
     )
@@ -220,7 +220,7 @@ def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_pa
         job,
         job.members(layered),
         wanted.files(job),
-        Settings(identity_path=str(tmp_path / "user.pem")),
+        Settings.of(identity_path=str(tmp_path / "user.pem")),
         threading.Event(),
         keep_models=False,
     )

@@ -9,6 +9,7 @@ from processes import QUICK, metrics, run
 from small_models import save_small
 
 from rl_swarm.config.resolve import layered
+from rl_swarm.config.settings import UP_PRESET, Settings
 from rl_swarm.environments import task_list
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import LockstepSwarm, OneByOne, RunMember, rewind
@@ -16,7 +17,6 @@ from rl_swarm.experiment.run import is_finished, play
 from rl_swarm.experiment.together import Together
 from rl_swarm.network.folder import read_manifest
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import UP_PRESET, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
@@ -34,7 +34,7 @@ def job(arm: Arm, rounds: int = 3, nodes: int = 3, each: dict | None = None, **s
 
 
 def user(folder: Path) -> Settings:
-    return Settings(identity_path=str(folder / "user.pem"))
+    return Settings.of(identity_path=str(folder / "user.pem"))
 
 
 def played(job: Job, folder: Path) -> dict:
@@ -48,7 +48,7 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
     code, output = run(tmp_path, "up", "--run", "r", "--nodes", "3", "--rounds", "4", "--seed", "7", *QUICK)
     assert code == 0, output
     keys = [tmp_path / name for name in ("swarm.pem", "swarm-2.pem", "swarm-3.pem")]
-    settings = Settings(
+    settings = Settings.of(
         **{**UP_PRESET, "rounds": 4, "seed": 7, "nodes": 3, "nodes_per_device": 3, "threads": 1},
         held_out_questions=16,
         held_out_samples=1,
@@ -159,7 +159,7 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     nodes = [identity.node for identity in wanted.identities()]
     groups = [[line["local_groups"] for line in found[node] if line["kind"] == "round"] for node in nodes]
     assert groups == [[2, 2], [1, 1], [2, 2]]
-    names = [task.name for task in task_list(wanted.members(layered)[0])]
+    names = [task.name for task in task_list(wanted.swarm().task, "tiny")]
     manifest = read_manifest(LocalFiles(tmp_path))
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 

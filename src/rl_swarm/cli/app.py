@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from rl_swarm import __version__, environments
@@ -16,10 +15,10 @@ from rl_swarm.cli import identity as identities
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config import resolve as config
 from rl_swarm.config.resolve import Resolved
+from rl_swarm.config.settings import UP_PRESET, all_settings
 from rl_swarm.errors import UserError
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import SECRETS, UP_PRESET
 
 app = typer.Typer(
     help="Train language models together: every node learns by reinforcement and shares its rollouts.",
@@ -73,9 +72,9 @@ def main(
 
 def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
+    values, secrets = resolved.settings.flat(), {known.name for known in all_settings() if known.secret}
     for name, source in resolved.sources.items():
-        value = getattr(resolved.settings, name)
-        shown = "(set)" if name in SECRETS and value else json.dumps(msgspec.to_builtins(value))
+        shown = "(set)" if name in secrets and values[name] else json.dumps(values[name])
         print(f"{name:<{width}}  {shown:<24}  {source}")
 
 
@@ -116,11 +115,11 @@ def up(
         preset |= run_settings.resumed(resume, user.settings)
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = settled("up", {}, config_file, sets, **flags)
-        address = resolved.settings.experiment_dir()
+        address = resolved.settings.storage.experiment_dir()
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
-        return running.alone(resolved.settings.role, address, resolved.settings)
+        return running.alone(resolved.settings.task.role, address, resolved.settings)
     resolved = settled("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
@@ -181,7 +180,7 @@ def _alone(
     resolved = settled("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    where = address or resolved.settings.experiment_dir()
+    where = address or resolved.settings.storage.experiment_dir()
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
     return running.alone(role, where, resolved.settings)
@@ -240,7 +239,7 @@ def status(address: Address, as_json: Annotated[bool, typer.Option("--json", hel
         from rl_swarm.experiment.drawing import snapshot as experiment
 
         return experiment(Path(address), as_json)
-    with looked_at(address, config.user_settings) as view:
+    with looked_at(address, config.user_network) as view:
         if as_json:
             view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
@@ -302,7 +301,7 @@ def validate(
                 "machines."
             )
         RunView.open(address)
-    verdict, opened = check(address, rounds, nodes, config.user_settings)
+    verdict, opened = check(address, rounds, nodes, config.user_network)
     if opened is not None:
         environment = environments.made(opened.manifest)
         try:

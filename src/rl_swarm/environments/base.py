@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Completion, Group
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 __all__ = [
@@ -176,7 +176,7 @@ class Environment:
         """Of the packages on which the questions depend."""
         return {}
 
-    def settle(self, settings: Settings, load_model: ModelLoader) -> None:
+    def settle(self, settings: TaskSettings, hf_token: str | None, load_model: ModelLoader) -> None:
         """Takes what only concerns this node: where its files are, what it may do. Called once, before all else.
         `load_model` loads another model by its name, with this node's settings."""
 

@@ -15,9 +15,9 @@ from rl_swarm import environments
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.node import strategies
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import MAX_BYTES
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -54,7 +54,7 @@ PACKED = ".jsonl.xz"  # how the name of a packed experiment ends
 
 
 # Puts settings together from presets by their names, later ones winning, and from what the user gave; checks them.
-Resolve = Callable[[Mapping[str, Mapping[str, object]], Mapping[str, object]], Settings]
+Resolve = Callable[[Mapping[str, Mapping[str, object]], Mapping[str, object]], NodeSettings]
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -116,18 +116,18 @@ class Job(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return 1 if self.arm.pooled else self.nodes
 
-    def looks(self, settings: Settings, begun: int, played: int) -> float:
+    def looks(self, settings: NodeSettings, begun: int, played: int) -> float:
         """Count how often the held-out questions are answered between two rounds, beside the last time.
 
         In between they are not answered greedily, which is the cheaper.
         """
-        every, samples = settings.held_out_every, settings.held_out_samples
+        every, samples = settings.evaluation.held_out_every, settings.evaluation.held_out_samples
         between = min(played, self.rounds - 1) // every - begun // every if every else 0
         return (begun == 0) + max(0, between) * samples / (samples + 1)
 
-    def swarm(self) -> Settings:
+    def swarm(self) -> NodeSettings:
         """What all nodes have in common, without what a strategy brings: its class may not be here."""
-        return msgspec.convert({**PRESET, **self._given("alone"), **self.settings}, Settings)
+        return NodeSettings.of(**{**PRESET, **self._given("alone"), **self.settings})
 
     def _given(self, strategy: str) -> dict[str, object]:
         arm: dict[str, object] = {
@@ -146,10 +146,11 @@ class Job(msgspec.Struct, frozen=True):
             arm["learning_rate"] = self.rate
         return arm
 
-    def members(self, resolve: Resolve) -> list[Settings]:
+    def members(self, resolve: Resolve) -> list[NodeSettings]:
         """Return the settings of every node."""
         presets, found = {"experiment": PRESET, "arm": self._given(self.arm.strategy)}, []
-        tasks = list(task_list(self.swarm()))
+        common = self.swarm()
+        tasks = list(task_list(common.task, common.model.model))
         for number in range(1, self.count + 1):
             own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
             given = {**self.settings, **own, "tasks": tasks}  # a specialist's stand in the manifest
@@ -161,7 +162,8 @@ class Job(msgspec.Struct, frozen=True):
 
     def specialists(self) -> dict[str, list[int]]:
         """Of nodes that are asked some tasks only, the numbers of these."""
-        names = [task.name for task in task_list(self.swarm())]
+        common = self.swarm()
+        names = [task.name for task in task_list(common.task, common.model.model)]
         found = {}
         for identity, number in zip(self.identities(), range(1, self.count + 1), strict=True):
             wanted = self.each.get(str(number), {}).get("tasks")
@@ -277,27 +279,27 @@ def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, o
     return found
 
 
-def _playable(settings: Settings, number: int) -> Settings:
+def _playable(settings: NodeSettings, number: int) -> NodeSettings:
     """The settings of a node, unless it could not be played in lock-step in one process."""
     wrong = {
-        "round_end": settings.round_end != "lockstep",
-        "publish_frequency": settings.publish_frequency == "round",
-        "local_groups": settings.local_groups == 0,
-        "devices_per_node": settings.devices_per_node > 1,
-        "model": settings.model == "auto",
+        "round_end": settings.swarm.round_end != "lockstep",
+        "publish_frequency": settings.sharing.publish_frequency == "round",
+        "local_groups": settings.learning.local_groups == 0,
+        "devices_per_node": settings.model.devices_per_node > 1,
+        "model": settings.model.model == "auto",
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise UserError(
-            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment play in lock-step in one "
+            f"{name}={settings.flat()[name]} of node {number}: the nodes of an experiment play in lock-step in one "
             "process, "
             "publish before they learn, and answer at least one question each on one device, with a model that is "
             "named: "
             "`rl-swarm models` lists those that fit."
         )
-    kind = environments.named(settings.environment)
+    kind = environments.named(settings.task.environment)
     if kind.stages > 1 or len(kind.roles) > 1:
         raise UserError(
-            f"environment={settings.environment}: an experiment compares nodes that answer once a round. What has "
+            f"environment={settings.task.environment}: an experiment compares nodes that answer once a round. What has "
             "stages or roles "
             "is played by `rl-swarm up`."
         )

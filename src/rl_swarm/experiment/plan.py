@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import Run
 from rl_swarm.node.evaluation import mean
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.plural import counted
-from rl_swarm.settings import Settings
 
 SETTLED = 20.0  # seconds after which the pace counts, and no longer the plan
 
@@ -31,7 +31,7 @@ class Costs:
     def of(
         cls,
         run: Run,
-        settings: Settings,
+        settings: NodeSettings,
         looked: float,
         looks: float,
         start: float = 0.0,
@@ -47,20 +47,20 @@ class Costs:
 
         noted = mean([line.seconds.total for line in lines]) * len(run.nodes) * rounds
         more = took / noted if noted and took else 1.0  # what is done for all of them no node notes
-        local = more * spent("questions", "generate", "score", "publish", "report") / settings.local_groups
-        answers = settings.held_out_questions * (settings.held_out_samples + 1)
+        local = more * spent("questions", "generate", "score", "publish", "report") / settings.learning.local_groups
+        answers = settings.evaluation.held_out_questions * (settings.evaluation.held_out_samples + 1)
         return cls(
             local,
             more * spent("collect"),
-            more * spent("train") / (arm.epochs * (settings.local_groups + arm.external_groups)),
-            looked / looks / len(run.nodes) if looks else local * answers / settings.generations,
+            more * spent("train") / (arm.epochs * (settings.learning.local_groups + arm.external_groups)),
+            looked / looks / len(run.nodes) if looks else local * answers / settings.sampling.generations,
             start,
         )
 
-    def seconds(self, job: Job, settings: Settings, played: int = 0) -> float:
+    def seconds(self, job: Job, settings: NodeSettings, played: int = 0) -> float:
         """Estimate how long what is left of a run takes."""
-        each = self.local * settings.local_groups + self.external * (job.arm.external_groups > 0)
-        each += self.train * job.arm.epochs * (settings.local_groups + job.arm.external_groups)
+        each = self.local * settings.learning.local_groups + self.external * (job.arm.external_groups > 0)
+        each += self.train * job.arm.epochs * (settings.learning.local_groups + job.arm.external_groups)
         looks = job.looks(settings, played, job.rounds) + 1  # the last one comes after all rounds
         return self.start + job.count * (each * (job.rounds - played) + self.look * looks)
 

@@ -26,11 +26,11 @@ from rl_swarm.experiment.plan import Costs, Shown, duration, makespan
 from rl_swarm.network.folder import read_manifest, read_state
 from rl_swarm.node.evaluation import mean
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.swarm import SHARED, uses_gpu
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.logs import start_logging
 
@@ -70,7 +70,7 @@ class Experiment:
     tune_seeds: int = 2
     tune_rounds: int = 100
     at_once: int = 0  # runs; 0: as many as fit
-    user: Settings = field(default_factory=Settings)  # whose key and private directory are used
+    user: NodeSettings = field(default_factory=NodeSettings)  # whose key and private directory are used
     keep_models: bool = False
 
     def job(self, arm: Arm, seed: int, rounds: int, rate: float | None, tuning: bool = False) -> Job:
@@ -89,7 +89,7 @@ class Experiment:
     def runs(self, rates: Mapping[str, float]) -> list[Job]:
         return [self.job(arm, seed, self.rounds, rates.get(arm.label)) for seed in self.seeds for arm in self.arms]
 
-    def node(self, job: Job) -> Settings:
+    def node(self, job: Job) -> NodeSettings:
         """Return the settings of a run's first node."""
         return job.members(self.resolve)[0]
 
@@ -103,7 +103,7 @@ class Experiment:
 @dataclass
 class RunProcess:
     job: Job
-    settings: Settings  # of its first node
+    settings: NodeSettings  # of its first node
     process: ChildProcess
     told: Told = field(default_factory=Told)
     began: float = field(default_factory=time.monotonic)
@@ -144,7 +144,7 @@ class Runner:
         self.all: list[Job] = []  # what the plan is for
         self.at_once = experiment.at_once
         self.failures: dict[str, int] = {}
-        self.on_gpu = uses_gpu(experiment.node(experiment.job(experiment.arms[0], 0, 1, None)))
+        self.on_gpu = uses_gpu(experiment.node(experiment.job(experiment.arms[0], 0, 1, None)).model)
         self.context = context_for(self.on_gpu)
 
     def run(self, only_plan: bool = False) -> Path | None:
@@ -345,9 +345,9 @@ def is_finished(folder: Path) -> bool:
 
 def play(
     job: Job,
-    settings: Sequence[Settings],
+    settings: Sequence[NodeSettings],
     files: LocalFiles,
-    user: Settings,
+    user: NodeSettings,
     stop: threading.Event,
     keep_models: bool,
     pipe: Connection | None = None,
@@ -381,14 +381,19 @@ def play(
 
 
 def _child_main(
-    job: Job, members: Sequence[Settings], files: LocalFiles, user: Settings, keep_models: bool, pipe: Connection
+    job: Job,
+    members: Sequence[NodeSettings],
+    files: LocalFiles,
+    user: NodeSettings,
+    keep_models: bool,
+    pipe: Connection,
 ) -> None:
     # The runs share the cores: none of them shall take all for a few texts.
     wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = obey_parent(pipe)
     try:
-        start_logging(user, files, job.name, terminal=False)
+        start_logging(user.telemetry, user.storage, files, job.name, terminal=False)
         play(job, members, files, user, stop, keep_models, pipe)
     except UserError as error:
         log.error("%s", error)

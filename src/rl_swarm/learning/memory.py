@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from rl_swarm.learning.settings import LearningSettings, ModelSettings, PolicySettings
 from rl_swarm.learning.sizes import ModelShape
-from rl_swarm.settings import Settings
 
 GIB = 1 << 30
 BASE = GIB // 2  # the interpreter, libraries and their workspaces
@@ -29,19 +29,19 @@ LARGE_BATCH = 3 * GIB  # of a GPU's memory: a model of which more tokens fit tak
 DESKS = 2  # of nodes that share a process, so many train at the same time, where memory allows it
 
 
-def keeping(shape: ModelShape, settings: Settings) -> int:
+def keeping(shape: ModelShape, settings: LearningSettings) -> int:
     """Bytes that a node keeps all the time: weights and two moments in float32, and a copy in bfloat16 to sample
     from."""
     reference = 4 * shape.parameters if settings.kl_weight > 0 else 0
     return 6 * shape.parameters + 8 * shape.trained(settings.lora_rank) + reference
 
 
-def desk(shape: ModelShape, settings: Settings) -> int:
+def desk(shape: ModelShape, settings: LearningSettings) -> int:
     """Bytes that training needs beside a micro-batch: gradients, and the weights in bfloat16."""
     return 4 * shape.trained(settings.lora_rank) + 2 * shape.parameters
 
 
-def training(shape: ModelShape, settings: Settings, device_type: str, tokens: int) -> int:
+def training(shape: ModelShape, settings: LearningSettings, device_type: str, tokens: int) -> int:
     """Bytes that a micro-batch of so many tokens takes: what layers keep for the way back, and some logits."""
     asked = shape.heads * shape.head_size
     all_heads = asked + 2 * shape.key_heads * shape.head_size
@@ -60,7 +60,7 @@ def training(shape: ModelShape, settings: Settings, device_type: str, tokens: in
     return tokens * shape.layers * layer + number * copies * logits + head
 
 
-def most_tokens(shape: ModelShape, settings: Settings, device_type: str) -> int:
+def most_tokens(shape: ModelShape, settings: LearningSettings, device_type: str) -> int:
     """Of a micro-batch, where memory is plentiful."""
     if device_type != "cuda":
         return MAX_TOKENS
@@ -68,18 +68,20 @@ def most_tokens(shape: ModelShape, settings: Settings, device_type: str) -> int:
     return next((n for n in steps if training(shape, settings, device_type, n) <= LARGE_BATCH), MAX_TOKENS)
 
 
-def sampling(shape: ModelShape, settings: Settings, device_type: str, sequences: int) -> int:
+def sampling(shape: ModelShape, settings: PolicySettings, device_type: str, sequences: int) -> int:
     """Bytes that so many sequences take: keys and values of every token, and the logits of the next."""
     per_token = 2 * shape.layers * shape.key_heads * shape.head_size
     room = settings.completion_tokens()
     if device_type == "cuda":  # prompts are kept once for all their completions
-        tokens = room + prompt_tokens(settings) / settings.generations
+        tokens = room + prompt_tokens(settings.model) / settings.sampling.generations
         return int(sequences * (2 * per_token * tokens + 4 * shape.vocabulary))
     half_again = 1.5  # when the sequences that go on are copied
-    return int(sequences * (4 * per_token * half_again * (prompt_tokens(settings) + room) + 4 * 4 * shape.vocabulary))
+    return int(
+        sequences * (4 * per_token * half_again * (prompt_tokens(settings.model) + room) + 4 * 4 * shape.vocabulary)
+    )
 
 
-def prompt_tokens(settings: Settings) -> int:
+def prompt_tokens(settings: ModelSettings) -> int:
     """Of a long question with its instruction."""
     return {"tiny": 24, "coder": 48}.get(settings.model, 256)
 
@@ -108,7 +110,7 @@ class Plan:
         )
 
 
-def plan(shape: ModelShape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
+def plan(shape: ModelShape, available: int, settings: PolicySettings, device_type: str, nodes: int = 1) -> Plan:
     """The largest sizes that fit: first a second desk goes, then what makes micro-batches large, then what takes more
     is
     halved, until all fits or nothing can be halved.
@@ -123,26 +125,31 @@ def plan(shape: ModelShape, available: int, settings: Settings, device_type: str
     return small if small.fits else _plan(shape, available, usable, settings, device_type, nodes)
 
 
-def _plan(shape: ModelShape, available: int, usable: float, settings: Settings, device_type: str, nodes: int) -> Plan:
-    longest = prompt_tokens(settings) + settings.completion_tokens()
-    groups, count = max(1, settings.local_groups + settings.external_groups), settings.generations
-    whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
-    in_a_round = max(1, settings.local_groups) * count  # a held-out score samples more
-    tokens = settings.batch_tokens or most_tokens(shape, settings, device_type)
+def _plan(
+    shape: ModelShape, available: int, usable: float, settings: PolicySettings, device_type: str, nodes: int
+) -> Plan:
+    longest = prompt_tokens(settings.model) + settings.completion_tokens()
+    groups, count = (
+        max(1, settings.learning.local_groups + settings.learning.external_groups),
+        settings.sampling.generations,
+    )
+    whole = groups * (prompt_tokens(settings.model) + count * settings.completion_tokens())
+    in_a_round = max(1, settings.learning.local_groups) * count  # a held-out score samples more
+    tokens = settings.learning.batch_tokens or most_tokens(shape, settings.learning, device_type)
     sequences = in_a_round if nodes > 1 else max(1, MAX_SEQUENCES // count) * count
     desks = min(DESKS, nodes)
-    kept = BASE + nodes * keeping(shape, settings)
-    at_desk = desk(shape, settings)
+    kept = BASE + nodes * keeping(shape, settings.learning)
+    at_desk = desk(shape, settings.learning)
     if nodes > 1:
         kept += nodes * SEAT
-        at_desk += 4 * shape.trained(settings.lora_rank)  # the weights of the node that sits there
+        at_desk += 4 * shape.trained(settings.learning.lora_rank)  # the weights of the node that sits there
     together = sum if device_type == "cuda" else max  # there the sampler keeps its memory during training
     while True:
         fixed = kept + desks * at_desk
-        train = desks * training(shape, settings, device_type, max(longest, min(tokens, whole)))
+        train = desks * training(shape, settings.learning, device_type, max(longest, min(tokens, whole)))
         sample = nodes * sampling(shape, settings, device_type, sequences)
         fits = fixed + together([train, sample]) <= usable
-        less_tokens = tokens > longest and not settings.batch_tokens
+        less_tokens = tokens > longest and not settings.learning.batch_tokens
         less_sequences = sequences > count
         if fits or not (desks > 1 or less_tokens or less_sequences):
             at_once = min(sequences, in_a_round)
@@ -174,7 +181,7 @@ def available(device: torch.device, nodes: int = 1) -> int:
     return int(min(free + mine, total / nodes))
 
 
-def sharing(settings: Settings, device: torch.device) -> int:
+def sharing(settings: ModelSettings, device: torch.device) -> int:
     """How many processes share the device's memory. On a CPU the helpers of a node do too."""
     helpers = settings.devices_per_node if device.type != "cuda" else 1
     return max(1, settings.nodes_per_device) * helpers

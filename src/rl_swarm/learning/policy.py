@@ -21,13 +21,13 @@ from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_
 from rl_swarm.learning.likelihood import max_span_nll
 from rl_swarm.learning.reader import Reader
 from rl_swarm.learning.sampler import Decoding, Sample, sample
+from rl_swarm.learning.settings import PolicySettings
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
 from rl_swarm.learning.word_probability import word_probability
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Policy:
         tokenizer: Any,
         name: str,
         system_prompt: str,
-        settings: Settings,
+        settings: PolicySettings,
         sharing: "Sharing | None" = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
@@ -66,7 +66,7 @@ class Policy:
                 name,
                 *limit,
             )
-        free = memory.available(device, 1 if sharing else memory.sharing(settings, device))
+        free = memory.available(device, 1 if sharing else memory.sharing(settings.model, device))
         nodes = sharing.nodes if sharing else 1
         shape = replace(ModelShape.of(model.config), packed=support.refusal(model) is None)
         self.plan = memory.plan(shape, free, settings, device.type, nodes)
@@ -77,32 +77,36 @@ class Policy:
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.reader = Reader.of(tokenizer, system_prompt)
         self.tokenizer_hash = self.reader.hash
-        planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
+        planned = msgspec.structs.replace(
+            settings.learning, learning_rate=settings.step_size(), batch_tokens=self.plan.batch_tokens
+        )
         if sharing:
-            self.trainer = sharing.admit(model, self.pad, planned, self.plan)
+            self.trainer = sharing.admit(model, self.pad, planned, self.plan, settings.sampling.temperature)
         else:
-            self.trainer = self.trainer_class(model, self.pad, planned)
+            self.trainer = self.trainer_class(model, self.pad, planned, settings.sampling.temperature)
 
     @classmethod
     def load(
         cls,
-        settings: Settings,
+        settings: PolicySettings,
         system_prompt: str,
         path: Path | None = None,
         sharing: "Sharing | None" = None,
     ) -> "Policy":
         """The model that the settings name, or the one in `path` (a checkpoint)."""
-        device = pick_device(settings)
+        device = pick_device(settings.model)
         name = pick_model(settings, device)
-        settings = msgspec.structs.replace(settings, model=name)  # how long its answers are depends on it
-        model, tokenizer = load_model(name if settings.lora_rank else str(path or name), settings.hf_token)
-        if settings.lora_rank:
-            lora.adapt(model, settings.lora_rank, settings.seed)
+        settings = settings.changed(model=name)  # how long its answers are depends on it
+        model, tokenizer = load_model(
+            name if settings.learning.lora_rank else str(path or name), settings.model.hf_token
+        )
+        if settings.learning.lora_rank:
+            lora.adapt(model, settings.learning.lora_rank, settings.sampling.seed)
         if path:
             lora.load_adapters(model, path)
         policy = cls(model.to(device), tokenizer, name, system_prompt, settings, sharing)
         if path and policy.trainer.reference is not None:
-            policy.trainer.reference = load_model(name, settings.hf_token)[0].to(device).eval()
+            policy.trainer.reference = load_model(name, settings.model.hf_token)[0].to(device).eval()
         return policy
 
     @property
@@ -149,9 +153,9 @@ class Policy:
             settings.completion_tokens(),
             self.eos,
             self.pad,
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
+            settings.sampling.temperature,
+            settings.sampling.top_p,
+            settings.sampling.top_k,
             greedy,
         )
 
@@ -189,15 +193,14 @@ class Policy:
         found = (self._lesson(group) for group in groups if group.has_signal)
         return [lesson for lesson in found if lesson.completions]  # of claimed rewards that are no numbers, none
 
-    def max_span_nlls(self, groups: Sequence[Group]) -> list[list[float]]:
+    def max_span_nlls(self, groups: Sequence[Group], allowance: float) -> list[list[float]]:
         """By how many nats the strangest stretch of every completion is less likely than what this model writes."""
-        drift = self.settings.likelihood_allowance
         found = self.trainer.excess([self._tokens(group) for group in groups])
-        return [[max_span_nll([value - drift for value in ids]) for ids in group] for group in found]
+        return [[max_span_nll([value - allowance for value in ids]) for ids in group] for group in found]
 
     def _lesson(self, group: Group) -> TrainingGroup:
         """What is learned from a group: of others', their better answers."""
-        tokens, negatives = self._tokens(group), self.settings.negative_scale
+        tokens, negatives = self._tokens(group), self.settings.learning.negative_scale
         if group.weight != 1:
             tokens = replace(tokens, advantages=[group.weight * a for a in tokens.advantages])
         return tokens.leaning(negatives) if group.external and negatives < 1 else tokens
@@ -217,14 +220,14 @@ class Policy:
             encoded.append(ids[:limit])
             logprobs.append((completion.logprobs or ())[:limit])
             whole.append(completion.ended and len(ids) <= limit)
-        use_claims = settings.external_correction == "capped"
+        use_claims = settings.learning.external_correction == "capped"
         return TrainingGroup(
             prompt=self.prompt_ids(group.question.prompt),
             completions=encoded,
-            advantages=grpo.advantages(group.rewards, settings.normalize_advantages),
+            advantages=grpo.advantages(group.rewards, settings.learning.normalize_advantages),
             logprobs=logprobs if known and (use_claims or not group.external) else None,
             claimed=group.external and known and use_claims,
-            trained=whole if settings.mask_truncated else (),
+            trained=whole if settings.learning.mask_truncated else (),
         )
 
     def _own_tokens(self, completion: Completion) -> tuple[int, ...] | None:
@@ -365,6 +368,6 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def other_models(settings: Settings) -> Callable[[str], Policy]:
+def other_models(settings: PolicySettings) -> Callable[[str], Policy]:
     """Return a function that loads another model by its name, with these settings; nothing is trained in it."""
-    return lambda name: Policy.load(msgspec.structs.replace(settings, model=name, lora_rank=0), "")
+    return lambda name: Policy.load(settings.changed(model=name, lora_rank=0), "")

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
 from rl_swarm.monitor.series import Curves, number
-from rl_swarm.settings import tellable
+from rl_swarm.node.settings import public_settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
@@ -101,7 +101,7 @@ class Track:
         if event.event in ("joined", "resumed"):
             self.hardware = words(line.get("hardware"))
             settings = line.get("settings")
-            self.settings = words(tellable(settings) if isinstance(settings, dict) else None)
+            self.settings = words(public_settings(settings) if isinstance(settings, dict) else None)
             if self._begun or event.event == "resumed":
                 self.restarts += 1
                 after = f"after round {event.round}" if event.round is not None else "from the start"

@@ -15,12 +15,12 @@ import psutil
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import RECORD_BYTES, Listing, read_manifest, read_state
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
 from rl_swarm.protocol.wire import Rejected, convert, decode, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
@@ -315,14 +315,14 @@ def _id_of(node: NodeView) -> str:
 
 
 @contextmanager
-def looked_at(address: str, user: Callable[[], Settings] = Settings) -> Iterator[RunView]:
+def looked_at(address: str, network: Callable[[], NetworkSettings] = NetworkSettings) -> Iterator[RunView]:
     """Open the run at an address, whatever network it is on; among peers with the settings of its user."""
     if not address.startswith("p2p://"):
         yield RunView.found(address)
         return
     from rl_swarm.network.p2p.observer import observed
 
-    with observed(address, user()) as (place, clock):
+    with observed(address, network()) as (place, clock):
         view = RunView(place, clock)
         view.refresh_swarm()
         yield view

@@ -25,8 +25,8 @@ from rl_swarm.monitor.series import all_of, filled, number, stride_for
 from rl_swarm.network.address import is_url
 from rl_swarm.node import run_settings
 from rl_swarm.node.evaluation import mean
+from rl_swarm.node.settings import public_settings
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import tellable
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MAX_TASKS = 256
@@ -309,4 +309,4 @@ def _settings(follower: Follower) -> dict[str, str]:
         values = run_settings.read(follower.view.files, manifest).settings if manifest else {}
     except (OSError, Rejected):
         return {}
-    return {name: str(value)[:200] for name, value in tellable(values).items()}
+    return {name: str(value)[:200] for name, value in public_settings(values).items()}

@@ -21,6 +21,7 @@ from rl_swarm.monitor.run_reader import NodeView
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.round_server import read_history
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.selection import Transcripts, check, for_ending
 from rl_swarm.plural import counted
@@ -29,7 +30,6 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication, unpack
 from rl_swarm.protocol.rounds import Report, StageRecord, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import LOGS, read_lines
 from rl_swarm.telemetry.schema import RoundRecord
@@ -85,13 +85,13 @@ def validate(
     address: Path | str,
     rounds: int | None = None,
     nodes: int | None = None,
-    user: Callable[[], Settings] = Settings,
+    network: Callable[[], NetworkSettings] = NetworkSettings,
 ) -> tuple[Verdict, ValidatedRun | None]:
     """Everything that can be checked without scoring; `rescore` does the rest."""
     if isinstance(address, str) and address.startswith("p2p://"):
         from rl_swarm.monitor import validate_peers
 
-        return validate_peers.validate(address, user(), rounds, nodes)
+        return validate_peers.validate(address, network(), rounds, nodes)
     verdict = Verdict()
     run = _open(locate(address), verdict)
     if run is None:

@@ -13,11 +13,11 @@ from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, chec
 from rl_swarm.network.folder import read_access_list, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
 from rl_swarm.network.round_server import read_history
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, unseal, unseal_with_digest
-from rl_swarm.settings import Settings
 
 T = TypeVar("T", Publication, Report)
 
@@ -25,7 +25,9 @@ NEWEST = 3  # rounds back to which documents are asked for
 MAX_ASKED = 64  # members, drawn at random
 
 
-def validate(address: str, settings: Settings, rounds: int | None, nodes: int | None) -> tuple[Verdict, ValidatedRun]:
+def validate(
+    address: str, settings: NetworkSettings, rounds: int | None, nodes: int | None
+) -> tuple[Verdict, ValidatedRun]:
     verdict = Verdict()
     with observed(address, settings) as (place, clock):
         manifest = read_manifest(place.files)

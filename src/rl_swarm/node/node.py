@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import msgspec
@@ -23,12 +24,12 @@ from rl_swarm.node.evaluation import evaluate, mean
 from rl_swarm.node.hub import Push
 from rl_swarm.node.reputation import PeerReputation, in_turn
 from rl_swarm.node.selection import Selection
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, derive_seed, question_seed
 from rl_swarm.protocol.questions import Question, Statement
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import Member, Report, State
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Journal, Stopwatch
 from rl_swarm.telemetry.machine import LoadMeter
 from rl_swarm.telemetry.schema import HeldOutRecord, Load, RoundRecord, Seconds
@@ -46,7 +47,7 @@ class Stopped(Exception):
 class Node:
     name: str  # in what it sends
     identity: Identity
-    settings: Settings
+    settings: NodeSettings
     manifest: Manifest
     environment: Environment
     policy: Policy
@@ -72,8 +73,8 @@ class Node:
     def __post_init__(self) -> None:
         self.plays = self.role or Role(self.environment)
         self.watch = Stopwatch()  # of the stage at hand
-        self.standing = PeerReputation(self.settings.max_peer_failures, self.settings.ban_rounds)
-        self.strategy = strategies.named(self.settings.strategy)
+        self.standing = PeerReputation(self.settings.sharing.max_peer_failures, self.settings.sharing.ban_rounds)
+        self.strategy = strategies.named(self.settings.sharing.strategy)
 
     @property
     def peer_id(self) -> str:
@@ -87,7 +88,7 @@ class Node:
     def prepare(self) -> None:
         """What takes time before the first round: a node that has joined is ready to play."""
         if self.plays.learns:
-            self.held_out = self.environment.held_out(self.settings.held_out_questions)
+            self.held_out = self.environment.held_out(self.settings.evaluation.held_out_questions)
         if self.done == (-1, -1):
             self.measure("start")
 
@@ -102,9 +103,9 @@ class Node:
             if state.stage + 1 < self.manifest.stages:
                 continue
             self.look(state)
-            every = self.settings.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
+            every = self.settings.checkpoint.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
             push = every > 0 and state.round % every == every - 1
-            every = self.settings.checkpoint_every
+            every = self.settings.checkpoint.checkpoint_every
             if push or (every and state.round % every == every - 1):
                 self.save(push)
         finished = state is not None and state.phase == "finished"
@@ -118,7 +119,7 @@ class Node:
 
     def look(self, state: State) -> None:
         """The held-out score, after the rounds in which it is due."""
-        every = self.settings.held_out_every
+        every = self.settings.evaluation.held_out_every
         if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
             self.measure("now")
 
@@ -131,7 +132,7 @@ class Node:
         """One stage of a round, as its role has it; what it knows of older rounds is let go of."""
         self.members, self.watch = state.members, Stopwatch()
         self.rejected.clear()
-        oldest = state.round - self.settings.max_rollout_age - 1
+        oldest = state.round - self.settings.sharing.max_rollout_age - 1
         self.transcripts = {number: kept for number, kept in self.transcripts.items() if number >= oldest}
         return self.plays.turn(self, state)
 
@@ -143,25 +144,27 @@ class Node:
             questions = self.questions(state)
 
         local: list[Group] = []
-        at_once = 1 if settings.publish_frequency == "generation" else max(len(questions), 1)
+        at_once = 1 if settings.sharing.publish_frequency == "generation" else max(len(questions), 1)
         for start in range(0, len(questions), at_once):
             local += yield from self.answer(questions[start : start + at_once], state, start)
-            if settings.publish_frequency != "round":
+            if settings.sharing.publish_frequency != "round":
                 with watch("publish"):
                     self.publish(local, state)
 
         yield Published()
         with watch("collect"):
             external = self.collect(state, local)
-        self.used = {key for key in self.used if key[1] >= state.round - settings.max_rollout_age} | set(external.keys)
+        self.used = {key for key in self.used if key[1] >= state.round - settings.sharing.max_rollout_age} | set(
+            external.keys
+        )
 
         training = [*local, *external.chosen]
         update = Update()
-        for groups in update_batches(training, settings.groups_per_update) * settings.epochs:
+        for groups in update_batches(training, settings.learning.groups_per_update) * settings.learning.epochs:
             yield (learning := TrainRequest(self.policy, groups, watch))
             update.add(learning.update)
 
-        if settings.publish_frequency == "round":
+        if settings.sharing.publish_frequency == "round":
             with watch("publish"):
                 self.publish(local, state)
         with watch("report"):
@@ -196,7 +199,7 @@ class Node:
         transcript = self.transcript(round)
         order = transcript.order(self.identity.peer_id)
         roles = () if role is None else (role,)
-        speakers = transcript.speakers(stage, order, self.settings.fetch_max_peers, roles)
+        speakers = transcript.speakers(stage, order, self.settings.sharing.fetch_max_peers, roles)
         return [said for peer_id in speakers for said in transcript.said(stage, peer_id)]
 
     def transcript(self, round: int) -> Conversation:
@@ -214,7 +217,7 @@ class Node:
 
     def seeds(self, state: State, count: int | None = None) -> list[int]:
         """Of this node's questions in a round."""
-        numbers = range(self.settings.local_groups if count is None else count)
+        numbers = range(self.settings.learning.local_groups if count is None else count)
         return [question_seed(self.manifest, state.round, self.identity.peer_id, k) for k in numbers]
 
     def answer(
@@ -227,7 +230,7 @@ class Node:
     ) -> Generator[Work, None, list[Group]]:
         """The node's own completions of the questions, scored."""
         self.check_stop()
-        count = count or self.settings.generations
+        count = count or self.settings.sampling.generations
         seed = derive_seed(self.manifest.seed, "sample", self.identity.peer_id, state.round, state.stage, start)
         yield (answering := SampleRequest(self.policy, questions, count, seed, self.watch, greedy))
         with self.watch("score"):
@@ -254,9 +257,14 @@ class Node:
                 timestamp=self.clock(),
                 model=self.policy.name,
                 policy_version=self.policy.version,
-                sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.completion_tokens()),
-                tokenizer=self.policy.tokenizer_hash if settings.share_logprobs else "",
-                rollouts={str(k): to_answers(group, settings.share_logprobs) for k, group in enumerate(groups)},
+                sampling=Sampling(
+                    settings.sampling.temperature,
+                    settings.sampling.top_p,
+                    settings.sampling.top_k,
+                    settings.completion_tokens(),
+                ),
+                tokenizer=self.policy.tokenizer_hash if settings.sharing.share_logprobs else "",
+                rollouts={str(k): to_answers(group, settings.sharing.share_logprobs) for k, group in enumerate(groups)},
                 heard=list(map(list, heard)),
                 parents={number: digests for number, digests in named.items() if digests},
                 role=self.role_name,
@@ -270,7 +278,7 @@ class Node:
         settings, sources = self.settings, self.sources(state)
         found = selection.select(
             self.publications(state, rng, sources),
-            self.strategy.wanted(settings.external_groups, local),
+            self.strategy.wanted(settings.learning.external_groups, local),
             self.manifest,
             self.environment,
             self.used,
@@ -278,19 +286,23 @@ class Node:
             self.reject,
             selection.Checks(
                 sources={p: s for p, s in sources.items() if p != self.identity.peer_id},
-                share=settings.max_source_share,
-                completions=settings.generations,
-                max_span_nlls=self.policy.max_span_nlls if settings.check_likelihood else None,
-                most_nats=settings.likelihood_threshold,
+                share=settings.sharing.max_source_share,
+                completions=settings.sampling.generations,
+                max_span_nlls=partial(self.policy.max_span_nlls, allowance=settings.sharing.likelihood_allowance)
+                if settings.sharing.check_likelihood
+                else None,
+                most_nats=settings.sharing.likelihood_threshold,
             ),
             self.strategy,
             self.transcript,
         )
         for peer_id, failed in found.asked.items():
             if self.standing.note(peer_id, failed, state.round):
-                self.journal.event("not_asked", peer=peer_id, rounds=settings.ban_rounds)
-                log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.ban_rounds)
-        self.refused = {key for key in self.refused | found.refused if key[1] >= state.round - settings.max_rollout_age}
+                self.journal.event("not_asked", peer=peer_id, rounds=settings.sharing.ban_rounds)
+                log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.sharing.ban_rounds)
+        self.refused = {
+            key for key in self.refused | found.refused if key[1] >= state.round - settings.sharing.max_rollout_age
+        }
         return found
 
     def publications(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
@@ -301,11 +313,11 @@ class Node:
             if peer_id != self.identity.peer_id and not self.is_silent(member, state)
         }
         members = {p: node for p, node in members.items() if self.standing.asks(p, state.round, rng)}
-        asked = in_turn(members, sources, rng)[: self.settings.fetch_max_peers]
+        asked = in_turn(members, sources, rng)[: self.settings.sharing.fetch_max_peers]
         nodes = [members[peer_id] for peer_id in asked]
         punctual, late = ([n for n in nodes if bool(self.late[n]) == is_late] for is_late in (False, True))
         lockstep, patience = self.manifest.round_end == "lockstep", self.manifest.peer_timeout
-        oldest = state.round if lockstep else max(0, state.round - self.settings.max_rollout_age)
+        oldest = state.round if lockstep else max(0, state.round - self.settings.sharing.max_rollout_age)
         for number in range(state.round, oldest - 1, -1):
             if lockstep:
                 found = self.exchange.collect(number, state.stage, punctual, patience, in_order=True)
@@ -429,7 +441,9 @@ class Node:
         """The held-out score; greedy answers too at the start and the end."""
         if not self.held_out:
             return
-        result = evaluate(self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now")
+        result = evaluate(
+            self.policy, self.environment, self.held_out, self.settings.evaluation.held_out_samples, when != "now"
+        )
         record = HeldOutRecord(when=when, round=self.done[0], **msgspec.structs.asdict(result))
         self.journal.metrics(record)
         log.info("held-out score %.3f (%s)", result.sampled, when)

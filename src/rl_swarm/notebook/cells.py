@@ -18,7 +18,7 @@ from types import TracebackType
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rl_swarm.config.resolve import user_settings
+from rl_swarm.config.resolve import user_network
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.drawing import Drawing, plain
 from rl_swarm.monitor.run_reader import RunView, looked_at
@@ -59,7 +59,7 @@ def coordinate(address: str | Path, **settings: object) -> None:
 def watch(address: str | Path) -> None:
     """Shows a swarm below the cell until it has finished or the cell is interrupted."""
     cell = Cell()
-    with contextlib.suppress(KeyboardInterrupt), looked_at(str(address), user_settings) as view:
+    with contextlib.suppress(KeyboardInterrupt), looked_at(str(address), user_network) as view:
         drawing = Drawing(view)
         while True:
             drawing.look()
@@ -167,7 +167,7 @@ class Command:
 def _seen(address: str | Path) -> Iterator[Drawing]:
     """The swarm at an address, which may only be founded yet."""
     if str(address).startswith("p2p://"):
-        with looked_at(str(address), user_settings) as view:
+        with looked_at(str(address), user_network) as view:
             yield Drawing(view)
     else:
         yield Drawing(RunView(address))

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import log_file
+from rl_swarm.storage.settings import StorageSettings
+from rl_swarm.telemetry.settings import TelemetrySettings
 
 SWARM_LOG = "logs/swarm.log"
 REPAIR_SECONDS = 30.0  # between two attempts to replace what somebody has put in place of the copy
@@ -51,7 +52,9 @@ class SwarmLog(logging.FileHandler):
             return
 
 
-def start_logging(settings: Settings, root: Path | LocalFiles, who: str, terminal: bool) -> Path:
+def start_logging(
+    settings: TelemetrySettings, storage: StorageSettings, root: Path | LocalFiles, who: str, terminal: bool
+) -> Path:
     """Sets up the package's loggers for this process, and returns the private log file behind `logs/swarm.log`.
 
     A line names the thread that wrote it: a process of several nodes has one for each.
@@ -59,7 +62,7 @@ def start_logging(settings: Settings, root: Path | LocalFiles, who: str, termina
     threading.current_thread().name = who
     # A directory may be the one that the user is in: there nothing is repaired.
     files = root if isinstance(root, LocalFiles) else LocalFiles(root, repair=False)
-    private = log_file(settings, files.root)
+    private = log_file(storage, files.root)
     logging.raiseExceptions = False  # a log line that cannot be written is no reason to cover the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     package = logging.getLogger("rl_swarm")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_swarm.settings import ConfigError
+from rl_swarm.errors import ConfigError
 from rl_swarm.telemetry.sinks import Source, numbers
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from rl_swarm.settings import ConfigError, Settings, tellable
+from rl_swarm.errors import ConfigError
+from rl_swarm.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class Feed:
             self.off = True
 
 
-def wanted(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+def wanted(settings: TelemetrySettings, environ: Mapping[str, str]) -> list[str]:
     """The sinks that are asked for. What they need is there, or the error says how to get it."""
     from rl_swarm.telemetry.otlp import endpoints
 
@@ -164,8 +163,3 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
             if isinstance(number, int | float) and math.isfinite(number):
                 found[full_name] = number
     return found
-
-
-def public(settings: Settings) -> dict[str, object]:
-    """The settings that another system may know, and the model."""
-    return {"model": settings.model} | tellable(msgspec.to_builtins(settings))

@@ -33,14 +33,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import trainer
 from rl_swarm.learning.batches import TrainingGroup, part_of
 from rl_swarm.learning.devices import out_of_memory, pick_device
 from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.settings import PolicySettings
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import ConfigError, Settings
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class TeamError(RuntimeError):
 
 
 class Start(msgspec.Struct, frozen=True):
-    settings: Settings
+    settings: PolicySettings
     system_prompt: str
     rank: int
     threads: int
@@ -146,7 +147,7 @@ class DataParallelMember(Policy):
 
     def meet(self, rank: int, folder: str) -> None:
         """Finds all others through a file in the folder, and takes over what the leader has."""
-        size = self.settings.devices_per_node
+        size = self.settings.model.devices_per_node
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
@@ -180,12 +181,12 @@ class DataParallelLeader(DataParallelMember):
     @classmethod
     def load(
         cls,
-        settings: Settings,
+        settings: PolicySettings,
         system_prompt: str,
         path: Path | None = None,
         sharing: Sharing | None = None,
     ) -> "DataParallelLeader":
-        device, wanted = pick_device(settings), settings.devices_per_node
+        device, wanted = pick_device(settings.model), settings.model.devices_per_node
         if device.type == "cuda":
             check_devices(wanted, torch.cuda.device_count())
             torch.cuda.set_device(0)
@@ -201,16 +202,16 @@ class DataParallelLeader(DataParallelMember):
             return
         self.folder = tempfile.TemporaryDirectory(prefix="rl-swarm-team-")
         threads = torch.get_num_threads()  # the same for all: sums depend on it
-        for rank in range(1, self.settings.devices_per_node):
+        for rank in range(1, self.settings.model.devices_per_node):
             self.helpers.append(_start_helper(rank, self.folder.name))
-            self._send(self.helpers[-1], Start(self.settings, self.system_prompt, rank, threads))
+            self._send(self.helpers[-1], Start(self.settings.part(PolicySettings), self.system_prompt, rank, threads))
         for helper in self.helpers:
             self._receive(helper, START_SECONDS)
         with self._blaming():
             self.meet(0, self.folder.name)
         for helper in self.helpers:
             self._receive(helper)
-        log.info("%d devices share the work", self.settings.devices_per_node)
+        log.info("%d devices share the work", self.settings.model.devices_per_node)
 
     def sample(self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False) -> list[list[Completion]]:
         """As one device does it that takes so many questions at once as each has here, with the same draws."""
@@ -364,7 +365,7 @@ def _help(pipe: Connection, folder: str) -> None:
     try:
         start = msgspec.msgpack.decode(commands.get(), type=Start)
         torch.set_num_threads(start.threads)
-        if pick_device(start.settings).type == "cuda":
+        if pick_device(start.settings.model).type == "cuda":
             torch.cuda.set_device(start.rank)
         policy = DataParallelMember.load(start.settings, start.system_prompt)
         assert isinstance(policy, DataParallelMember)

@@ -20,9 +20,9 @@ from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.engine import CudaEngine
@@ -37,10 +37,12 @@ class Sharing:
         self.engines = dict[Hashable, "CudaEngine"]()
         self.lock = threading.Lock()
 
-    def admit(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
+    def admit(
+        self, model: Model, pad: int, settings: LearningSettings, plan: Plan, temperature: float = 1.0
+    ) -> Trainer:
         """The trainer of one more node. The plan of the first of its kind decides what is shared."""
         design = (alike(model), settings.lora_rank)
-        kind = (design, settings.temperature, settings.clip_low, settings.clip_high, settings.kl_weight)
+        kind = (design, temperature, settings.clip_low, settings.clip_high, settings.kl_weight)
         with self.lock:
             if kind not in self.desks:
                 self.desks[kind] = queue.LifoQueue()
@@ -53,7 +55,7 @@ class Sharing:
                 if design not in self.engines:
                     self.engines[design] = CudaEngine(self.nodes, sequences=plan.sequences, threads=self.threads)
             sampler.share(model, self.engines[design])
-        return SharedTrainer(model, pad, settings, self.desks[kind])
+        return SharedTrainer(model, pad, settings, temperature, self.desks[kind])
 
 
 @dataclass
@@ -65,8 +67,15 @@ class TrainingSlot:
 class SharedTrainer(Trainer):
     """Takes the gradients of its updates at a desk."""
 
-    def __init__(self, model: Model, pad: int, settings: Settings, desks: "queue.LifoQueue[TrainingSlot]") -> None:
-        super().__init__(model, pad, settings)
+    def __init__(
+        self,
+        model: Model,
+        pad: int,
+        settings: LearningSettings,
+        temperature: float,
+        desks: "queue.LifoQueue[TrainingSlot]",
+    ) -> None:
+        super().__init__(model, pad, settings, temperature)
         self.recorder = None
         self.desks = desks
         self.seat: Trainer | None = None
@@ -104,7 +113,7 @@ class SharedTrainer(Trainer):
             self.desks.put(desk)
 
     def _new_trainer(self) -> Trainer:
-        trainer = Trainer(copy.deepcopy(self.model), self.pad, self.settings)
+        trainer = Trainer(copy.deepcopy(self.model), self.pad, self.settings, self.temperature)
         trainer.reference = self.reference
         return trainer
 
