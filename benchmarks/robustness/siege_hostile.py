@@ -195,7 +195,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
 
     settings = Settings.of(model="tiny", generations=8)
     environment = environments.made(member.manifest)
-    environment.settle(settings.task, None, other_models(settings))
+    environment.configure(settings.task, None, other_models(settings))
     ways = [
         kind()
         for kind in (

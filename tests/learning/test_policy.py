@@ -19,7 +19,7 @@ from small_models import (
 
 from rl_swarm.config.settings import Settings
 from rl_swarm.errors import ConfigError
-from rl_swarm.learning import devices, reader
+from rl_swarm.learning import devices, tokenization
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.learning.settings import ModelSettings
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def make(folder, monkeypatch):
     # Policies share readers, which live until the garbage collector comes: those of one test are not for the next.
-    monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
+    monkeypatch.setattr(tokenization, "_tokenizers", weakref.WeakValueDictionary())
 
     def make(**changes):
         changes = {"max_new_tokens": 16, "learning_rate": 1e-3, "cpu_only": True, **changes}
@@ -130,11 +130,11 @@ def test_when_memory_runs_out_sampling_goes_on_with_smaller_batches(make, monkey
     policy = make()
     real, sizes = policy_module.sample, []
 
-    def sample(model, ids, count, decoding, seed):
+    def sample(model, ids, count, params, seed):
         sizes.append(len(ids) * count)
         if len(ids) * count > 4:
             raise error
-        return real(model, ids, count, decoding, seed)
+        return real(model, ids, count, params, seed)
 
     monkeypatch.setattr(policy_module, "sample", sample)
     groups = policy.sample([f"What is {n}?" for n in range(6)], 2, seed=0)

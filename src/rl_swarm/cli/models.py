@@ -33,7 +33,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(task_list(settings.task, settings.model.model), settings.task.partial_rewards)
     try:
-        environment.settle(settings.task, settings.model.hf_token, other_models(settings))
+        environment.configure(settings.task, settings.model.hf_token, other_models(settings))
         console = Console(highlight=False, markup=False)
         held_out = environment.held_out(questions)
         if not held_out:
@@ -97,7 +97,7 @@ class Row:
 
 def list_models(settings: Settings, as_json: bool) -> None:
     device = pick_device(settings.model)
-    free = memory.available(device, memory.sharing(settings.model, device))
+    free = memory.available(device, memory.processes_on_device(settings.model, device))
     speeds = [
         speed(device, rows) for rows in (max(1, settings.learning.local_groups) * settings.sampling.generations, 1024)
     ]

@@ -1,6 +1,6 @@
 """Computes log-probabilities of packed completions under a model of a known family, with gradients.
 
-The logits of all tokens never exist at the same time: the head is done a chunk of tokens at a time, there and back.
+The logits of all tokens never exist at the same time: the head runs forward and backward a chunk of tokens at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,16 @@ from rl_swarm.learning.devices import low_precision
 from rl_swarm.learning.memory import LOGITS
 from rl_swarm.learning.sequences import token_logprobs
 
-Loss = Callable[[slice, Tensor, Tensor], Tensor]  # of some tokens, from their log-probabilities and entropies
+# (some tokens, their log-probabilities, their entropies) -> loss
+Loss = Callable[[slice, Tensor, Tensor], Tensor]
 
-ALIGNED = 64  # tokens: products of odd sizes take longer
+ALIGNED = 64  # tokens: matrix products of odd sizes are slower
 
 
 def packed_logprobs(
     decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of every token learned from and the entropy there, [M], without gradients."""
+    """Return the log-probability of every target and the entropy at its position, [M], without gradients."""
     with torch.no_grad(), precision(decoder):
         states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
         parts = [
@@ -39,8 +40,10 @@ def packed_logprobs(
 def add_gradients(
     decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float, loss_of: Loss
 ) -> None:
-    """Adds the gradients of a loss that is a sum over tokens. A chunk goes back through the head before the next one
-    goes there; then all go back through the layers."""
+    """Add the gradients of a loss that is a sum over tokens.
+
+    The head runs forward and backward chunk by chunk; then one backward pass goes through the layers.
+    """
     with precision(decoder):
         states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
     leaves = []
@@ -58,7 +61,7 @@ def precision(decoder: Decoder) -> AbstractContextManager[object]:
 
 
 def attention_of(decoder: Decoder, shape: BatchShape) -> tuple[Attend, Tensor]:
-    """Attention over a row of this shape, and the positions of its tokens."""
+    """Return attention over a row of this shape, and the positions of its tokens."""
     device = decoder.model.device
     if decoder.fused:
         from rl_swarm.learning.cuda.attention import Segments
@@ -74,7 +77,7 @@ def attention_of(decoder: Decoder, shape: BatchShape) -> tuple[Attend, Tensor]:
 
 
 def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
-    """So many tokens in parts of about equal size, as few as the logits of one may be large."""
+    """Split tokens into as few parts of about equal size as the memory for their logits allows."""
     width: int = getattr(decoder.head, "out_features", 1)
     most = max(1, LOGITS // ((1 if decoder.fused else 4) * width))
     size = -(-tokens // max(1, -(-tokens // most)))
@@ -85,7 +88,7 @@ def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
 def head_logprobs(decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     head: Any = decoder.head
     if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
-        from rl_swarm.learning.cuda.fused import word_logprobs
+        from rl_swarm.learning.cuda.vocabulary import target_logprobs
 
-        return word_logprobs(states_ME, head.weight, targets_M, temperature)
+        return target_logprobs(states_ME, head.weight, targets_M, temperature)
     return token_logprobs(head(states_ME), targets_M, temperature)

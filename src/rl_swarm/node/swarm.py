@@ -1,6 +1,6 @@
 """Runs many nodes on one machine: starts them, restarts the ones that die, stops them all.
 
-On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
+On a CPU the children are forked from a server process that has imported torch once (`processes.py`); with a GPU each
 starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.
 """
 
@@ -223,7 +223,7 @@ def worker_settings(settings: NodeSettings) -> dict[str, NodeSettings]:
     threads = settings.model.threads or max(1, (os.cpu_count() or 1) // settings.swarm.nodes)
     base = Path(settings.network.identity_path).absolute()
     owner = Identity.load_or_create(base).peer_id
-    roles = environments.named(settings.task.environment).cast(settings.swarm.nodes)
+    roles = environments.named(settings.task.environment).assign_roles(settings.swarm.nodes)
     workers = {}
     for number in range(1, settings.swarm.nodes + 1):
         first = number == 1 and settings.swarm.network == "folder"  # among peers the coordinator is one of its own

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.protocol.wire import Rejected, convert
 from rl_swarm.scoring.lockdown import describe
@@ -89,7 +90,7 @@ class ScoringProcess:
             try:
                 for score in self._ask(who, request, SCORE_SECONDS, left):
                     if len(scores) == len(items):
-                        raise Rejected("score", "more scores than answers")
+                        raise Rejected(RejectReason.SCHEMA, "more scores than answers")
                     scores.append(convert(score, float))
                 break
             except ScorerGone:
