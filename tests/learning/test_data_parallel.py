@@ -216,7 +216,8 @@ def test_helpers_end_with_their_leader_however_it_ends(settings):
     script = (
         "import sys, time; from rl_swarm.config.settings import Settings\n"
         "from rl_swarm.learning.parallel.data_parallel import DataParallelLeader\n"
-        f"policy = DataParallelLeader.load(Settings.of(model={settings.model.model!r}, cpu_only=True, devices_per_node=3), '')\n"
+        f"given = Settings.of(model={settings.model.model!r}, cpu_only=True, devices_per_node=3)\n"
+        "policy = DataParallelLeader.load(given, '')\n"
         "policy.start(); print(policy.folder.name, *[h.process.pid for h in policy.workers], flush=True)\n"
         "time.sleep(600)"
     )

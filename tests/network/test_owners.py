@@ -8,6 +8,7 @@ import pytest
 from rl_swarm.config.settings import Settings
 from rl_swarm.network.folder import MANIFEST
 from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol.admission import AdmissionError, invite
@@ -108,14 +109,14 @@ def test_a_memory_that_cannot_be_read_is_not_taken_for_none(damage, folder):
 
 def test_a_memory_that_cannot_be_written_stops_nobody(folder, tmp_path, caplog):
     name = "m" * 230 + ".pem"  # with no room for the name under which a file is written aside
-    remember(folder.found(OWNER), folder.address, folder.settings.changed(identity_path=f"{tmp_path}/{name}"))
+    remember(folder.found(OWNER), folder.address, NetworkSettings(identity_path=f"{tmp_path}/{name}"))
     assert f"the owner of {folder.address} is not remembered" in caplog.text
 
 
 def test_the_latest_addresses_are_remembered(folder, tmp_path):
     manifest = folder.found(OWNER)
     for number in range(MAX_REMEMBERED + 2):
-        remember(manifest, tmp_path / str(number), folder.settings)
+        remember(manifest, tmp_path / str(number), folder.settings.network)
     text = folder.memory.read_text()
     assert text.count(OWNER.peer_id) == MAX_REMEMBERED
     assert f'{tmp_path}/1"' not in text and f'{tmp_path}/2"' in text
