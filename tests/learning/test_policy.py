@@ -19,7 +19,7 @@ from small_models import (
 
 from rl_swarm.config.settings import Settings
 from rl_swarm.errors import ConfigError
-from rl_swarm.learning import devices, tokenization
+from rl_swarm.learning import devices
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.learning.settings import ModelSettings
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def make(folder, monkeypatch):
     # Policies share readers, which live until the garbage collector comes: those of one test are not for the next.
-    monkeypatch.setattr(tokenization, "_tokenizers", weakref.WeakValueDictionary())
+    monkeypatch.setattr(policy_module, "_tokenizers", weakref.WeakValueDictionary())
 
     def make(**changes):
         changes = {"max_new_tokens": 16, "learning_rate": 1e-3, "cpu_only": True, **changes}

@@ -17,9 +17,9 @@ from small_models import (
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import COMPACT_BELOW, SamplingParams, draw, sample, truncated
-from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts, token_logprobs
+from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts
 from rl_swarm.learning.settings import LearningSettings
-from rl_swarm.learning.trainer import Trainer
+from rl_swarm.learning.trainer import Trainer, token_logprobs
 from rl_swarm.learning.weights import Weights
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [20, 21, 22, 23, 24, 25]]

@@ -416,7 +416,7 @@ def test_logits_in_chunks_give_the_same_gradients(kind, monkeypatch):
     groups = random_groups(model=small_model(kind))
     trainer = trainer_of(small_model(kind))
     seen = gradients_at_step(trainer)
-    monkeypatch.setattr("rl_swarm.learning.logprobs.LOGITS", 20 * VOCABULARY)
+    monkeypatch.setattr("rl_swarm.learning.trainer.LOGITS", 20 * VOCABULARY)
     trainer.update(groups)
     assert far_apart(seen[0], plain_gradients(small_model(kind), groups)) < 2e-5
 

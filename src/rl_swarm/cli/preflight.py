@@ -1,4 +1,4 @@
-"""Checks what a run is to be started with, before there is a folder or a process of it. Loads no torch."""
+"""Checks settings before a run has a folder or a process. Loads no torch."""
 
 import os
 import shutil
@@ -16,14 +16,14 @@ GPU_SIGNS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and Wi
 
 
 def check(settings: NodeSettings) -> None:
-    """Raises where a node could not work with these settings, as far as that is seen without loading a model."""
+    """Raise if a node could not work with these settings, as far as that shows without loading a model."""
     check_device(settings.model)
     lookup.check(settings.model.model, settings.model.hf_token)
     check_tasks(settings)
 
 
 def check_tasks(settings: NodeSettings) -> None:
-    """Makes the tasks that the user named. Those of a preset are known to work."""
+    """Make the tasks that the user named. Those of a preset are known to work."""
     if settings.task.tasks == "auto" or (isinstance(settings.task.tasks, str) and settings.task.tasks in PRESETS):
         return
     environments.named(settings.task.environment)(

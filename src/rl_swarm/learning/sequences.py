@@ -115,12 +115,3 @@ def completion_logits(model: Model, prefix: Prefix, ids_BT: Tensor) -> Tensor:
 def pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     length = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=dtype, device=device)
-
-
-def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each token, and the entropy at its position (no gradient)."""
-    scaled_BTV = logits_BTV.float() / temperature
-    all_BTV = scaled_BTV.log_softmax(-1)
-    with torch.no_grad():
-        entropy_BT = -(all_BTV.exp() * all_BTV).sum(-1)
-    return all_BTV.gather(-1, ids_BT[..., None]).squeeze(-1), entropy_BT

@@ -2,33 +2,34 @@
 
 Own rollouts come with the log-probabilities of the sampler, so the clip acts on the real mismatch
 between sampler and trainer. External ones have none unless their sender's are used; without them the
-ratio is 1 and the update is plain policy gradient on their advantages.
+ratio is 1 and the update is plain policy gradient on their advantages. The logits of all tokens never exist at the same
+time: the head runs forward and backward a chunk of tokens at a time.
 """
 
 import copy
 import logging
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rl_swarm.learning import grpo
-from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
-from rl_swarm.learning.decoder import Attend, Decoder
+from rl_swarm.learning.batches import Batch, BatchShape, TrainingGroup, count_tokens, in_order, micro_batches
+from rl_swarm.learning.cpu.attention import PackedAttention
+from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.devices import low_precision, out_of_memory, release_memory
-from rl_swarm.learning.logprobs import add_gradients, attention_of, packed_logprobs
-from rl_swarm.learning.memory import MAX_TOKENS
+from rl_swarm.learning.memory import LOGITS, MAX_TOKENS
 from rl_swarm.learning.sequences import (
     Model,
     completion_logits,
     pad_right,
     run_prompts,
-    token_logprobs,
     whole_logits,
 )
 from rl_swarm.learning.settings import LEARNING_RATE, LearningSettings
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+# (some tokens, their log-probabilities, their entropies) -> loss
+Loss = Callable[[slice, Tensor, Tensor], Tensor]
+
+ALIGNED = 64  # tokens: matrix products of odd sizes are slower
 
 
 @dataclass
@@ -319,3 +324,83 @@ def token_losses(
     means_FM = torch.stack([loss_M, entropy_M, -detached_M, clip_M.float(), kl_M]).detach() * weights_M
     mismatch_M = (detached_M - behaviour_M).abs() * own_M
     return loss_M * weights_M, torch.cat([means_FM, torch.stack([mismatch_M, own_M])])
+
+
+def packed_logprobs(
+    decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of every target and the entropy at its position, [M], without gradients."""
+    with torch.no_grad(), _precision(decoder):
+        states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
+        parts = [
+            head_logprobs(decoder, states_ME[here], batch.targets_M[here], temperature)
+            for here in chunks(decoder, len(states_ME))
+        ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def add_gradients(
+    decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float, loss_of: Loss
+) -> None:
+    """Add the gradients of a loss that is a sum over tokens.
+
+    The head runs forward and backward chunk by chunk; then one backward pass goes through the layers.
+    """
+    with _precision(decoder):
+        states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
+    leaves = []
+    for here in chunks(decoder, len(states_ME)):
+        leaf = states_ME[here].detach().requires_grad_()
+        with _precision(decoder):
+            found = head_logprobs(decoder, leaf, batch.targets_M[here], temperature)
+        loss_of(here, *found).backward()  # type: ignore[no-untyped-call]
+        leaves.append(leaf)
+    states_ME.backward(torch.cat([leaf.grad for leaf in leaves]))  # type: ignore[no-untyped-call, misc]
+
+
+def _precision(decoder: Decoder) -> AbstractContextManager[object]:
+    return nullcontext() if decoder.exact else low_precision(decoder.model)
+
+
+def attention_of(decoder: Decoder, shape: BatchShape) -> tuple[Attend, Tensor]:
+    """Return attention over a row of this shape, and the positions of its tokens."""
+    device = decoder.model.device
+    if decoder.fused:
+        from rl_swarm.learning.cuda.attention import Segments
+
+        segments = Segments.of(shape).to(device)
+        return segments.attention(decoder), segments.positions_N
+    if PackedAttention.fits(decoder, shape):
+        packed = PackedAttention(decoder, shape)
+        return packed, packed.positions_N
+    layouts = Layout.of(shape.prompts, device), Layout.of(shape.completions, device)
+    attend = SharedPrompts(decoder, *layouts, torch.tensor(shape.rows, device=device))
+    return attend, attend.positions()
+
+
+def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
+    """Split tokens into as few parts of about equal size as the memory for their logits allows."""
+    width: int = getattr(decoder.head, "out_features", 1)
+    most = max(1, LOGITS // ((1 if decoder.fused else 4) * width))
+    size = -(-tokens // max(1, -(-tokens // most)))
+    size = min(most, -(-size // ALIGNED) * ALIGNED)
+    return (slice(start, start + size) for start in range(0, max(1, tokens), max(1, size)))
+
+
+def head_logprobs(decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    head: Any = decoder.head
+    if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
+        from rl_swarm.learning.cuda.vocabulary import target_logprobs
+
+        return target_logprobs(states_ME, head.weight, targets_M, temperature)
+    return token_logprobs(head(states_ME), targets_M, temperature)
+
+
+def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each token, and the entropy at its position (no gradient)."""
+    scaled_BTV = logits_BTV.float() / temperature
+    all_BTV = scaled_BTV.log_softmax(-1)
+    with torch.no_grad():
+        entropy_BT = -(all_BTV.exp() * all_BTV).sum(-1)
+    return all_BTV.gather(-1, ids_BT[..., None]).squeeze(-1), entropy_BT

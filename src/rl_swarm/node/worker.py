@@ -35,6 +35,7 @@ from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
+from rl_swarm.telemetry.export import Source
 from rl_swarm.telemetry.journal import Journal
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 4  # signs of life in a row that could not be written
+MAX_FAILURES = 4  # heartbeats in a row that could not be written
 SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
@@ -53,13 +54,13 @@ SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for on
 def join(
     address: Path | str, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None" = None
 ) -> None:
-    """Joins the swarm at the address and trains until it has finished or `stop` is set."""
+    """Join the swarm at the address and train until it has finished or `stop` is set."""
     with explained(address):
         _join(locate(address), settings, stop, sharing)
 
 
 def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop: threading.Event) -> None:
-    """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
+    """Run several nodes that share a GPU, each in a thread. When one fails, all stop and save."""
     from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 
     sharing, failures = SharedDevice(len(workers)), list[Exception]()
@@ -68,7 +69,7 @@ def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop
         try:
             with own_stream():
                 join(address, settings, stop, sharing)
-        except Exception as error:  # raised below, when the others have saved
+        except Exception as error:  # raised below, when the other nodes have saved
             if not isinstance(error, UserError):
                 log.exception("failed")
             failures.append(error)
@@ -91,7 +92,7 @@ def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop
 
 
 def coordinate(address: Path | str, settings: NodeSettings, stop: threading.Event) -> None:
-    """Coordinates the swarm at the address, founding it if there is none."""
+    """Coordinate the swarm at the address, and found it if there is none."""
     with explained(address):
         place = locate(address)
         if isinstance(place.files, LocalFiles):
@@ -115,8 +116,10 @@ def coordinate(address: Path | str, settings: NodeSettings, stop: threading.Even
 def _lead_among_peers(
     place: Address, settings: NodeSettings, identity: Identity, manifest: Manifest, stop: threading.Event
 ) -> None:
-    """Conducts over the peer-to-peer network. With rounds by the clock there is nothing to conduct: it is a peer that
-    knows the manifest."""
+    """Coordinate over the peer-to-peer network.
+
+    With rounds on an interval the clock coordinates, and this process is a peer that knows the manifest.
+    """
     from rl_swarm.network.p2p import joining
 
     signed = place.files.read(MANIFEST, MAX_BYTES)
@@ -126,7 +129,7 @@ def _lead_among_peers(
     ):
         joining.tell(engine, place.here)
         for address in engine.addresses:
-            log.info("others join at p2p://%s", address)
+            log.info("other nodes join at p2p://%s", address)
         if manifest.round_end == "interval":
             coordinator = coordinator_of(files, manifest, identity, "", stop, settings.network.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
@@ -137,7 +140,7 @@ def _lead_among_peers(
 
 
 def found(files: Files, settings: NodeSettings, name: str, identity: Identity) -> Manifest:
-    """The swarm's manifest, written now if this is a new swarm."""
+    """Return the swarm's manifest; write it if this is a new swarm."""
     try:
         return read_manifest(files)
     except FileNotFoundError:
@@ -157,7 +160,7 @@ def found(files: Files, settings: NodeSettings, name: str, identity: Identity) -
 def _join(address: Address, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
     identity = Identity.load_or_create(Path(settings.network.identity_path))
     name = settings.network.node_id or identity.node
-    others = sinks.wanted(settings.telemetry, os.environ)
+    wanted = sinks.requested(settings.telemetry, os.environ)
     with opened(address, settings, identity, stop) as (address, manifest):
         if manifest is None:
             return
@@ -166,21 +169,19 @@ def _join(address: Address, settings: NodeSettings, stop: threading.Event, shari
         if settings.sharing.publish_frequency == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each "
-                "other's "
-                "rollouts before they learn. Use `stage` or `generation`."
+                "other's rollouts before they learn. Use `stage` or `generation`."
             )
         if settings.sharing.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
-                "in "
-                "earlier ones: everybody must see the same. Use `stage`."
+                "in earlier ones: all nodes must see the same. Use `stage`."
             )
         private = (
             swarm_folder(settings.storage, address.text if address.is_url else address.here, manifest.swarm()) / name
         )
         public = {"model": settings.model.model} | public_settings(settings.flat())
-        source = sinks.Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, public)
-        with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
+        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, public)
+        with only_one_here(identity, manifest.swarm()), sinks.sink_threads(wanted, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
                 _take_part(address, settings, stop, sharing, identity, name, manifest, journal, private)
@@ -194,7 +195,7 @@ def _join(address: Address, settings: NodeSettings, stop: threading.Event, shari
 def opened(
     address: Address, settings: NodeSettings, identity: Identity, stop: threading.Event
 ) -> Iterator[tuple[Address, Manifest | None]]:
-    """The address with the files of its swarm, and the manifest; None when told to stop before there is one."""
+    """Open the address; yield it with its swarm's files and manifest, or None when told to stop before there is one."""
     if settings.swarm.network == "folder" and not address.text.startswith("p2p://"):
         kept = run_settings.manifest_of(address.files, address.here, settings)
         yield address, kept or await_manifest(address.files, stop, settings.network.poll_interval)
@@ -225,7 +226,7 @@ def _take_part(
 ) -> None:
     files, here = address.files, address.here
     coordinator = coordinator_of(files, manifest, identity, name, stop, settings.network.poll_interval)
-    shown = coordinator.node  # to others; what stays on this machine has the node's own name
+    shown = coordinator.node  # to peers; files on this machine have the node's own name
     ticket = coordinator.request_admission(settings.network.invitation)
     owners.remember(manifest, address.text, settings.network)
     check_name(coordinator.current(), identity, shown)
@@ -327,20 +328,20 @@ def _take_part(
     )
     coordinator.register(peer)
     try:
-        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
+        with heartbeats(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
             node.run()
     finally:
         environment.close()
         policy.close()
     journal.event("left", round=node.done[0])
     if journal.close() and coordinator.current().phase == "finished":
-        checkpoints.clear()  # nobody goes on from here, and the folder has the model
+        checkpoints.clear()  # the run is over, and the folder has the model
     if coordinator.turned_away:
         raise coordinator.not_admitted(coordinator.turned_away)
 
 
 def with_role(settings: NodeSettings, manifest: Manifest) -> NodeSettings:
-    """The settings with those that belong to the node's role, where the user has left the defaults."""
+    """Return the settings with those of the node's role, where the user has left the defaults."""
     kind = environments.of_swarm(manifest)
     if settings.task.role not in (*ROLES, *kind.roles):
         raise ConfigError(
@@ -353,7 +354,7 @@ def with_role(settings: NodeSettings, manifest: Manifest) -> NodeSettings:
 
 
 def role_of(settings: TaskSettings, kind: "type[Environment]") -> "tuple[type[Role], str]":
-    """The role that the settings name, and its name in what a node sends: empty for the ordinary one, the first."""
+    """Return the role that the settings name, and its name on the wire: empty for the ordinary role, the first."""
     ordinary, *others = kind.roles
     named = settings.role in others
     return kind.roles[settings.role if named else ordinary], settings.role if named else ""
@@ -362,8 +363,10 @@ def role_of(settings: TaskSettings, kind: "type[Environment]") -> "tuple[type[Ro
 def coordinator_of(
     files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
 ) -> FolderCoordinator:
-    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their
-    ids."""
+    """Return the coordinator of a swarm as its nodes see it.
+
+    Among peers, with rounds on an interval, it is the clock, and peers are named by their ids.
+    """
     if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
         from rl_swarm.network.p2p.documents import PeerFiles
@@ -374,7 +377,7 @@ def coordinator_of(
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:
-    """A peer keeps its name in a swarm: under another, nothing it writes would be read."""
+    """Check that a peer keeps its name in a swarm: under another name, no node would read what it writes."""
     member = state.members.get(identity.peer_id)
     if member is not None and member.node != name:
         raise NetworkError(
@@ -390,7 +393,7 @@ def _restored(
     system_prompt: str,
     sharing: "SharedDevice | None",
 ) -> "tuple[Policy, Place | None]":
-    """The policy of the newest checkpoint that can be used, or a new one."""
+    """Load the policy of the newest usable checkpoint, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
     from rl_swarm.learning.parallel.data_parallel import DataParallelPolicy
     from rl_swarm.learning.policy import Policy
@@ -415,10 +418,10 @@ def _restored(
 
 
 @contextmanager
-def signs_of_life(
+def heartbeats(
     coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
 ) -> Iterator[None]:
-    """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
+    """Send heartbeats in the background, however long a round takes; end the node when they fail."""
     done = threading.Event()
     failures: list[OSError] = []  # in a row
     twins: list[UserError] = []
@@ -433,7 +436,7 @@ def signs_of_life(
                 coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
                 failures.clear()
             except OSError as error:
-                log.warning("no sign of life could be written: %s", error)
+                log.warning("no heartbeat could be written: %s", error)
                 failures.append(error)
             if len(failures) == MAX_FAILURES:
                 stop.set()
@@ -453,7 +456,7 @@ def signs_of_life(
 
 @contextmanager
 def explained(address: Path | str) -> Iterator[None]:
-    """Turns what a disk or a store can do to a node into one message for its user."""
+    """Turn what a disk or a store can do to a node into one message for its user."""
     try:
         yield
     except OSError as error:

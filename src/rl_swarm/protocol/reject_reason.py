@@ -33,9 +33,9 @@ class RejectReason(str, Enum):
 
     # Its rollouts are not what this peer was to publish.
     LIMITS = "limits"  # more questions, completions or characters than the manifest allows
-    QUESTION = "question"  # not the question that this peer was asked
+    QUESTION = "question"  # not the question that this peer was asked, or questions are left out
     ROLE = "role"  # a role that the environment does not have
-    PARENTS = "parents"  # this node cannot retrace which rollouts the question was made from
+    PARENTS = "parents"  # this node cannot retrace which messages the question was made from
     SLOW = "slow"  # its questions or scores took too long to make again
     COPY = "copy"  # the same long text as another source's
     UNLIKELY = "unlikely"  # this node's model would hardly write it

@@ -37,6 +37,8 @@ MAX_TEXT = 1 << 19  # bytes of one string: 131,072 characters of four
 MAX_NUMBER = 24  # characters: -1.7976931348623157e+308
 MAX_EXPONENTS = 10_000  # numbers with one: near the ends of a float's range they take a thousand times as long
 MAX_DETAIL = 300  # characters of what is said about a document that is refused
+# Raised by msgspec for bytes that are no JSON: not closed, no UTF-8, or nested too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_MEMORY = 6 * MAX_BYTES  # what all values may take once they are built, by the estimate below
 # Bytes for one of each, measured from above, and per byte of text: one emoji makes a string four times as wide.
 _OBJECT, _LIST, _KEY, _STRING, _VALUE, _WIDEST = 240, 96, 96, 120, 40, 4
@@ -142,7 +144,7 @@ def decode(data: bytes, limit: int = MAX_BYTES) -> dict[str, object]:
     check_shape(text)
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Incomplete(RejectReason.JSON, str(error)) from error
     if not isinstance(value, dict):
         raise Rejected(RejectReason.SCHEMA, f"an object is needed, this is a {type(value).__name__}")

@@ -29,10 +29,16 @@ from rl_swarm.learning.batches import (
 )
 from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_transposed
 from rl_swarm.learning.devices import out_of_memory, release_memory
-from rl_swarm.learning.logprobs import add_gradients, attention_of
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.support import LLAMA_LIKE
-from rl_swarm.learning.trainer import UPDATE_METRICS, Trainer, Update, token_losses
+from rl_swarm.learning.trainer import (
+    UPDATE_METRICS,
+    Trainer,
+    Update,
+    add_gradients,
+    attention_of,
+    token_losses,
+)
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
