@@ -2,7 +2,7 @@
 
 The node writes them; reports, the page, experiments, the validator, notebooks and exporters read them. A new metric is
 a
-field here and the line in `node/node.py` that fills it.
+field here and the line in `node/report.py` that fills it.
 """
 
 from typing import Annotated
