@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "rl_swarm"
-CHECKED = (
-    "__main__.py",
-    "environments",
-    "node",
-    "plural.py",
-    "storage",
-)  # whose docstrings and sizes are held to the style
+CHECKED = (  # whose docstrings and sizes are held to the style
+    *("__main__.py", "cli", "environments", "experiment", "monitor", "node", "notebook", "plural.py", "storage"),
+    *("telemetry", "web"),
+)
 NO_VERB = {"What", "Whether", "How", "Of", "Those", "Whoever", "Somebody"}
 NO_VERB_OF_FUNCTION = NO_VERB | {"The", "A", "An", "One", "Such", "Which", "Who", "Where"}
 MAX_LINES = 500

@@ -10,9 +10,9 @@ from small_models import save_small
 
 from rl_swarm.environments import task_list
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.lockstep import LockstepSwarm, OneByOne, RunMember, rewind
+from rl_swarm.experiment.batched_engine import BatchedEngine
+from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember, SequentialEngine, rewind
 from rl_swarm.experiment.run import is_finished, play
-from rl_swarm.experiment.together import Together
 from rl_swarm.network.folder import read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.settings import UP_PRESET, Settings
@@ -111,7 +111,7 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
 
     calls: list[tuple[str, int]] = []
 
-    class Counting(OneByOne):
+    class Counting(SequentialEngine):
         def sample(self, work) -> None:
             calls.append(("sample", len(work)))
             super().sample(work)
@@ -134,7 +134,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
     owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
     for name, last in (("whole", 9), ("stopped", 0), ("stopped", 9)):
         stop.clear()
-        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=Together)
+        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=BatchedEngine)
         finished = swarm.run(stop, lambda swarm, last=last: stop.set() if swarm.done == last else None)
         swarm.close()
         assert finished == (last == 9)

@@ -483,7 +483,7 @@ def test_the_doctor_says_which_isolation_is_active():
     lines = list(doctor.code())
     assert lines[0] == (
         True,
-        f"programs of models and strangers run behind {sandbox.ISOLATIONS['namespaces']}",
+        f"programs of models and peers run behind {sandbox.ISOLATIONS['namespaces']}",
     )
 
 
@@ -494,7 +494,7 @@ def test_the_doctor_says_where_no_code_is_run_and_what_would_help():
     said = " ".join(told(without("unshare", "landlock") + hide + look).split())
     assert said.startswith("-- running code: only the environment coding needs it.")
     assert "not run here" in said and "pip install 'rl-swarm[monty]'" in said
-    assert said.endswith("All is well, but for the lines with --. Start with: rl-swarm up ended with 0")
+    assert said.endswith("All checks passed, except the lines with --. Start with: rl-swarm up ended with 0")
 
 
 def test_an_unknown_isolation_is_refused():

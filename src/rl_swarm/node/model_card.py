@@ -11,7 +11,7 @@ import yaml
 from rl_swarm import __version__
 from rl_swarm.plural import counted
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.settings import Settings, all_settings, tellable
+from rl_swarm.settings import Settings, all_settings, public_settings
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (
@@ -98,7 +98,7 @@ def shown_settings(settings: Settings, manifest: Manifest) -> dict[str, object]:
         "learning_rate": settings.step_size(),
         "max_new_tokens": settings.completion_tokens(),
     }
-    told, shown = tellable(values), {}
+    told, shown = public_settings(values), {}
     for setting in all_settings():
         value = values[setting.name]
         changed = setting.name in told and value != setting.default and setting.name not in NEVER

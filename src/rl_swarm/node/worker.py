@@ -30,10 +30,11 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
-from rl_swarm.settings import ROLES, ConfigError, Settings, tellable
+from rl_swarm.settings import ROLES, ConfigError, Settings, public_settings
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
+from rl_swarm.telemetry.export import Source
 from rl_swarm.telemetry.journal import Journal
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
 def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
-    wanted = sinks.wanted(settings, os.environ)
+    wanted = sinks.requested(settings, os.environ)
     with opened(address, settings, identity, stop) as (address, manifest):
         if manifest is None:
             return
@@ -173,8 +174,8 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "in earlier ones: all nodes must see the same. Use `stage`."
             )
         private = swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
-        source = sinks.Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
-        with only_one_here(identity, manifest.swarm()), sinks.feeding(wanted, source, stop) as feeds:
+        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
+        with only_one_here(identity, manifest.swarm()), sinks.sink_threads(wanted, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
                 _take_part(address, settings, stop, sharing, identity, name, manifest, journal, private)
@@ -286,7 +287,7 @@ def _take_part(
         model=policy.name,
         pid=os.getpid(),
         hardware=hardware(devices),
-        settings=tellable(msgspec.to_builtins(settings)),
+        settings=public_settings(msgspec.to_builtins(settings)),
     )
     log.info(
         "%s (%s) %s with %s on %s",
