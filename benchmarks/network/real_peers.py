@@ -149,7 +149,7 @@ class Peer:
             engine.start()
             stack.callback(engine.close)
             engine.meet(joining.MEET_SECONDS if self.known else 0.0)
-            found = self.founded or joining.await_manifest(engine, settings(1.0), self.stop)
+            found = self.founded or joining.await_manifest(engine, settings(1.0).network, self.stop)
             if found is None:
                 return
             manifest, signed = found

@@ -128,7 +128,7 @@ class GullibleIntake(HonestIntake):
         if self.runs_answers:
             self.run_answers(groups)
         pool = [group for group in groups if group.has_signal]
-        self.taken = rng.sample(pool, min(self.settings.external_groups, len(pool)))
+        self.taken = rng.sample(pool, min(self.settings.learning.external_groups, len(pool)))
         return Accepted(chosen=list(self.taken), scored=groups)
 
     def believed(self, node: str, state: State) -> list[Group]:

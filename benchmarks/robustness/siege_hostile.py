@@ -190,12 +190,12 @@ def liar(member: HostileMember, pace: Pace) -> None:
     """Publish junk, foreign text and answer keys, each round in another way, and report in time."""
     from benchmarks.robustness import attack_types as types
     from rl_swarm import environments
+    from rl_swarm.config.settings import Settings
     from rl_swarm.learning.policy import other_models
-    from rl_swarm.settings import Settings
 
-    settings = Settings(model="tiny", generations=8)
+    settings = Settings.of(model="tiny", generations=8)
     environment = environments.made(member.manifest)
-    environment.configure(settings, other_models(settings))
+    environment.configure(settings.task, None, other_models(settings))
     ways = [
         kind()
         for kind in (
