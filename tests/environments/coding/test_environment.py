@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
@@ -22,7 +23,6 @@ from rl_swarm.node.round import score
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.settings import Settings
 
 SLOW = "def solve(*given):\n    slow = {} + 1 + 2 + 3\n    return slow"
 HOSTILE = {
@@ -268,7 +268,7 @@ def test_a_swarm_of_few_nodes_still_has_solvers():
 
 
 def test_nodes_of_one_process_can_share_it():
-    settings = Settings(environment="coding", tasks="easy,medium")
+    settings = Settings.of(environment="coding", tasks="easy,medium")
     shared = SharedEnvironment.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
     alone = Coding([Task("easy"), Task("medium")])
     assert shared.questions(range(4)) == alone.questions(range(4))

@@ -22,11 +22,11 @@ from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS, CodingTask, digest_of_words
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test
-from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class Coding(Environment):
         others = ["proposer", "evaluator"][: max(0, nodes - 1)]
         return ["solver"] * (nodes - len(others)) + others
 
-    def configure(self, settings: Settings, load_model: ModelLoader) -> None:
-        self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
+    def configure(self, settings: TaskSettings, hf_token: str | None, load_model: ModelLoader) -> None:
+        self.data, self.token = Path(settings.data_path).expanduser(), hf_token
         if settings.evaluator_model is not None:
             self.evaluator = load_model(settings.evaluator_model)
             log.warning("no program is run here: %s predicts whether they are right", self.evaluator.name)
