@@ -167,8 +167,8 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
     many = len(lost) > 1
     problem = (
         f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round "
-        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model ({settings.model.model}), "
-        f"and what {'they' if many else 'it'} learned is lost."
+        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model "
+        f"({settings.model.model}), and what {'they' if many else 'it'} learned is lost."
     )
     if not sys.stdin.isatty():
         raise UserError(f"{problem} To accept that, add --from-base.")
