@@ -197,13 +197,9 @@ class Node:
 
         started, scoring = time.monotonic(), TimedArithmetic(self.environment, time.monotonic)
         self.exchange.publish(publication)
-        accepted = intake.select(
-            self.publications(state, rng),
-            self.scenario.external,
-            intake.Checks(self.manifest, scoring, fail, used=self.used),
-            Strategy(),
-            rng,
-        )
+        checks = intake.Checks(self.manifest, scoring, fail, used=self.used)
+        selection = intake.Selection(self.scenario.external, checks, Strategy(), rng)
+        accepted = selection.run(self.publications(state, rng))
         self.used |= set(accepted.ids)
         self.taken += len(accepted.chosen)
         self.coordinator.submit(self.report(state))

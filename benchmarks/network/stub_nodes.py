@@ -31,7 +31,7 @@ from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.tasks import Task
 
-EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
+EXTERNAL = 8  # J, as many as its own groups
 CPU = torch.device("cpu")
 WORK = (0.25, 0.6)  # of a round that generating takes, at least and at most
 
@@ -128,7 +128,7 @@ class Round:
     publish_s: float
     collect_s: float
     took: list[tuple[str, int]]  # peer and round of the groups that it took
-    read: list[tuple[str, int, float]]  # publications that came: of whom, of which round, when
+    read: list[tuple[str, int, float]]  # publications that were read: author, round, time
 
 
 class TimedExchange(FolderExchange):

@@ -142,7 +142,7 @@ class Swarm:
 
     def play(self, state: State, threads: ThreadPoolExecutor) -> None:
         playing = [threads.submit(self.play_one, node, state) for node in self.nodes]
-        with suppress(threading.BrokenBarrierError):  # the thread that broke it raises below
+        with suppress(threading.BrokenBarrierError):  # the failed thread raises below
             self.barrier.wait(BARRIER_SECONDS)
         try:
             forged = self.publish_attacks(state)

@@ -106,7 +106,7 @@ class Attack:
     aim: ClassVar[Aim] = "phrase"
     identities: ClassVar[int] = 1  # per machine
     questions = 16  # four times as many as an honest node
-    invited = True  # a machine's identities came by one invitation; False: the swarm is open
+    invited = True  # a machine's identities share one invitation; False: the swarm is open
     member = True  # its identities join the swarm
     short = False  # a few rounds show it
     rounds: ClassVar[int | None] = None  # as many as other attacks

@@ -281,7 +281,7 @@ class Folder(Target):
 
     def next(self) -> Case:
         rng = self.rng
-        races = rng.random() < 0.1  # then nothing else strikes: the other attacks look before they act
+        races = rng.random() < 0.1  # then no other attack runs: those look before they act
         return {
             "seed": rng.getrandbits(48),
             "steps": rng.choice((3, 10, 30)),

@@ -13,7 +13,7 @@ from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Environment, Role, draw
 from rl_swarm.node.conversation import MAX_MISSED, Conversation
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.intake import Checks, regenerate, score_external, select
+from rl_swarm.node.intake import Checks, Selection, regenerate, score_external
 from rl_swarm.node.strategies import Strategy
 from rl_swarm.protocol.manifest import question_seed
 from rl_swarm.protocol.questions import Question
@@ -226,7 +226,7 @@ def test_what_this_node_cannot_fetch_is_not_used_and_nobody_is_blamed(swarm):
     assert swarm.refusal(publication, hidden=unknown) == "parents"
     conversation = swarm.conversation(unknown)
     checks = Checks(MANIFEST, conversation.environment, lambda *why: None, lambda round: conversation)
-    found = select([publication], 1, checks, Strategy(), random.Random(0))
+    found = Selection(1, checks, Strategy(), random.Random(0)).run([publication])
     assert found.chosen == [] and found.asked == {"peer-0": False}
 
 

@@ -10,7 +10,7 @@ from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import PEER_SECONDS, Environment
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.intake import Checks, regenerate, score_external, select
+from rl_swarm.node.intake import Checks, Selection, regenerate, score_external
 from rl_swarm.node.report import best_peer
 from rl_swarm.node.round import score
 from rl_swarm.node.strategies import Strategy
@@ -75,7 +75,7 @@ def selected(publications, wanted, used=frozenset(), seed=0, environment=None, s
         sources=sources or {},
         **changes,
     )
-    return select(publications, wanted, checks, Strategy(), random.Random(seed)), rejected
+    return Selection(wanted, checks, Strategy(), random.Random(seed)).run(publications), rejected
 
 
 def test_what_a_peer_says_about_the_end_of_its_answers_earns_it_nothing():

@@ -13,7 +13,7 @@ from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.intake import Checks, select
+from rl_swarm.node.intake import Checks, Selection
 from rl_swarm.node.strategies import STRATEGIES, CandidateGroup, StrategyError, named, weighted
 from rl_swarm.protocol.manifest import question_seed, task_index
 from rl_swarm.protocol.questions import Question
@@ -50,19 +50,14 @@ def published(peer_id, rights):
 
 def taken(strategy, publications, external, local=(), seed=0, share=1.0):
     one = named(strategy)
-    return select(
-        publications,
-        one.wanted(external, local),
-        Checks(
-            MANIFEST,
-            Doubling(),
-            lambda *why: pytest.fail(str(why)),
-            sources={p.peer_id: p.peer_id for p in publications},
-            max_source_share=share,
-        ),
-        one,
-        random.Random(seed),
+    checks = Checks(
+        MANIFEST,
+        Doubling(),
+        lambda *why: pytest.fail(str(why)),
+        sources={p.peer_id: p.peer_id for p in publications},
+        max_source_share=share,
     )
+    return Selection(one.wanted(external, local), checks, one, random.Random(seed)).run(publications)
 
 
 def own(right):

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable
@@ -56,7 +55,7 @@ def person(request):
             if os.geteuid() != 0 or shutil.which("setpriv") is None:
                 pytest.skip("needs root and setpriv to become another user")
             command = [*ORDINARY, str(reachable(Path(folder) / "venv")), "-m", "rl_swarm"]
-            again = "import subprocess, sys, rl_swarm; subprocess.run([sys.executable, '-c', ''], check=True)"
+            again = "import subprocess, sys, rl_swarm.cli.app; subprocess.run([sys.executable, '-c', ''], check=True)"
             if subprocess.run([*command[:-2], "-c", again], cwd=folder, capture_output=True).returncode:
                 pytest.skip("an ordinary user cannot run this Python")
         yield command, Path(folder)
@@ -67,7 +66,8 @@ def reachable(folder: Path) -> Path:
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     system = shutil.which(name, path="/usr/local/bin:/usr/bin") or sys.executable
     subprocess.run([system, "-m", "venv", "--without-pip", folder], check=True, capture_output=True)
-    packages = [sysconfig.get_path("purelib"), str(Path(rl_swarm.__file__).parents[1])]
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    packages.append(str(Path(rl_swarm.__file__).parents[1]))
     (folder / "lib" / name / "site-packages" / "these.pth").write_text("\n".join(packages))
     return folder / "bin" / "python"
 

@@ -68,22 +68,13 @@ class ModelRequest(Protocol):
 class RoleContext(Protocol):
     """Offers a role what it may do in one stage of a round."""
 
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def peer_id(self) -> str: ...
+    round: int
+    stage: int
+    peer_id: str
+    watch: Stopwatch  # times the parts of the stage
 
     @property
     def model(self) -> LanguageModel: ...
-
-    @property
-    def watch(self) -> Stopwatch:
-        """Time the parts of the stage."""
-        ...
 
     def questions(self, count: int | None = None) -> list[Question]:
         """Return the questions of this node in the stage."""

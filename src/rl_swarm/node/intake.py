@@ -84,24 +84,20 @@ class Intake:
         """Collect peers' rollouts and keep those that pass every check, cheapest check first."""
         settings, sources = self.settings, self.sources(state)
         rng = random.Random(derive_seed(self.manifest.seed, "select", self.peer_id, state.round, state.stage))
-        accepted = select(
-            self.fetch(state, rng, sources),
-            self.strategy.wanted(settings.learning.external_groups, own),
-            Checks(
-                self.manifest,
-                self.environment,
-                self.reject,
-                self.conversation,
-                used=self.used,
-                sources={peer: source for peer, source in sources.items() if peer != self.peer_id},
-                max_source_share=settings.sharing.max_source_share,
-                max_completions=settings.sampling.generations,
-                max_span_nlls=self.max_span_nlls,
-                likelihood_threshold=settings.sharing.likelihood_threshold,
-            ),
-            self.strategy,
-            rng,
+        checks = Checks(
+            self.manifest,
+            self.environment,
+            self.reject,
+            self.conversation,
+            used=self.used,
+            sources={peer: source for peer, source in sources.items() if peer != self.peer_id},
+            max_source_share=settings.sharing.max_source_share,
+            max_completions=settings.sampling.generations,
+            max_span_nlls=self.max_span_nlls,
+            likelihood_threshold=settings.sharing.likelihood_threshold,
         )
+        wanted = self.strategy.wanted(settings.learning.external_groups, own)
+        accepted = Selection(wanted, checks, self.strategy, rng).run(self.fetch(state, rng, sources))
         for peer_id, failed in accepted.asked.items():
             if self.reputation.record(peer_id, failed, state.round):
                 self.journal.event("not_asked", peer=peer_id, rounds=settings.sharing.ban_rounds)
@@ -208,15 +204,8 @@ class Checks:
     likelihood_threshold: float = 0.0  # nats
 
 
-def select(
-    publications: Iterable[Publication], wanted: int, checks: Checks, strategy: Strategy, rng: random.Random
-) -> Accepted:
-    """Check publications until `wanted` groups are found, or all of them; the strategy chooses among those."""
-    return Selection(wanted, checks, strategy, rng).run(publications)
-
-
 class Selection:
-    """Takes the publications of one stage through all checks."""
+    """Takes the publications of one stage through all checks, until `wanted` groups are found; the strategy chooses."""
 
     def __init__(self, wanted: int, checks: Checks, strategy: Strategy, rng: random.Random) -> None:
         self.wanted, self.checks, self.strategy, self.rng = wanted, checks, strategy, rng

@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_swarm.environments.base import Environment, ModelRequest
-from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest, update_batches
+from rl_swarm.learning.policy import Published, SampleRequest, TrainRequest, update_batches
 from rl_swarm.learning.trainer import Update
 from rl_swarm.node.intake import Accepted
 from rl_swarm.node.report import best_peer, report, write_metrics
@@ -12,7 +12,6 @@ from rl_swarm.protocol.manifest import derive_seed, question_seed
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import State
-from rl_swarm.telemetry.journal import Stopwatch
 
 if TYPE_CHECKING:
     from rl_swarm.node.node import Node
@@ -141,26 +140,8 @@ class StageContext:
 
     def __init__(self, node: "Node", state: State) -> None:
         self._node, self._state = node, state
-
-    @property
-    def round(self) -> int:
-        return self._state.round
-
-    @property
-    def stage(self) -> int:
-        return self._state.stage
-
-    @property
-    def peer_id(self) -> str:
-        return self._node.peer_id
-
-    @property
-    def model(self) -> Policy:
-        return self._node.policy
-
-    @property
-    def watch(self) -> Stopwatch:
-        return self._node.watch
+        self.round, self.stage, self.peer_id = state.round, state.stage, node.peer_id
+        self.model, self.watch = node.policy, node.watch
 
     def questions(self, count: int | None = None) -> list[Question]:
         return own_questions(self._node, self._state, count)

@@ -14,7 +14,7 @@ from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding, _key, _name
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
+from rl_swarm.environments.coding.proposals import HELD_OUT, CheckedProposal, as_json, read
 from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.experiment.lockstep import SharedEnvironment
@@ -126,8 +126,8 @@ def test_solvers_are_asked_what_was_proposed(coding):
 
 
 def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
-    unsound = json.dumps({"question": "solve(n)", "solution": "def solve(n):\n    return 1", "tests": []})
-    questions = coding.follow_up(follow_ups([proposal(unsound)]))
+    invalid = json.dumps({"question": "solve(n)", "solution": "def solve(n):\n    return 1", "tests": []})
+    questions = coding.follow_up(follow_ups([proposal(invalid)]))
     assert {question.task for question in questions} <= set(LEVELS)
     assert not any(question.parents for question in questions)
     first = coding.questions([one.seed for one in follow_ups([])])
@@ -146,9 +146,11 @@ def test_who_finds_other_proposals_sound_agrees_on_all_other_questions(coding):
     messages = proposed(5)
     questions = coding.follow_up(follow_ups(messages))
     disputed = questions[1].parents[0]
-    other = Coding(coding.tasks)  # to which the second one is unsound: its solution may throw dice
+    other = Coding(coding.tasks)  # finds the second one invalid: its solution may be random
     other.check([one for one in messages if one != disputed])
-    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = Checked(None, "its solution fails its tests")
+    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = CheckedProposal(
+        None, "its solution fails its tests"
+    )
     assert other.follow_up(shown(questions, messages)) == questions
     right = [(question, fenced(question.answer)) for question in questions]
     assert coding.score(right, 60.0) == [1.0] * 4 and other.score(right, 60.0) == [1.0, 0.0, 1.0, 1.0]
