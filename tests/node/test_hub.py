@@ -367,7 +367,7 @@ def test_offline_is_said_and_not_tried_again(tmp_path: Path, checkpoint: Path) -
 
 @pytest.mark.parametrize("changes", [{"hf_token": None}, {"hub_repo": None}])
 def test_there_is_no_push_without_a_token_or_a_repository(tmp_path: Path, changes: dict[str, None]) -> None:
-    settings = msgspec.structs.replace(SETTINGS, **changes)
+    settings = SETTINGS.changed(**changes)
     assert Push.wanted(settings, tmp_path / "aside", Journal(tmp_path), threading.Event()) is None
 
 
