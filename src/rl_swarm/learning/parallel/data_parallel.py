@@ -199,9 +199,10 @@ class DataParallelPolicy(DataParallelRank):
             return
         self.folder = tempfile.TemporaryDirectory(prefix="rl-swarm-ranks-")
         threads = torch.get_num_threads()  # equal in all ranks: sums depend on it
+        settings = self.settings.part(PolicySettings)  # a worker knows no other sections
         for rank in range(1, self.settings.model.devices_per_node):
             self.workers.append(_start_worker(rank, self.folder.name))
-            self._send(self.workers[-1], WorkerSetup(self.settings, self.system_prompt, rank, threads))
+            self._send(self.workers[-1], WorkerSetup(settings, self.system_prompt, rank, threads))
         for worker in self.workers:
             self._receive(worker, START_SECONDS)
         with self._naming_failed_worker():
