@@ -455,17 +455,17 @@ def test_members_do_not_change_results_and_places_are_reused(monkeypatch):
     assert together(one, params, [requests[0], requests[2]]) == [expected[0], expected[2]]
     with pytest.raises(ValueError, match="serves 3 models"):
         together(one, params, [requests[3]])
-    one.leave(models[1])
+    one.remove(models[1])
     assert together(one, params, requests[2:]) == expected[2:]
     train(models[2])
     (changed, same) = together(one, params, requests[2:])
     assert changed != expected[2] and same == expected[3]
     check_logprobs(models[2], requests[2].prompts, changed)
     with pytest.raises(ValueError, match="of one shape"):
-        one.leave(models[0])
+        one.remove(models[0])
         together(one, params, [Request(small_model(vocabulary=20), PROMPTS[:1], 1, 0)])
     for model in models:
-        one.leave(model)
+        one.remove(model)
     assert not one.stack.tensors and not hasattr(one.scratch, "keys")
     assert together(one, params, [requests[1]]) == [expected[1]]
 
