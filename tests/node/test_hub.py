@@ -219,7 +219,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint as a node writes it."""
+    """Write a checkpoint as a node does."""
     folder = tmp_path / "checkpoints" / "round_6" / "node"
     shutil.copytree(TINY, folder)
     for private in ("optimizer.safetensors", "place.json", "swarm.pem", "adapter_model.safetensors"):

@@ -245,7 +245,7 @@ def test_a_second_up_in_a_running_folder_is_refused_and_changes_nothing(tmp_path
 
 
 def servers(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The fork servers below `up`, as their command lines tell them."""
+    """Find the fork servers below `up` by their command lines."""
     found = []
     for child in psutil.Process(process.pid).children():
         try:

@@ -395,7 +395,7 @@ def _restored(
     for saved in checkpoints.written(swarm):
         place = saved.place
         model = place.model if settings.model == "auto" else settings.model
-        same = msgspec.structs.replace(settings, model=model)  # what fits now may be another
+        same = msgspec.structs.replace(settings, model=model)  # `auto` may choose another model now
         try:
             folder = checkpoints.fetch(saved)
             if not place.files:  # of a model that does not learn

@@ -189,7 +189,7 @@ def _walk(kind: str, plan: Sequence[str], argument: str | None, draw: Draw) -> l
                 return None
             piece = branch(choose(draw.one(conditions), draw), piece, choose(draw.one(others), draw))
         pieces.append(piece)
-        # What a list that is not empty turns into may be empty, unless the step says otherwise.
+        # A list that is not empty may become empty, unless the step says otherwise.
         kind = step.gives
     return pieces
 

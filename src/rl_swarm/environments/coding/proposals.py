@@ -24,7 +24,7 @@ CAUGHT = 0.5  # the share of the slips that tests must notice: some slips change
 NAMES = "inf, nan = float('inf'), float('nan')"
 CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})\(")
 
-# Whether each program passes all of its tests; None for those that there was no time for.
+# Tells whether each program passes all of its tests; None where there was no time.
 Judge: TypeAlias = Callable[[Sequence[tuple[str, Sequence[Test]]]], list[bool | None]]
 
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
 MAX_TRIES = 64  # at a task of the generator that counts and is new
 MAX_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
-MAX_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
-MAX_GUESSES = 512  # that an evaluator's metrics are of
+MAX_KEPT = 1024  # proposals that a solver keeps in its checkpoint
+MAX_GUESSES = 512  # newest ones, for an evaluator's metrics
 FEW_ANSWERS = 64  # judged by an evaluator in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
@@ -178,7 +178,7 @@ class Evaluator(Role):
             stated = probabilities(context.model, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
         with context.watch("score"):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
-        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for
+        for p, reward in zip(stated, rewards, strict=False):  # the first ones, where time ran out
             self.guesses.append((p, bool(self.coding.credit(reward))))
         metrics = quality(list(self.guesses)).metrics() if self.guesses else {}
         yield from context.publish([], **metrics)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.scoring.sandbox.sandbox import Test
 
-# What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
+# Characters that could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
 _CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")
 LEVELS = ("beginner", "easy", "medium", "hard", "expert")
-DIGITS = 10  # of digests that are remembered
+DIGITS = 10  # characters of a digest that is remembered
 
 
 @dataclass(frozen=True)
