@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Environment, Role, draw
 from rl_swarm.node.conversation import MAX_MISSED, Conversation
 from rl_swarm.node.founding import new_manifest
@@ -18,9 +19,8 @@ from rl_swarm.protocol.manifest import question_seed
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, fit_limits, unpack
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 
-MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
+MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
 PEERS = [f"peer-{number}" for number in range(9)]
 ROUND = 4
 

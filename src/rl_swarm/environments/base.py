@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion, Group
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 __all__ = [
@@ -168,7 +168,7 @@ class Environment:
         """Return the versions of the packages on which the questions depend."""
         return {}
 
-    def configure(self, settings: Settings, load_model: ModelLoader) -> None:
+    def configure(self, settings: TaskSettings, hf_token: str | None, load_model: ModelLoader) -> None:
         """Take the settings of this node alone, such as where its files are. Called once, before all else.
 
         `load_model` loads another model by its name, with this node's settings.
