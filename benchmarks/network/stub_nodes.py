@@ -17,9 +17,9 @@ import torch
 from benchmarks.network.synthetic_rollouts import COMPLETIONS, QUESTIONS, Arithmetic, TimedArithmetic
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
-from rl_swarm.network.folder import FolderExchange
+from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.node.node import Node
 from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
@@ -167,7 +167,7 @@ class StubNode(Node):
 
 
 def stub_node(
-    files: PeerFiles,
+    store: PeerStore,
     manifest: Manifest,
     identity: Identity,
     environment: Arithmetic,
@@ -179,7 +179,7 @@ def stub_node(
 ) -> StubNode:
     """Assemble a node as `worker` does."""
     chosen, name = settings(manifest.round_interval), identity.peer_id
-    coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.poll_interval, clock, rng)
+    coordinator = ClockCoordinator(store, manifest, identity, stop, chosen.poll_interval, clock, rng)
     node = StubNode(
         name=name,
         identity=identity,
@@ -187,8 +187,8 @@ def stub_node(
         manifest=manifest,
         environment=TimedArithmetic(environment, monotonic),
         policy=Policy(environment, manifest.round_interval, sleep),  # type: ignore[arg-type]
-        exchange=FolderExchange(
-            files,
+        exchange=DocumentExchange(
+            store,
             manifest,
             identity,
             name,
@@ -197,7 +197,6 @@ def stub_node(
             chosen.poll_interval,
             chosen.fetch_max_peers,
             coordinator.refusal,
-            files.subnets,
             monotonic,
         ),
         coordinator=coordinator,

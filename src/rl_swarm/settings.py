@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -365,19 +364,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def step_size(self) -> float:
         return self.learning_rate or (1e-4 if self.model in BUNDLED else 5e-6) * (10 if self.lora_rank else 1)
-
-    def experiment_dir(self) -> Path | str | None:
-        """The address of the folder swarm that the settings name, if they name one."""
-        if self.gdrive_path is None:
-            return None
-        if self.experiment_name is None:
-            raise ConfigError(
-                f"GDRIVE_PATH={self.gdrive_path} names the root of a folder swarm, but EXPERIMENT_NAME is not set. "
-                "Set it to the swarm's name, for example EXPERIMENT_NAME=my-swarm."
-            )
-        if "://" in self.gdrive_path:
-            return f"{self.gdrive_path.rstrip('/')}/experiments/{self.experiment_name}"
-        return Path(self.gdrive_path).expanduser() / "experiments" / self.experiment_name
 
 
 # What `rl-swarm up` changes: a swarm for one machine that is done within minutes.

@@ -12,6 +12,7 @@ from rl_swarm.config.resolve import MAX_DOTENV, environment_layer, load, read_do
 from rl_swarm.config.table import settings_table
 from rl_swarm.environments import task_list
 from rl_swarm.environments.presets import PRESETS
+from rl_swarm.network.address import configured_address
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.settings import SECRETS, TEST_MODE, UP_PRESET, ConfigError, Settings, all_settings, tellable
 
@@ -326,11 +327,11 @@ def test_a_token_is_long_enough_and_never_told(tmp_path):
 
 
 def test_the_address_of_a_folder_swarm_is_its_experiment_directory():
-    assert settings().experiment_dir() is None
-    found = settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine").experiment_dir()
+    assert configured_address(settings()) is None
+    found = configured_address(settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine"))
     assert found == Path("/drive/experiments/mine")
     with pytest.raises(ConfigError, match="EXPERIMENT_NAME is not set"):
-        settings(GDRIVE_PATH="/drive").experiment_dir()
+        configured_address(settings(GDRIVE_PATH="/drive"))
 
 
 def test_the_documented_table_is_the_one_in_the_code():

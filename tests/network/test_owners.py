@@ -6,7 +6,8 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from rl_swarm.network.folder import MANIFEST
+from benchmarks.lib.paths import MANIFEST
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
@@ -29,7 +30,7 @@ class Folder:
 
     def found(self, owner, **changes):
         LocalFiles(self.address).remove("")
-        return found(LocalFiles(self.address), replace(self.settings, **changes), "swarm", owner)
+        return found(FolderStore.at(self.address), replace(self.settings, **changes), "swarm", owner)
 
     def join(self, **changes):
         """Joins for no longer than it takes to get in."""

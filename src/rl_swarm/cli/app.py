@@ -98,6 +98,7 @@ def up(
 ) -> None:
     """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
     from rl_swarm.cli import running
+    from rl_swarm.network.address import configured_address
     from rl_swarm.node import run_settings
 
     if run is not None and resume is not None:
@@ -116,7 +117,7 @@ def up(
         preset |= run_settings.resumed(resume, user.settings)
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = settled("up", {}, config_file, sets, **flags)
-        address = resolved.settings.experiment_dir()
+        address = configured_address(resolved.settings)
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
@@ -177,11 +178,12 @@ def _alone(
     flags: dict[str, Any],
 ) -> None:
     from rl_swarm.cli import running
+    from rl_swarm.network.address import configured_address
 
     resolved = settled("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    where = address or resolved.settings.experiment_dir()
+    where = address or configured_address(resolved.settings)
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
     return running.alone(role, where, resolved.settings)
@@ -292,8 +294,9 @@ def validate(
     from rl_swarm.monitor.run_reader import RunView
     from rl_swarm.monitor.validate import rescore
     from rl_swarm.monitor.validate import validate as check
+    from rl_swarm.network.address import open_address
 
-    if not address.startswith("p2p://"):
+    if not open_address(address).peers:
         if is_experiment(address) or (Path(address) / ARM).is_file():
             raise UserError(
                 f"{address} is of an experiment, whose nodes keep their logs and not what they wrote to each other: "

@@ -16,7 +16,8 @@ from rich.markup import escape
 from rl_swarm.config import resolve as config
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import configured_address, open_address
+from rl_swarm.network.documents import PEERS
 from rl_swarm.plural import counted
 
 # Whether all is well (None: not with something that only some need), and what was found.
@@ -108,7 +109,7 @@ def code() -> Iterator[Finding]:
 
 def folder() -> Iterator[Finding]:
     settings = config.load().settings
-    address = settings.experiment_dir()
+    address = configured_address(settings)
     if isinstance(address, str):
         yield from _store(address)
         return
@@ -125,7 +126,7 @@ def folder() -> Iterator[Finding]:
 
 def _store(address: str) -> Iterator[Finding]:
     try:
-        locate(address).files.names("peers")
+        open_address(address).store.nodes(PEERS)
         yield True, f"{address} can be reached"
     except (OSError, UserError) as error:
         yield False, str(error)

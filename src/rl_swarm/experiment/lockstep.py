@@ -26,8 +26,10 @@ from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, S
 from rl_swarm.learning.devices import pick_device, use_threads
 from rl_swarm.learning.parallel.sharing import Sharing
 from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest
-from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
+from rl_swarm.network.documents import MANIFEST, PEERS, STATE
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.protocol.identity import Identity
@@ -140,6 +142,7 @@ class LockstepSwarm:
     ) -> None:
         """Everybody who knows the seed knows the owner's key; checkpoints are signed with that of the user."""
         self.files, self.owner, self.settings = files, owner, members[0].settings
+        self.store = FolderStore(files)
         self.signer = Identity.load_or_create(Path(user.identity_path))
         self.manifest = self._manifest(specialists or {})
         self.private = swarm_folder(user, files.root, self.manifest.swarm())
@@ -259,14 +262,14 @@ class LockstepSwarm:
 
     def _manifest(self, specialists: Mapping[str, list[int]]) -> Manifest:
         try:
-            return read_manifest(self.files)
+            return read_manifest(self.store)
         except FileNotFoundError:
             stages = environments.named(self.settings.environment).stages
             name = self.files.root.name
             manifest = new_manifest(self.settings, name, self.owner.peer_id, time.time(), stages)
             if specialists:
                 manifest = replace(manifest, specialists=dict(specialists))
-            self.files.write(MANIFEST, seal(manifest, self.owner))
+            self.store.write(MANIFEST, seal(manifest, self.owner))
             return manifest
 
     def _written(self, members: Sequence[RunMember]) -> tuple[State, dict[str, tuple[Path, Place]]] | None:
@@ -348,7 +351,7 @@ class LockstepSwarm:
             timestamp=time.time(),
         )
         node.coordinator.register(peer)
-        self.files.write(f"peers/{node.name}.json", seal(peer, node.identity))
+        self.store.write(PEERS.of(node.name), seal(peer, node.identity))
 
     def _look(self, when: str) -> None:
         started = time.monotonic()
@@ -359,7 +362,7 @@ class LockstepSwarm:
     def _show(self) -> None:
         """Tells onlookers where the swarm stands."""
         self._shown = time.monotonic()
-        self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
+        self.store.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 
 def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
@@ -370,7 +373,7 @@ def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
     return {model: Sharing(count, threads=False) for model, count in models.items() if count > 1}
 
 
-def rewind(log: SharedLog, done: int) -> None:
+def rewind(log: SharedLog[str], done: int) -> None:
     """Leaves the lines of rounds up to `done`: those after it are played again."""
     lines = log.read().splitlines()
     kept = [line for line in lines if msgspec.json.decode(line)["round"] <= done] if done >= 0 else []

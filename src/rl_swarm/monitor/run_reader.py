@@ -13,8 +13,10 @@ import msgspec
 import psutil
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import RECORD_BYTES, Listing, read_manifest, read_state
+from rl_swarm.network.address import Address, open_address
+from rl_swarm.network.documents import PEERS, RECORD_BYTES
+from rl_swarm.network.listing import ThrottledListing
+from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
@@ -145,14 +147,14 @@ class RunView:
     """A run, kept up to date by `refresh`, which reads only what is new."""
 
     def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
-        self.address = address if isinstance(address, Address) else locate(address)
+        self.address = address if isinstance(address, Address) else open_address(address)
         self.clock = clock  # tells the state where nobody writes it
-        self.root, self.files = self.address.here, self.address.files
+        self.root, self.store = self.address.here, self.address.store
         self.here = LocalFiles(self.root)  # logs and checkpoints
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
-        self._listing = Listing()
+        self._listing = ThrottledListing()
 
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
@@ -162,10 +164,10 @@ class RunView:
         return view
 
     @classmethod
-    def found(cls, address: Path | str) -> "RunView":
+    def found(cls, address: Path | str | Address) -> "RunView":
         """The same, but nothing is read yet of what its nodes wrote."""
         view = cls(address)
-        if view.address.text.startswith("p2p://"):
+        if view.address.peers:
             raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
         if view.address.is_url:
             view.reach()
@@ -180,7 +182,7 @@ class RunView:
     def reach(self) -> None:
         """Says what is wrong with a store that gives no answer, which is not the same as an empty one."""
         try:
-            self.manifest = read_manifest(self.files)
+            self.manifest = read_manifest(self.store)
         except (FileNotFoundError, Rejected):
             pass
         except OSError as error:
@@ -198,15 +200,15 @@ class RunView:
     def refresh_swarm(self) -> None:
         """Where the swarm stands, and who is here."""
         try:
-            self.manifest = self.manifest or read_manifest(self.files)
-            self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
+            self.manifest = self.manifest or read_manifest(self.store)
+            self.state = self.clock() if self.clock else read_state(self.store, self.manifest)
         except (OSError, Rejected):
             pass  # not written yet, or just being replaced: what was read before stands
         swarm = self.manifest.swarm() if self.manifest else None
         for node in self._to_read():
             view = self.nodes.get(node) or NodeView(node)
             try:
-                data = self.files.read(f"peers/{node}.json", RECORD_BYTES)
+                data = self.store.read(PEERS.of(node), RECORD_BYTES)
                 if data == view.introduced:
                     continue
                 peer = unseal(data, PeerInfo, RECORD_BYTES)
@@ -220,7 +222,7 @@ class RunView:
         """Names the nodes whose introductions are read: members, those known, and a bounded number of others."""
         known = {member.node for member in self.state.members.values()} if self.state else set()
         known |= self.nodes.keys()
-        others = [name for name in self._listing.nodes(self.files, "peers") or [] if name not in known]
+        others = [name for name in self._listing.nodes(self.store, PEERS) or [] if name not in known]
         return [*sorted(known), *others[:MAX_OTHERS]]
 
     def refresh_node(self, node: NodeView) -> None:
@@ -316,8 +318,9 @@ def _id_of(node: NodeView) -> str:
 @contextmanager
 def looked_at(address: str) -> Iterator[RunView]:
     """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
-    if not address.startswith("p2p://"):
-        yield RunView.found(address)
+    opened = open_address(address)
+    if not opened.peers:
+        yield RunView.found(opened)
         return
     from rl_swarm.config.resolve import load
     from rl_swarm.network.p2p.observer import observed

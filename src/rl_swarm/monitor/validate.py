@@ -18,9 +18,10 @@ import msgspec
 
 from rl_swarm.environments.base import Environment
 from rl_swarm.monitor.run_reader import NodeView
-from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
-from rl_swarm.network.round_server import read_history
+from rl_swarm.network.address import Address, open_address
+from rl_swarm.network.documents import DocumentKey, DocumentStore, Kind, report_key
+from rl_swarm.network.history import read_history
+from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.selection import Transcripts, check, for_ending
 from rl_swarm.plural import counted
@@ -29,7 +30,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication, unpack
 from rl_swarm.protocol.rounds import Report, StageRecord, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
-from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import LOGS, read_lines
 from rl_swarm.telemetry.schema import RoundRecord
 
@@ -66,11 +67,11 @@ class ValidatedRun:
     manifest: Manifest
     state: State
     history: list[StageRecord]
-    published: list[tuple[str, Publication]] | None = None  # where they do not lie in a folder
+    published: list[tuple[DocumentKey, Publication]] | None = None  # where they do not lie in a folder
 
     @property
-    def files(self) -> Files:
-        return self.address.files
+    def store(self) -> DocumentStore:
+        return self.address.store
 
     def node(self, peer_id: str) -> str:
         return self.state.members[peer_id].node
@@ -84,12 +85,13 @@ def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
 ) -> tuple[Verdict, ValidatedRun | None]:
     """Everything that can be checked without scoring; `rescore` does the rest."""
-    if isinstance(address, str) and address.startswith("p2p://"):
+    opened = open_address(address)
+    if opened.peers:
         from rl_swarm.monitor import validate_peers
 
-        return validate_peers.validate(address, rounds, nodes)
+        return validate_peers.validate(opened.text, rounds, nodes)
     verdict = Verdict()
-    run = _open(locate(address), verdict)
+    run = _open(opened, verdict)
     if run is None:
         return verdict, None
     check_size(run, verdict, rounds, nodes)
@@ -104,11 +106,11 @@ def validate(
 
 
 def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
-    files = address.files
+    store = address.store
     try:
-        manifest = read_manifest(files)
-        state = read_state(files, manifest)
-        history, unreadable = read_history(files)
+        manifest = read_manifest(store)
+        state = read_state(store, manifest)
+        history, unreadable = read_history(store)
     except OSError as error:
         verdict.errors.append(f"{error.filename}: {error.strerror}")
         return None
@@ -154,9 +156,10 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
             if peer_id not in run.state.members:
                 verdict.errors.append(f"round {ended.round}: reported by {peer_id}, who is no member")
                 continue
-            path = report_path(ended.round, ended.stage, run.node(peer_id))
+            key = report_key(ended.round, ended.stage, run.node(peer_id))
+            path = run.store.name(key)
             try:
-                report, name = unseal_with_digest(run.files.read(path, MAX_BYTES), Report)
+                report, name = unseal_with_digest(run.store.read(key, MAX_BYTES), Report)
             except FileNotFoundError:
                 verdict.errors.append(f"{path}: missing")
                 continue
@@ -191,7 +194,7 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
                 continue
             if number > last:
                 reasons[number] = "after its last sign"
-            elif _is_there(run, report_path(number, run.manifest.stages - 1, member.node)):
+            elif _is_there(run, report_key(number, run.manifest.stages - 1, member.node)):
                 reasons[number] = "reported late"
             elif not run.has_log(member.node):
                 reasons[number] = "for reasons that stand in its log, which is not here"
@@ -205,9 +208,9 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
             )
 
 
-def _is_there(run: ValidatedRun, path: str) -> bool:
+def _is_there(run: ValidatedRun, key: DocumentKey) -> bool:
     try:
-        run.files.read(path, 0)
+        run.store.read(key, 0)
     except OSError:
         return False
     return True
@@ -270,27 +273,26 @@ def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
     return found
 
 
-def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
+def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[DocumentKey, Publication]]:
     """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
     members = {member.node for member in run.state.members.values()}
     played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
     played |= {(ended.round, ended.stage) for ended in run.history}
     others = 0
-    for top in ("rollouts", "archives"):
-        there = set(run.files.names(top))
+    for kind in (Kind.ROLLOUTS, Kind.ARCHIVE):
+        there = set(run.store.rounds(kind))
         for number, stage in sorted(played):
-            if f"round_{number}" not in there:
+            if number not in there:
                 continue
-            folder = f"{top}/round_{number}/stage_{stage}"
-            for node in documents(run.files, folder):
+            group = DocumentKey(kind, number, stage)
+            for node in run.store.nodes(group):
                 others += node not in members
                 if node not in members and others > MAX_OTHERS:
                     continue
-                path = f"{folder}/{node}.json"
                 try:
-                    yield path, _publication(run, path)
+                    yield group.of(node), _publication(run, group.of(node))
                 except (OSError, Rejected) as error:
-                    problem = f"{path}: truncated, altered or forged ({error})"
+                    problem = f"{run.store.name(group.of(node))}: truncated, altered or forged ({error})"
                     (verdict.errors if node in members else verdict.notes).append(problem)
     if others > MAX_OTHERS:
         verdict.notes.append(
@@ -298,18 +300,19 @@ def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Pu
         )
 
 
-def _publication(run: ValidatedRun, path: str) -> Publication:
+def _publication(run: ValidatedRun, key: DocumentKey) -> Publication:
     limit = run.manifest.limits.file_bytes
-    return unseal(run.files.read(path, limit), Publication, limit)
+    return unseal(run.store.read(key, limit), Publication, limit)
 
 
 def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
     """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
     present: dict[tuple[int, int], set[str]] = {}
-    for path, publication in _publications(run, verdict):
-        place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
-        if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
+    for key, publication in _publications(run, verdict):
+        path = run.store.name(key)
+        place = (publication.swarm, publication.round, publication.stage, publication.node)
+        if place != (run.manifest.swarm(), key.round, key.stage, key.node):
             verdict.errors.append(f"{path}: belongs somewhere else")
         elif publication.peer_id not in nodes and publication.node not in nodes.values():
             verdict.notes.append(f"{path}: of {publication.peer_id}, who is no member")
@@ -333,12 +336,13 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
     """Makes the questions of some publications again and compares what their answers earn."""
     found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
-        (path, publication)
-        for path, publication in found
+        (key, publication)
+        for key, publication in found
         if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
     ]
     transcripts = _transcripts(run, environment, [publication for _, publication in published])
-    for path, publication in random.Random(0).sample(published, min(count, len(published))):
+    for key, publication in random.Random(0).sample(published, min(count, len(published))):
+        path = run.store.name(key)
         try:
             rollouts = list(unpack(publication, run.manifest.limits))
             groups = check(rollouts, run.manifest, environment, transcripts)

@@ -11,7 +11,9 @@ from typing import Literal
 import msgspec
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.folder import MANIFEST, read_manifest
+from rl_swarm.network.documents import MANIFEST, DocumentStore
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import Id, Rejected, convert, decode, seal, unseal
@@ -43,26 +45,26 @@ def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) ->
     data = seal(RunSettings(swarm=manifest.swarm(), settings=values), owner, limit=SETTINGS_BYTES)
     own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
     own.write(SETTINGS_FILE, data)
-    own.write(MANIFEST, seal(manifest, owner))
+    FolderStore(own).write(MANIFEST, seal(manifest, owner))
     remember_swarm(settings, root, manifest.swarm())
     LocalFiles(root).write(SETTINGS_FILE, data)
 
 
-def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None:
+def manifest_of(store: DocumentStore, root: Path, settings: Settings) -> Manifest | None:
     """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other
     swarm."""
     swarm = started_swarm(settings, root)
     if not swarm:
         return None
     try:
-        kept = read_manifest(LocalFiles(swarm_folder(settings, root, swarm)))
-        if read_manifest(files).peer_id == kept.peer_id:  # the same, or a later run of the same user
+        kept = read_manifest(FolderStore.at(swarm_folder(settings, root, swarm)))
+        if read_manifest(store).peer_id == kept.peer_id:  # the same, or a later run of the same user
             return None
     except (FileNotFoundError, Refused):
         return None
     except (OSError, Rejected) as error:
-        log.debug("%s cannot be read: %s", MANIFEST, error)
-    log.warning("%s in %s is not the one of this run, whose private copy is used", MANIFEST, root)
+        log.debug("the manifest cannot be read: %s", error)
+    log.warning("the manifest in %s is not the one of this run, whose private copy is used", root)
     return kept
 
 
@@ -70,7 +72,7 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
     """Returns the settings that a run was started with; raises `UserError` where none are this user's own."""
     files = LocalFiles(run)
     try:
-        manifest = read_manifest(files)
+        manifest = read_manifest(FolderStore(files))
     except (OSError, Rejected) as error:
         raise UserError(f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours.") from error
     if started_swarm(user, run) not in ("", manifest.swarm()):

@@ -19,9 +19,13 @@ import msgspec
 from rl_swarm import environments
 from rl_swarm.errors import ModelError, UserError
 from rl_swarm.network import owners
-from rl_swarm.network.address import Address, is_url, known_addresses, locate
+from rl_swarm.network.address import Address, is_url, open_address, peer_url
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.documents import MANIFEST, PEERS, STATE, DocumentStore
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import await_manifest, read_manifest
 from rl_swarm.network.presence import Watch, only_one_here
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import run_settings
@@ -31,7 +35,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
 from rl_swarm.settings import ROLES, ConfigError, Settings, tellable
-from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.journal import Journal
@@ -52,7 +56,7 @@ SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for on
 def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None) -> None:
     """Joins the swarm at the address and trains until it has finished or `stop` is set."""
     with explained(address):
-        _join(locate(address), settings, stop, sharing)
+        _join(open_address(address), settings, stop, sharing)
 
 
 def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
@@ -90,65 +94,74 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
 def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
     """Coordinates the swarm at the address, founding it if there is none."""
     with explained(address):
-        place = locate(address)
-        if isinstance(place.files, LocalFiles):
+        place = open_address(address)
+        if isinstance(place.store, FolderStore):
             try:
-                place.files.make()
+                place.store.make()
             except OSError as error:
                 raise UserError(
                     f"{address} cannot be made: {error.strerror}. Choose a directory that can be written."
                 ) from error
         identity = Identity.load_or_create(Path(settings.identity_path))
-        manifest = run_settings.manifest_of(place.files, place.here, settings)
-        manifest = manifest or found(place.files, settings, place.name, identity)
+        manifest = run_settings.manifest_of(place.store, place.here, settings)
+        manifest = manifest or found(place.store, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
         if settings.network == "p2p":
             _lead_among_peers(place, settings, identity, manifest, stop)
             return
-        state = RoundServer(place.files, manifest, identity, settings, stop).run()
+        state = RoundServer(place.store, manifest, identity, settings, stop).run()
         log.info("%s at round %d", state.phase, state.round)
 
 
 def _lead_among_peers(
     place: Address, settings: Settings, identity: Identity, manifest: Manifest, stop: threading.Event
 ) -> None:
-    """Conducts over the peer-to-peer network. With rounds by the clock there is nothing to conduct: it is a peer that
+    """Coordinates over the peer-to-peer network. With rounds by the clock there is no coordinator, only a peer that
     knows the manifest."""
     from rl_swarm.network.p2p import joining
 
-    signed = place.files.read(MANIFEST, MAX_BYTES)
+    signed = place.store.read(MANIFEST, MAX_BYTES)
     with (
         joining.engine_of(identity, [], settings, place.here) as engine,
-        joining.among_peers(engine, identity, manifest, signed, place.here) as files,
+        joining.among_peers(engine, identity, manifest, signed, place.here) as store,
     ):
-        joining.tell(engine, place.here)
+        joining.write_bootnodes(engine, place.here)
         for address in engine.addresses:
-            log.info("others join at p2p://%s", address)
+            log.info("others join at %s", peer_url(address))
         if manifest.round_end == "interval":
-            coordinator = coordinator_of(files, manifest, identity, "", stop, settings.poll_interval)
+            coordinator = coordinator_of(store, manifest, identity, "", stop, settings.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
             return
-        state = RoundServer(files, manifest, identity, settings, stop).run()
+        state = RoundServer(store, manifest, identity, settings, stop).run()
         log.info("%s at round %d", state.phase, state.round)
-        stop.wait(joining.LAST_WORDS)  # nodes still ask how it ended
+        stop.wait(joining.LINGER_SECONDS)  # nodes still ask how it ended
 
 
-def found(files: Files, settings: Settings, name: str, identity: Identity) -> Manifest:
+def found(store: DocumentStore, settings: Settings, name: str, identity: Identity) -> Manifest:
     """The swarm's manifest, written now if this is a new swarm."""
     try:
-        return read_manifest(files)
+        return read_manifest(store)
     except FileNotFoundError:
-        if files.names("peers") or files.names("state"):
+        if store.nodes(PEERS) or _has_state(store):
             raise NetworkError(
-                f"{files.root} holds a swarm, but no {MANIFEST}. Wait until the drive has synced it, or start in "
-                "another folder."
+                f"{store.root} holds a swarm, but no {store.name(MANIFEST)}. Wait until the drive has synced it, or "
+                "start in another folder."
             ) from None
         stages = environments.named(settings.environment).stages
         manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages)
-        files.write(MANIFEST, seal(manifest, identity))
+        store.write(MANIFEST, seal(manifest, identity))
         return manifest
     except (Incomplete, Rejected) as error:
-        raise NetworkError(f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder.") from error
+        path = f"{store.root}/{store.name(MANIFEST)}"
+        raise NetworkError(f"{path} cannot be used ({error}). Start in another folder.") from error
+
+
+def _has_state(store: DocumentStore) -> bool:
+    try:
+        store.read(STATE, 0)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
@@ -188,22 +201,22 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
 def opened(
     address: Address, settings: Settings, identity: Identity, stop: threading.Event
 ) -> Iterator[tuple[Address, Manifest | None]]:
-    """The address with the files of its swarm, and the manifest; None when told to stop before there is one."""
-    if settings.network == "folder" and not address.text.startswith("p2p://"):
-        kept = run_settings.manifest_of(address.files, address.here, settings)
-        yield address, kept or await_manifest(address.files, stop, settings.poll_interval)
+    """The address with the documents of its swarm, and the manifest; None when told to stop before there is one."""
+    if settings.network == "folder" and not address.peers:
+        kept = run_settings.manifest_of(address.store, address.here, settings)
+        yield address, kept or await_manifest(address.store, stop, settings.poll_interval)
         return
     from rl_swarm.network.p2p import joining
 
-    known = known_addresses(address.text) if address.text.startswith("p2p://") else joining.told(address.here, stop)
+    known = address.peers or joining.await_bootnodes(address.here, stop)
     with joining.engine_of(identity, known, settings, address.here) as engine:
         found = joining.await_manifest(engine, settings, stop)
         if found is None:
             yield address, None
             return
         manifest, signed = found
-        with joining.among_peers(engine, identity, manifest, signed, address.here) as files:
-            yield replace(address, files=files), manifest
+        with joining.among_peers(engine, identity, manifest, signed, address.here) as store:
+            yield replace(address, store=store), manifest
 
 
 def _take_part(
@@ -217,13 +230,13 @@ def _take_part(
     journal: Journal,
     private: Path,
 ) -> None:
-    files, here = address.files, address.here
-    coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
+    store, here = address.store, address.here
+    coordinator = coordinator_of(store, manifest, identity, name, stop, settings.poll_interval)
     shown = coordinator.node  # to others; what stays on this machine has the node's own name
     ticket = coordinator.request_admission(settings.invitation)
     owners.remember(manifest, address.text, settings)
     check_name(coordinator.current(), identity, shown)
-    watch = Watch(files, shown, identity, manifest.swarm())
+    watch = Watch(store, shown, identity, manifest.swarm())
 
     from rl_swarm.learning.checkpoints import Checkpoints
     from rl_swarm.learning.devices import devices_of, gpu_ids, hardware, pick_device, use_threads
@@ -256,8 +269,8 @@ def _take_part(
         manifest=manifest,
         environment=environment,
         policy=policy,
-        exchange=FolderExchange(
-            files,
+        exchange=DocumentExchange(
+            store,
             manifest,
             identity,
             shown,
@@ -266,7 +279,6 @@ def _take_part(
             settings.poll_interval,
             settings.fetch_max_peers,
             coordinator.refusal,
-            getattr(files, "subnets", dict),
         ),
         coordinator=coordinator,
         journal=journal,
@@ -354,17 +366,17 @@ def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role],
 
 
 def coordinator_of(
-    files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
-) -> FolderCoordinator:
+    store: DocumentStore, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
+) -> DocumentCoordinator:
     """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their
     ids."""
-    if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
+    if manifest.round_end == "interval" and not isinstance(store, FolderStore):
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
-        from rl_swarm.network.p2p.documents import PeerFiles
+        from rl_swarm.network.p2p.documents import PeerStore
 
-        if isinstance(files, PeerFiles):
-            return ClockCoordinator(files, manifest, identity, stop, poll)
-    return FolderCoordinator(files, manifest, identity, name, stop, poll)
+        if isinstance(store, PeerStore):
+            return ClockCoordinator(store, manifest, identity, stop, poll)
+    return DocumentCoordinator(store, manifest, identity, name, stop, poll)
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:
@@ -410,7 +422,7 @@ def _restored(
 
 @contextmanager
 def signs_of_life(
-    coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
+    coordinator: DocumentCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
 ) -> Iterator[None]:
     """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
     done = threading.Event()

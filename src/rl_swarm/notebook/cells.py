@@ -21,6 +21,7 @@ from rich.text import Text
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.drawing import Drawing, plain
 from rl_swarm.monitor.run_reader import RunView, looked_at
+from rl_swarm.network.address import open_address
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
 DRAW_SECONDS = 1.0
@@ -165,7 +166,7 @@ class Command:
 @contextmanager
 def _seen(address: str | Path) -> Iterator[Drawing]:
     """The swarm at an address, which may only be founded yet."""
-    if str(address).startswith("p2p://"):
+    if open_address(address).peers:
         with looked_at(str(address)) as view:
             yield Drawing(view)
     else:
