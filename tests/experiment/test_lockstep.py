@@ -15,7 +15,8 @@ from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.batched_engine import BatchedEngine
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember, SequentialEngine, rewind
 from rl_swarm.experiment.run import is_finished, play
-from rl_swarm.network.folder import read_manifest
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
@@ -160,7 +161,7 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     groups = [[line["local_groups"] for line in found[node] if line["kind"] == "round"] for node in nodes]
     assert groups == [[2, 2], [1, 1], [2, 2]]
     names = [task.name for task in task_list(wanted.swarm().task, "tiny")]
-    manifest = read_manifest(LocalFiles(tmp_path))
+    manifest = read_manifest(FolderStore.at(tmp_path))
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 
 

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from benchmarks.lib.paths import MANIFEST
 from rl_swarm.config.settings import Settings
-from rl_swarm.network.folder import MANIFEST
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.swarm import worker_settings
@@ -29,7 +30,7 @@ class Folder:
 
     def found(self, owner, **changes):
         LocalFiles(self.address).remove("")
-        return found(LocalFiles(self.address), self.settings.changed(**changes), "swarm", owner)
+        return found(FolderStore.at(self.address), self.settings.changed(**changes), "swarm", owner)
 
     def join(self, **changes):
         """Joins for no longer than it takes to get in."""
