@@ -39,7 +39,7 @@ def one_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_path: Path, one_gpu) -> None:
+def test_nodes_in_one_process_learn_the_same_as_in_separate_processes(tmp_path: Path, one_gpu) -> None:
     for name, environ in (("shared", one_gpu), ("apart", {})):
         code, output = run(
             tmp_path, "up", "--run", name, "--nodes", "2", "--rounds", "3", "--seed", "7", *QUICK, **environ

@@ -1,4 +1,4 @@
-"""What a locked process cannot do, tried in real ones: code that got past everything else."""
+"""A locked process cannot harm, whatever code runs in it: attempts in real processes."""
 
 import json
 import os
@@ -172,7 +172,7 @@ def test_only_protections_that_hold_are_claimed():
     [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0), ("/usr/include/asm-generic/unistd.h", 1)],
 )
 def test_the_numbers_of_the_system_calls_are_the_kernels(header, column):
-    """From the kernel's own headers: those of x86_64, and those that aarch64 shares with others."""
+    """The numbers of the kernel's headers: those of x86_64, and those that aarch64 shares with others."""
     if not os.path.exists(header):
         pytest.skip("no header that lists them")
     with open(header) as file:
