@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import msgspec
-from processes import QUICK, metrics, run
+from processes import HELD_OUT, metrics, run
 from small_models import save_small
 
 from rl_swarm.environments import task_list
@@ -42,13 +42,28 @@ def played(job: Job, folder: Path) -> dict:
 
 
 def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "up", "--run", "r", "--nodes", "3", "--rounds", "4", "--seed", "7", *QUICK)
+    code, output = run(
+        tmp_path,
+        "up",
+        "--run",
+        "r",
+        "--nodes",
+        "3",
+        "--rounds",
+        "4",
+        "--seed",
+        "7",
+        *HELD_OUT,
+        "--set",
+        "generations=4",
+    )
     assert code == 0, output
     keys = [tmp_path / name for name in ("swarm.pem", "swarm-2.pem", "swarm-3.pem")]
     settings = Settings(
         **{**UP_PRESET, "rounds": 4, "seed": 7, "nodes": 3, "nodes_per_device": 3, "threads": 1},
-        held_out_questions=16,
+        held_out_questions=8,
         held_out_samples=1,
+        generations=4,
         device="cpu",
     )
     members = [RunMember(Identity.load(key), settings) for key in keys]

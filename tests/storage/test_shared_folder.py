@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local_groups=2", "--set", "generations=4"]
+UP = ["up", "--run", "r", "--nodes", "2", *QUICK]
 COMMAND = "$(touch ran)"
 
 
@@ -235,6 +236,7 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
                         path.with_name("poison").write_bytes(poison)
                         os.replace(path.with_name("poison"), path)
                         accessed[path] = path.stat().st_atime_ns
+            time.sleep(0.001)
 
     if machine == "another machine":
         shutil.rmtree(tmp_path / "private")
