@@ -29,20 +29,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under `nohup`; what a t
 
 # Tests of these files share nothing and take long: each goes to whichever worker is free. All other files stay whole.
 SPREAD = (
-    "test_stopping.py",
-    "test_shared_folder.py",
-    "test_swarm.py",
-    "test_mistakes.py",
+    "test_shared_folder.py", "test_stopping.py", "test_swarm.py", "test_peers.py", "test_url_swarm.py", "test_mistakes.py",
     "test_cli.py",
-    "test_url_swarm.py",
-    "test_peers.py",
-)
+)  # fmt: skip
 # What takes longest begins first, so that no worker is left with it at the end.
 LONG = (
-    *SPREAD, "test_page.py", "test_cuda.py", "test_roles.py", "test_faults.py", "test_data_parallel.py",
-    "test_scale.py", "test_warmup.py",
-    "test_disk.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py", "test_fuzzed_api.py",
-    "test_slow_clients.py", "test_sandbox.py", "test_debate.py", "test_docs_page.py", "test_memory.py", "test_api.py",
+    "test_page.py", "test_notebook.py", "test_lockstep.py", "test_fuzz.py", "test_cuda.py", *SPREAD,
+    "test_data_parallel.py", "test_sandbox.py", "test_validate.py", "test_debate.py", "test_node.py",
+    "test_slow_clients.py", "test_exchange_contract.py", "test_warmup.py", "test_attacks.py", "test_peer_to_peer.py",
+    "test_hostile_requests.py", "test_docs_page.py", "test_fuzzed_api.py", "test_api.py", "test_roles.py",
+    "test_faults.py", "test_scale.py", "test_disk.py", "test_benchmarks.py", "test_smollm2.py", "test_memory.py",
 )  # fmt: skip
 # Where CI is set, a test is left out for these reasons alone. They say what a machine is, not what is missing on it.
 LEFT_OUT = (

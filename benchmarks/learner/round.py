@@ -37,14 +37,14 @@ SHORT = 8  # tokens
 def workloads(args: argparse.Namespace, device: "torch.device") -> dict[str, Workload]:
     """Make the cases, with answers from our sampler."""
     from benchmarks.lib.gauge import check_length
-    from rl_swarm.learning.sampler import Decoding, sample
+    from rl_swarm.learning.sampler import SamplingParams, sample
 
     model, tokenizer, prompts, eos = asked(args)
     check_length(model.config, args.prompt + args.tokens)
     rewards = [[float(number % 2) for number in range(args.completions)] for _ in prompts]
     cases = {}
     for case, ends in (("natural", eos), ("fixed", frozenset[int]())):
-        decoding = Decoding(args.tokens, eos=ends, pad=pad_of(tokenizer))
+        decoding = SamplingParams(args.tokens, eos=ends, pad=pad_of(tokenizer))
         groups = sample(model.to(device).eval(), prompts, args.completions, decoding, args.seed)
         tokens = [[list(one.tokens) for one in group] for group in groups]
         logprobs = [[list(one.logprobs) for one in group] for group in groups]

@@ -77,9 +77,9 @@ class Ours:
         self.workload = workload
 
     def generate(self, seed: int) -> int:
-        from rl_swarm.learning.sampler import Decoding, sample
+        from rl_swarm.learning.sampler import SamplingParams, sample
 
-        decoding = Decoding(self.workload.tokens, eos=frozenset(self.workload.eos), pad=self.pad)
+        decoding = SamplingParams(self.workload.tokens, eos=frozenset(self.workload.eos), pad=self.pad)
         self.model.eval()
         groups = sample(self.model, self.workload.prompts, self.workload.count, decoding, seed)
         return sum(len(one.tokens) for group in groups for one in group)

@@ -48,7 +48,7 @@ from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files
 
 if TYPE_CHECKING:
-    from rl_swarm.node.selection import Key
+    from rl_swarm.protocol.rollouts import RolloutId
 
 NODES, STAGES = 4, 2
 MAX_AGE = 2  # rounds back that a node asks for, out of lock-step
@@ -141,7 +141,7 @@ class CountedFiles:
 
 @dataclass
 class Node:
-    """Does what `rl_swarm.node.node` does around a model, in the same order, without one."""
+    """Does what `rl_swarm.node.round` does around a model, in the same order, without one."""
 
     name: str
     identity: Identity
@@ -151,7 +151,7 @@ class Node:
     exchange: FolderExchange
     coordinator: FolderCoordinator
     tally: Tally
-    used: "set[Key]" = field(default_factory=set)
+    used: "set[RolloutId]" = field(default_factory=set)
     added: list[float] = field(default_factory=list)  # seconds per stage, not counting work
     worked: dict[tuple[int, int], float] = field(default_factory=dict)
     plain: int = 0  # bytes of what it published, as plain JSON
@@ -180,18 +180,16 @@ class Node:
 
     def play(self, state: State) -> float:
         """Play one stage, and return the seconds that went into the network."""
-        from rl_swarm.node import selection
+        from rl_swarm.node import intake
+        from rl_swarm.node.round import score
+        from rl_swarm.node.strategies import Strategy
 
         me, place = self.identity.peer_id, (state.round, state.stage)
         seeds = [question_seed(self.manifest, state.round, me, k) for k in range(QUESTIONS)]
         rng = random.Random(derive_seed(1, me, *place))
         questions = self.environment.questions(seeds)
         completions = self.environment.generate(len(questions), rng)
-        groups = selection.score(
-            [(me, q, c) for q, c in zip(questions, completions, strict=True)],
-            self.environment,
-            external=False,
-        )
+        groups = score(self.environment, me, questions, completions)
         publication = self.publication(groups, state)
         self.plain += len(plain_json(publication))
         self.worked[place] = rng.uniform(*self.scenario.work)
@@ -199,17 +197,15 @@ class Node:
 
         started, scoring = time.monotonic(), TimedArithmetic(self.environment, time.monotonic)
         self.exchange.publish(publication)
-        chosen = selection.select(
+        accepted = intake.select(
             self.publications(state, rng),
             self.scenario.external,
-            self.manifest,
-            scoring,
-            self.used,
+            intake.Checks(self.manifest, scoring, fail, used=self.used),
+            Strategy(),
             rng,
-            fail,
         )
-        self.used |= set(chosen.keys)
-        self.taken += len(chosen.chosen)
+        self.used |= set(accepted.ids)
+        self.taken += len(accepted.chosen)
         self.coordinator.submit(self.report(state))
         return time.monotonic() - started - scoring.seconds
 

@@ -168,10 +168,10 @@ class Peer:
         if self.node is None or self.engine is None:
             return None
         return PeerRecord(
-            [done for done in self.node.played if done.number in rounds],
+            [done for done in self.node.exchange.played if done.number in rounds],
             self.engine.asked - before[0],
             self.engine.calls - before[1],
-            self.node.problems,
+            self.node.intake.problems,
             len(self.node.coordinator.current().members),
         )
 

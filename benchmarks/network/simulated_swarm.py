@@ -197,7 +197,7 @@ def summary(swarm: Swarm) -> dict[str, Any]:
         messages += line.messages - before.messages
         asked += peer.engine.asked - asked_before
         loads.append((line.sent - before.sent).total() / scenario.rounds)
-    played = [done for peer in swarm.peers for done in peer.node.played if done.number >= scenario.settle]
+    played = [done for peer in swarm.peers for done in peer.node.exchange.played if done.number >= scenario.settle]
     present = [peer for peer in swarm.peers if peer.engine.online]
     return {
         **figures(scenario.peers, scenario.rounds, scenario.interval, played, asked),
@@ -210,7 +210,7 @@ def summary(swarm: Swarm) -> dict[str, Any]:
         "messages": messages.total() / each,
         "bytes_by_kind": {kind: size / each for kind, size in sorted(sent.items())},
         "messages_by_kind": {kind: count / each for kind, count in sorted(messages.items())},
-        "rejected": dict(sum((peer.node.problems for peer in swarm.peers), Counter())),
+        "rejected": dict(sum((peer.node.intake.problems for peer in swarm.peers), Counter())),
         "reach": reach(swarm),
     }
 
@@ -219,12 +219,14 @@ def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
     """Tell how far the rollouts of the first measured round got."""
     took: list[tuple[float, str, str, float]] = []  # when, who, of whom, and when that was published
     published = {
-        (peer.node.identity.peer_id, done.number): done.published for peer in swarm.peers for done in peer.node.played
+        (peer.node.identity.peer_id, done.number): done.published
+        for peer in swarm.peers
+        for done in peer.node.exchange.played
     }
     read = Counter[tuple[str, int]]()
     for peer in swarm.peers:
         me = peer.node.identity.peer_id
-        for done in peer.node.played:
+        for done in peer.node.exchange.played:
             read.update({(of, number) for of, number, _ in done.read})
             at = done.published + done.collect_s
             took += [(at, me, of, published[of, number]) for of, number in set(done.took) if (of, number) in published]

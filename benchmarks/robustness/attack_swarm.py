@@ -27,8 +27,9 @@ from benchmarks.robustness.attack_nodes import (
 from benchmarks.robustness.attack_outcome import Outcome, Size, rounds_of
 from benchmarks.robustness.attack_types import Attack, Known, identity
 from rl_swarm.environments import task_list
+from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
-from rl_swarm.learning.parallel.sharing import Sharing
+from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.folder import rollouts_path
 from rl_swarm.network.local import LocalCoordinator, LocalSwarm
@@ -78,14 +79,14 @@ class Swarm:
         self.swarm = LocalSwarm(self.manifest, min_peers=1)
         self.coordinator = LocalCoordinator(self.swarm, self.stop)
         self.barrier = threading.Barrier(size.honest + 1)
-        self.sharing = Sharing(size.honest) if size.device == "cuda" else None
+        self.sharing = SharedDevice(size.honest) if size.device == "cuda" else None
         self.nodes = [self.honest_node(identity(f"honest {size.seed} {k}")) for k in range(size.honest)]
         self.liars = list(self.invite_liars())
         self.outcome, self.played = Outcome(), 0
 
     def honest_node(self, me: Identity) -> Honest:
         exchange = BarrierExchange(
-            self.files, self.manifest, me, me.node, self.stop, lambda *why: node.reject(*why), 0.05, 64
+            self.files, self.manifest, me, me.node, self.stop, lambda *why: node.intake.reject(*why), 0.05, 64
         )
         exchange.barrier = self.barrier
         node = (Honest if self.defended else Gullible)(
@@ -94,7 +95,8 @@ class Swarm:
             settings=self.settings,
             manifest=self.manifest,
             environment=self.environment,
-            policy=Policy.load(self.settings, self.environment.system_prompt, sharing=self.sharing),
+            role=Role(self.environment),
+            policy=Policy.load(self.settings, self.environment.system_prompt, shared=self.sharing),
             exchange=exchange,
             coordinator=self.coordinator,
             journal=Journal(self.folder / me.node),
@@ -103,7 +105,7 @@ class Swarm:
         )
         node.stream = torch.cuda.Stream() if self.sharing else None
         if isinstance(node, Gullible) and self.attack:
-            node.runs_answers = self.attack.aim == "canary"
+            node.intake.runs_answers = self.attack.aim == "canary"
         self.admit(me, "")
         return node
 
@@ -210,11 +212,11 @@ class Swarm:
         outcome, liars = self.outcome, {liar.peer_id for liar in self.liars}
         learned = set()
         for node in self.nodes:
-            outcome.reasons.update(node.rejected)
-            outcome.external += len(node.taken)
+            outcome.reasons.update(node.intake.rejected)
+            outcome.external += len(node.intake.taken)
             outcome.node_rounds += 1
-            outcome.empty += not node.taken
-            for group in node.taken:
+            outcome.empty += not node.intake.taken
+            for group in node.intake.taken:
                 texts = (group.question.prompt, *(c.text for c in group.completions))
                 if group.peer_id in liars or texts in forged:
                     outcome.hostile += 1

@@ -195,7 +195,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
 
     settings = Settings(model="tiny", generations=8)
     environment = environments.made(member.manifest)
-    environment.settle(settings, other_models(settings))
+    environment.configure(settings, other_models(settings))
     ways = [
         kind()
         for kind in (

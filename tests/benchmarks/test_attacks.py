@@ -60,7 +60,7 @@ def test_rewards_are_the_own_ones_whatever_is_claimed(environment, tmp_path: Pat
     swarm = attack_swarm.Swarm(attack_types.Inflation(), True, SMALL, tmp_path, environment)
     swarm.run()
     liars = {liar.peer_id for liar in swarm.liars}
-    for group in (group for node in swarm.nodes for group in node.taken if group.peer_id in liars):
+    for group in (group for node in swarm.nodes for group in node.intake.taken if group.peer_id in liars):
         answered = [(group.question, completion.text) for completion in group.completions]
         assert list(group.rewards) == environment.score(answered)
 

@@ -30,7 +30,7 @@ from rl_swarm.learning import lora
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.checkpoints import CheckpointError
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.sampler import SamplingParams, sample
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.verification import UnsupportedModelError
 from rl_swarm.settings import ConfigError, Settings
@@ -104,8 +104,8 @@ def test_the_merged_weight_is_what_a_linear_map_multiplies_by(kind):
 @pytest.mark.parametrize("kind", FAST)
 def test_the_sampler_and_the_trainer_compute_with_the_adapters(kind):
     model = adapted(kind)
-    decoding = Decoding(max_new_tokens=6, eos=frozenset({1}), pad=PAD)
-    for prompt, group in zip(PROMPTS, sample(model, PROMPTS, 3, decoding, 0), strict=True):
+    params = SamplingParams(max_new_tokens=6, eos=frozenset({1}), pad=PAD)
+    for prompt, group in zip(PROMPTS, sample(model, PROMPTS, 3, params, 0), strict=True):
         for s in group:
             expected = plain_logprobs(merged(kind, model), prompt, list(s.tokens))
             torch.testing.assert_close(torch.tensor(s.logprobs), expected, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,17 @@ from transformers import AutoConfig
 from rl_swarm.config.resolve import SettingsLayer, resolve
 from rl_swarm.learning import devices, memory
 from rl_swarm.learning.devices import CATALOGUE, TINY
-from rl_swarm.learning.memory import GIB, available, cgroups, desk, keeping, plan, sampling, sharing, training
+from rl_swarm.learning.memory import (
+    GIB,
+    available,
+    cgroups,
+    micro_batch_bytes,
+    plan,
+    processes_on_device,
+    resident_bytes,
+    sampling_bytes,
+    training_slot_bytes,
+)
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.settings import ConfigError, Settings
@@ -27,7 +37,7 @@ DEVICES = ("cpu", "cuda")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_more_memory_never_means_smaller_sizes_and_none_is_ever_zero(name, device):
-    before, most = (0, 0), memory.most_tokens(BY_NAME[name], REAL, device)
+    before, most = (0, 0), memory.max_batch_tokens(BY_NAME[name], REAL, device)
     for gib in (0, 1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 141, 1000):
         found = plan(BY_NAME[name], gib * GIB, REAL, device)
         assert found.batch_tokens >= 64
@@ -105,10 +115,10 @@ def test_what_lora_trains_is_counted_as_peft_does():
 
 def test_bytes_follow_the_tokens():
     for device in DEVICES:
-        at = [training(SHAPE, REAL, device, tokens) for tokens in (1000, 2000, 3000)]
+        at = [micro_batch_bytes(SHAPE, REAL, device, tokens) for tokens in (1000, 2000, 3000)]
         assert at[1] - at[0] == at[2] - at[1] > 0
-        assert sampling(SHAPE, REAL, device, 64) == pytest.approx(8 * sampling(SHAPE, REAL, device, 8))
-    assert keeping(SHAPE, REAL) + desk(SHAPE, REAL) == 20 * SHAPE.parameters
+        assert sampling_bytes(SHAPE, REAL, device, 64) == pytest.approx(8 * sampling_bytes(SHAPE, REAL, device, 8))
+    assert resident_bytes(SHAPE, REAL) + training_slot_bytes(SHAPE, REAL) == 20 * SHAPE.parameters
 
 
 def test_batch_tokens_is_planned_unless_it_is_given(monkeypatch):
@@ -130,9 +140,9 @@ def test_nodes_that_share_a_machine_share_its_memory():
     alone = available(cpu)
     assert 0 < alone <= devices.total_memory(cpu)
     assert 0 < available(cpu, 8) <= devices.total_memory(cpu) / 8
-    assert sharing(Settings(nodes_per_device=3, devices_per_node=2), cpu) == 6
-    assert sharing(Settings(nodes_per_device=3, devices_per_node=2), torch.device("cuda")) == 3
-    assert sharing(Settings(), cpu) == 1
+    assert processes_on_device(Settings(nodes_per_device=3, devices_per_node=2), cpu) == 6
+    assert processes_on_device(Settings(nodes_per_device=3, devices_per_node=2), torch.device("cuda")) == 3
+    assert processes_on_device(Settings(), cpu) == 1
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ before, large = status("VmRSS"), groups(16, 24)
 policy.trainer.update(large)
 print(status("VmHWM") - before, sum(group.size for group in large))
 """)
-    estimate = training(BY_NAME["tiny"], Settings(model="tiny"), "cpu", int(tokens))
+    estimate = micro_batch_bytes(BY_NAME["tiny"], Settings(model="tiny"), "cpu", int(tokens))
     assert grown / 2 < estimate < grown * 2
 
 

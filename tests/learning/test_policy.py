@@ -17,7 +17,7 @@ from small_models import (
     small_tokenizer,
 )
 
-from rl_swarm.learning import devices, reader
+from rl_swarm.learning import devices
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.protocol.questions import Question
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def make(folder, monkeypatch):
     # Policies share readers, which live until the garbage collector comes: those of one test are not for the next.
-    monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
+    monkeypatch.setattr(policy_module, "_tokenizers", weakref.WeakValueDictionary())
 
     def make(**changes):
         changes = {"max_new_tokens": 16, "learning_rate": 1e-3, "cpu_only": True, **changes}
@@ -128,11 +128,11 @@ def test_when_memory_runs_out_sampling_goes_on_with_smaller_batches(make, monkey
     policy = make()
     real, sizes = policy_module.sample, []
 
-    def sample(model, ids, count, decoding, seed):
+    def sample(model, ids, count, params, seed):
         sizes.append(len(ids) * count)
         if len(ids) * count > 4:
             raise error
-        return real(model, ids, count, decoding, seed)
+        return real(model, ids, count, params, seed)
 
     monkeypatch.setattr(policy_module, "sample", sample)
     groups = policy.sample([f"What is {n}?" for n in range(6)], 2, seed=0)

@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from rl_swarm.environments import task_list
+from rl_swarm.environments.base import Role
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.checkpoints import PLACE, Checkpoints, Place
 from rl_swarm.learning.policy import ModelError, Policy
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
+from rl_swarm.node.round import publication
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
@@ -68,6 +70,7 @@ def make_node(swarm: LocalSwarm, environment: Reasoning, folder: Path, settings:
         settings=settings,
         manifest=swarm.manifest,
         environment=environment,
+        role=Role(environment),
         policy=Policy.load(settings, environment.system_prompt),
         exchange=RecordingExchange(swarm, stop),
         coordinator=LocalCoordinator(swarm, stop),
@@ -162,9 +165,9 @@ def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning
     asked = []
     for number in range(40):
         liar.exchange.publish(msgspec.convert({**lie, "round": number}, Publication))
-        honest.rejected.clear()
-        honest.collect(msgspec.structs.replace(swarm.state, round=number))
-        asked.append(honest.rejected["question"])
+        honest.intake.rejected.clear()
+        honest.intake.collect(msgspec.structs.replace(swarm.state, round=number))
+        asked.append(honest.intake.rejected["question"])
     first = asked.index(1, 1)  # after one failure every second round, by chance; after two not at all
     assert asked[0] == 1 and asked[first : first + 4] == [1, 0, 0, 0]
     assert 2 < sum(asked) <= 11, "and then again, now and then: every fourth round at most"
@@ -182,8 +185,8 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
     node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MAX_MISSED)
     state = msgspec.structs.replace(swarm.state, members={**swarm.state.members, other.identity.peer_id: member})
-    other.publish([], state)
-    published = [publication.node for publication in node.publications(state, random.Random(0), {})]
+    other.exchange.publish(publication(other, state, []))
+    published = [found.node for found in node.intake.fetch(state, random.Random(0), {})]
     assert published == [other.name] * asked
 
 
@@ -193,7 +196,7 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
     settings = msgspec.structs.replace(SETTINGS, round_end="lockstep", peer_timeout=0.3)
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, honest, tardy = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
-    monkeypatch.setattr(node, "is_silent", lambda member, state: False)  # it gives signs of life
+    monkeypatch.setattr(node.intake, "is_silent", lambda member, state: False)  # it gives signs of life
     asked = []
     collect = node.exchange.collect
 
@@ -205,11 +208,11 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
 
     def look(round: int, comes: bool) -> set[str]:
         state = msgspec.structs.replace(swarm.state, round=round)
-        honest.publish([], state)
+        honest.exchange.publish(publication(honest, state, []))
         if comes:
-            tardy.publish([], state)
+            tardy.exchange.publish(publication(tardy, state, []))
         asked.clear()
-        return {publication.node for publication in node.publications(state, random.Random(round), {})}
+        return {found.node for found in node.intake.fetch(state, random.Random(round), {})}
 
     everybody, waits = {honest.name, tardy.name}, settings.peer_timeout
     assert look(0, comes=False) == {honest.name} and asked[0] == (everybody, waits)
@@ -227,9 +230,9 @@ def test_only_who_was_asked_can_be_late(
     )
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
-    monkeypatch.setattr(node, "is_silent", lambda member, state: False)
-    assert list(node.publications(swarm.state, random.Random(0), {})) == []
-    assert len(+node.late) == 1
+    monkeypatch.setattr(node.intake, "is_silent", lambda member, state: False)
+    assert list(node.intake.fetch(swarm.state, random.Random(0), {})) == []
+    assert len(+node.intake.late) == 1
 
 
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
@@ -252,7 +255,7 @@ def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
     writer.play(swarm.state)
     reader.play(swarm.state)
     assert swarm.state.round == 1
-    seen = set(reader.used)
+    seen = set(reader.intake.used)
     reader.play(swarm.state)  # nobody has published in round 1 yet
     assert rounds_of(reader)[1]["external_accepted"] == 0, "what it had learned from is not taken again"
     assert {key[1] for key in seen} <= {0}
@@ -295,7 +298,7 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     private = swarm_folder(settings, address, swarm) / me.node / "checkpoints"
     written = Checkpoints(private, me, me.node).written(swarm)
     assert [kept.place.standing for kept in written] == ([] if damaged else [place.standing])
-    assert ("passed over" in caplog.text) == damaged
+    assert ("is skipped" in caplog.text) == damaged
 
 
 def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment: Reasoning, tmp_path: Path) -> None:
@@ -305,7 +308,7 @@ def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment
     swarm.apply(lambda state, now: rounds.record_presence(state, peers[3], four.name, now, "f" * 16))
     one.exchange.subnets = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
     state = one.coordinator.current()
-    assert one.sources(state) == {
+    assert one.intake.sources(state) == {
         peers[0]: peers[0],
         peers[1]: "8.8.4.0/24",
         peers[2]: "8.8.4.0/24",
@@ -313,8 +316,8 @@ def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment
     }
     for node in (two, three, four):
         node.play(state)
-    one.settings = msgspec.structs.replace(SETTINGS, external_groups=4, max_source_share=0.25)
-    found = one.collect(state)
+    one.intake.settings = msgspec.structs.replace(SETTINGS, external_groups=4, max_source_share=0.25)
+    found = one.intake.collect(state)
     near = [group for group in found.chosen if group.peer_id in peers[1:3]]
     assert len(near) <= 2  # an even part of two sources
 

@@ -1,4 +1,4 @@
-"""No code reaches a shared folder but through `network/files.py`: every other use of a file is listed here.
+"""No code reaches a shared folder but through `storage/files.py`: every other use of a file is listed here.
 
 A new one is an error until somebody has thought about it. Whoever adds it says which private or system path it is for.
 """

@@ -134,9 +134,9 @@ def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -
     (node,) = run.names
     run.journals[node].logs[METRICS].replace(b"")
     tasks = {ESCAPES: 0.5}
-    for when in ("start", "now"):
+    for when, greedy in (("start", None), ("now", 0.5)):
         run.journals[node].metrics(HeldOutRecord(
-            when=when, round=0, questions=1, sampled=0.5, greedy=0.5, well_formed=0.5,
+            when=when, round=0, questions=1, sampled=0.5, greedy=greedy, well_formed=0.5,
             accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
             accuracy_well_formed_by_task=tasks,
             examples=[AnsweredQuestion(ESCAPES, ESCAPES, "1", ESCAPES, 0.0)],

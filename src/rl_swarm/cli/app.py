@@ -109,7 +109,7 @@ def up(
     named = assigned(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
     preset = dict(UP_PRESET)
     with suppress(environments.NoEnvironment):  # which is told with the other settings
-        preset |= environments.named(str(config.peek("environment", config_file, named))).up
+        preset |= environments.named(str(config.peek("environment", config_file, named))).defaults
     if resume is not None:
         key = flags["identity_path"]
         user = config.load({}, config_file, {"identity_path": key} if key else {}, command="up")

@@ -31,7 +31,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
     policy = Policy.load(settings, kind.system_prompt)
     environment = kind(task_list(settings), settings.partial_rewards)
     try:
-        environment.settle(settings, other_models(settings))
+        environment.configure(settings, other_models(settings))
         console = Console(highlight=False, markup=False)
         held_out = environment.held_out(questions)
         if not held_out:
@@ -95,7 +95,7 @@ class Row:
 
 def list_models(settings: Settings, as_json: bool) -> None:
     device = pick_device(settings)
-    free = memory.available(device, memory.sharing(settings, device))
+    free = memory.available(device, memory.processes_on_device(settings, device))
     speeds = [speed(device, rows) for rows in (max(1, settings.local_groups) * settings.generations, 1024)]
     auto = pick_model(replace(settings, model="auto"), device)
     rows = []

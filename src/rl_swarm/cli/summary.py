@@ -1,5 +1,7 @@
 """Says what a run achieved, to the person who started it."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -121,9 +123,10 @@ def _short(text: str, most: int = 160) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:
+def _columns(start: dict[str, Any], now: dict[str, Any]) -> list[str]:
     times = f"{now['sampled'] / start['sampled']:.1f}x" if start["sampled"] else ""
-    greedy = f"{start['greedy']:.2f}→{now['greedy']:.2f}" if now.get("greedy") is not None else ""
+    known = start["greedy"] is not None and now["greedy"] is not None
+    greedy = f"{start['greedy']:.2f}→{now['greedy']:.2f}" if known else ""
     return [
         f"{start['sampled']:.3f}",
         f"{now['sampled']:.3f}",

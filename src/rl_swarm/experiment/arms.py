@@ -8,8 +8,10 @@ training as 4/4 while most groups carry signal; `1/7@1` makes an update on every
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from rl_swarm import environments
 from rl_swarm.config.resolve import SettingsLayer, resolve
@@ -17,7 +19,7 @@ from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.node import strategies
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.protocol.wire import MAX_BYTES, UNREADABLE
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
@@ -53,14 +55,17 @@ RUNS, TUNING = "runs", "tuning"  # folders of an experiment
 FILE = "arm.json"  # in a run's
 PACKED = ".jsonl.xz"  # how the name of a packed experiment ends
 
+# Anybody may have written the arm of a run that lies in a shared folder.
+Groups = Annotated[int, Meta(ge=0, le=1024)]
+
 
 class Arm(msgspec.Struct, frozen=True):
-    local_groups: int
-    external_groups: int
-    strategy: str = "sapo"
-    epochs: int = 1
+    local_groups: Groups
+    external_groups: Groups
+    strategy: Annotated[str, Meta(pattern=r"^[\w.:-]{1,128}\Z")] = "sapo"
+    epochs: Annotated[int, Meta(ge=1, le=64)] = 1
     pooled: bool = False
-    groups_per_update: int = 0  # of one update; 0: all of a round's
+    groups_per_update: Groups = 0  # of one update; 0: all of a round's
 
     @property
     def configuration(self) -> str:
@@ -96,17 +101,17 @@ class Job(msgspec.Struct, frozen=True):
     """One run: an arm with a seed and a learning rate."""
 
     arm: Arm
-    seed: int
-    rounds: int
-    nodes: int
-    rate: float | None = None  # the settings' where it is not given
+    seed: Annotated[int, Meta(ge=0, le=2**62)]
+    rounds: Annotated[int, Meta(ge=1, lt=1 << 53)]
+    nodes: Annotated[int, Meta(ge=1, le=64)]
+    rate: Annotated[float, Meta(gt=0, le=1)] | None = None  # the settings' where it is not given
     tuning: bool = False  # a short one that finds out a learning rate
     settings: dict[str, object] = {}  # that the user gave
     each: dict[str, dict[str, object]] = {}  # settings of single nodes, by their numbers from 1
 
     @property
     def name(self) -> str:
-        rate = f"-lr{self.rate:g}" if self.tuning else ""
+        rate = f"-lr{self.rate:g}" if self.tuning and self.rate else ""
         return f"{self.arm.slug}{rate}-seed{self.seed}"
 
     @property
@@ -189,7 +194,7 @@ class Job(msgspec.Struct, frozen=True):
             return msgspec.json.decode(files_of(folder).read(FILE, MAX_BYTES), type=cls)
         except (FileNotFoundError, NotADirectoryError):  # a link in its place is none either
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise UserError(f"{folder / FILE} cannot be read: {error}.") from error
 
 

@@ -1,6 +1,6 @@
 """Plays a swarm in one process, its nodes in lock-step, with the same results as separate processes of `rl-swarm up`.
 
-The nodes share one scoring process. Each plays the real `Node.turn`; what they need done with their models is gathered
+The nodes share one scoring process. Each plays the real `play_round`; what they need done with their models is gathered
 and given to an engine, which may do it for all of them together. The folder is an ordinary run directory, so that
 `rl-swarm watch` shows it. Checkpoints of all nodes are of one round: a run that was stopped, or killed, goes on from
 the last one and writes what it would have written.
@@ -21,18 +21,20 @@ import msgspec
 from msgspec.structs import replace
 
 from rl_swarm import environments
-from rl_swarm.environments.base import Environment
+from rl_swarm.environments.base import Environment, Role
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, Saved, restore_optimizer
 from rl_swarm.learning.devices import pick_device, use_threads
-from rl_swarm.learning.parallel.sharing import Sharing
+from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest
 from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
+from rl_swarm.node.round import question_seeds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, seal, unseal
@@ -197,7 +199,7 @@ class LockstepSwarm:
         self.done = state.round
         started = time.monotonic()
         for node in self.nodes:
-            node.look(state)
+            node.measure_if_due(state)
         self.looked += time.monotonic() - started
 
     def _stage(self, state: State) -> None:
@@ -205,9 +207,9 @@ class LockstepSwarm:
         self.environment.forget()
         # What all nodes are about to ask of the scoring process is asked at once, here and below: one way there and
         # back.
-        self.environment.questions([seed for node in self.nodes for seed in node.seeds(state)])
-        turns = [node.begin(state) for node in self.nodes]
-        waiting = {number: next(turn) for number, turn in enumerate(turns)}
+        self.environment.questions([seed for node in self.nodes for seed in question_seeds(node, state)])
+        stages = [node.play_stage(state) for node in self.nodes]
+        waiting = {number: next(stage) for number, stage in enumerate(stages)}
         while waiting:
             answering = {number: work for number, work in waiting.items() if isinstance(work, SampleRequest)}
             learning = {number: work for number, work in waiting.items() if isinstance(work, TrainRequest)}
@@ -227,7 +229,7 @@ class LockstepSwarm:
                 self.engine.learn(list(learning.values()))
                 ready = list(learning)
             for number in ready:
-                if (work := next(turns[number], None)) is None:
+                if (work := next(stages[number], None)) is None:
                     del waiting[number]
                 else:
                     waiting[number] = work
@@ -300,7 +302,7 @@ class LockstepSwarm:
         state = unseal(data, State)
         signed = (state.swarm, state.peer_id, state.round)
         if signed != (self.manifest.swarm(), self.signer.peer_id, number + 1):
-            raise Rejected("owner", "not signed by this user")
+            raise Rejected(RejectReason.OWNER, "not signed by this user")
         return state
 
     def _checkpoints(self, member: RunMember) -> Checkpoints:
@@ -319,6 +321,7 @@ class LockstepSwarm:
             settings=settings,
             manifest=self.manifest,
             environment=self.environment,
+            role=Role(self.environment),
             policy=policy,
             exchange=LocalExchange(self.swarm, never, settings.fetch_max_peers),
             coordinator=LocalCoordinator(self.swarm, never),
@@ -331,7 +334,7 @@ class LockstepSwarm:
             restore_optimizer(policy, folder)
             node.journal.restore(place.logs)
             policy.version, node.done = place.policy_version, (place.round, place.stage)
-            node.standing.restore(place.standing)
+            node.intake.reputation.restore(place.standing)
         return node
 
     def _introduce(self, node: Node) -> None:
@@ -362,12 +365,12 @@ class LockstepSwarm:
         self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 
-def sharing(members: Sequence[RunMember]) -> dict[str, Sharing]:
+def sharing(members: Sequence[RunMember]) -> dict[str, SharedDevice]:
     """What the nodes with one model share on a GPU."""
     if pick_device(members[0].settings).type != "cuda":
         return {}
     models = Counter(member.settings.model for member in members)
-    return {model: Sharing(count, threads=False) for model, count in models.items() if count > 1}
+    return {model: SharedDevice(count, threads=False) for model, count in models.items() if count > 1}
 
 
 def rewind(log: SharedLog, done: int) -> None:

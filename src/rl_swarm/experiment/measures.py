@@ -20,12 +20,14 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job, files_of
 from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, new_lines
-from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
+from rl_swarm.telemetry.schema import After, HeldOutRecord, Number, RoundRecord
 
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
+MAX_SHARE = 1e6
 WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
 SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
 
@@ -33,11 +35,11 @@ SKILL = 0.25  # by which a held-out score in a task must have risen for the skil
 class Score(msgspec.Struct, frozen=True):
     """What is kept of a held-out score."""
 
-    round: int  # after which it was measured; -1: before the first
-    sampled: float
-    greedy: float | None
-    by_task: dict[str, float]
-    greedy_by_task: dict[str, float]
+    round: After  # -1: before the first
+    sampled: Number
+    greedy: Number | None
+    by_task: dict[str, Number]
+    greedy_by_task: dict[str, Number]
 
     @classmethod
     def of(cls, record: HeldOutRecord) -> "Score":
@@ -67,7 +69,7 @@ class NodeLog:
         for line in new_lines(files, path)[0]:
             try:
                 found = _LINE.decode(line)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise UserError(f"{files.root}/{path}: a line cannot be read ({error}).") from error
             if isinstance(found, RoundRecord):
                 log.rounds.append(found)
@@ -117,8 +119,8 @@ class Run:
 
 
 def percent(share: float) -> str:
-    """With its sign, and no -0."""
-    return f"{round(100 * share):+d}"
+    """With its sign, and no -0; more than a millionfold is no share."""
+    return f"{round(100 * min(share, MAX_SHARE)):+d}"
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def spread(nodes: Sequence[NodeLog]) -> Spread:
 
 
 def _learned(node: NodeLog, task: str) -> int | None:
-    start = node.held_out[0].by_task[task] if node.held_out else 0.0
+    start = node.held_out[0].by_task.get(task, 0.0) if node.held_out else 0.0
     return next((line.round for line in node.held_out[1:] if line.by_task.get(task, 0.0) >= start + SKILL), None)
 
 

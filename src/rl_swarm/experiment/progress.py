@@ -19,6 +19,7 @@ from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, is_p
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry import journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
@@ -100,7 +101,7 @@ class FollowedNode:
             self._begin(file)
         lines, self._read = journal.new_lines(files, path, self._read)
         for line in lines:
-            with suppress(msgspec.DecodeError):  # the report, which needs them all, would say so
+            with suppress(*UNREADABLE):  # the report, which needs them all, would say so
                 found = _LINE.decode(line)
                 if isinstance(found, RoundRecord):
                     self.fresh.append(found.reward_local)
@@ -110,8 +111,8 @@ class FollowedNode:
         return bool(lines)
 
     def scored(self, rounds: int) -> float:
-        """The held-out score at the last look until then."""
-        return [score for after, score in self.held_out if after <= rounds][-1]
+        """The held-out score at the last look until then, or at the first."""
+        return ([score for after, score in self.held_out if after <= rounds] or [self.held_out[0][1]])[-1]
 
 
 @dataclass

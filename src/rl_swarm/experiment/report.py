@@ -14,7 +14,7 @@ from rl_swarm.experiment.arms import RUNS, files_of, is_packed, job_folders, nam
 from rl_swarm.experiment.measures import ArmResult, NodeLog, Run, Score, Tuned
 from rl_swarm.experiment.packed import Head
 from rl_swarm.node.evaluation import mean
-from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.protocol.wire import MAX_BYTES, UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.schema import RoundRecord
 
@@ -94,7 +94,7 @@ def _read(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(files_of(path.parent).read(path.name, MAX_BYTES), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 from rl_swarm.learning import sampler
 from rl_swarm.learning.devices import out_of_memory
-from rl_swarm.learning.parallel.stacked import ModelStack, kind_of
+from rl_swarm.learning.parallel.stacked import ModelStack, stacking_key
 from rl_swarm.learning.policy import Policy, SampleRequest, TrainRequest
 from rl_swarm.learning.sampler import Request
 from rl_swarm.protocol.rollouts import Completion
@@ -21,7 +21,7 @@ class Together:
     def __init__(self, policies: Sequence[Policy]) -> None:
         kinds = defaultdict[Hashable, list[Policy]](list)
         for policy in policies:
-            kinds[kind_of(policy.trainer)].append(policy)
+            kinds[stacking_key(policy.trainer)].append(policy)
         self.parties = [(alike, ModelStack([p.trainer for p in alike])) for kind, alike in kinds.items()
                         if kind is not None and len(alike) > 1]  # fmt: skip
 
@@ -32,7 +32,7 @@ class Together:
             if engine is None or one.greedy or len(one.questions) * one.count > one.policy.batch:
                 one.run()
             else:
-                parties[engine, one.policy.decoding()].append(one)
+                parties[engine, one.policy.sampling_params()].append(one)
         for party in parties.values():
             started = time.perf_counter()
             try:
@@ -52,10 +52,10 @@ class Together:
         for policies, stack in self.parties:
             party = [waiting.pop(policy, None) for policy in policies]
             started = time.perf_counter()
-            lessons = [[] if one is None else one.policy.lessons(one.groups) for one in party]
-            if not any(lessons):
+            training_groups = [[] if one is None else one.policy.training_groups(one.groups) for one in party]
+            if not any(training_groups):
                 continue
-            for one, update in zip(party, stack.update(lessons), strict=True):
+            for one, update in zip(party, stack.update(training_groups), strict=True):
                 if one is not None and update.tokens:
                     one.update = update
                     one.policy.version += 1
@@ -74,7 +74,7 @@ def sample(party: Sequence[SampleRequest]) -> list[list[list[Completion]]]:
             one.policy.model.eval()
         prompts = [one.policy.prompt_ids(prompt) for prompt in one.prompts]
         requests.append(Request(one.policy.model, prompts, one.count, one.seed))
-    found = engine.sample_all(requests, party[0].policy.decoding())
+    found = engine.sample_all(requests, party[0].policy.sampling_params())
     return [one.policy.completions(samples) for one, samples in zip(party, found, strict=True)]
 
 

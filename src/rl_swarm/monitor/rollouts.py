@@ -22,6 +22,7 @@ from rl_swarm.network.folder import rollouts_path
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected, unseal
 
@@ -144,7 +145,7 @@ class Texts:
         peer = view.nodes[place[2]].peer
         here = (published.swarm, published.round, published.stage, published.node)
         if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
-            raise Rejected("place", "published for another place, or by somebody else")
+            raise Rejected(RejectReason.PLACE, "published for another place, or by somebody else")
         return published
 
     def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:
@@ -185,14 +186,14 @@ class Texts:
             return {}
         try:
             self._environment = self._environment or environments.made(manifest)
-            return dict(enumerate(self._transcript(manifest, rollouts[0].round).asked(rollouts)))
+            return dict(enumerate(self._conversation(manifest, rollouts[0].round).questions_of(rollouts)))
         except Rejected:  # as other nodes see it too
             return {}
         except (UserError, OSError):  # rollouts can be read without their keys
             self._failed = True
             return {}
 
-    def _transcript(self, manifest: Manifest, round: int) -> Conversation:
+    def _conversation(self, manifest: Manifest, round: int) -> Conversation:
         """What a question of a later stage was made from is read where its author read it."""
         peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
 

@@ -19,7 +19,7 @@ from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
-from rl_swarm.protocol.wire import Rejected, convert, decode, unseal
+from rl_swarm.protocol.wire import UNREADABLE, Rejected, convert, decode, unseal
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
@@ -108,7 +108,7 @@ class NodeView:
         for line in self._new_lines(files, EVENTS):
             try:
                 _EVENT.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 self.unreadable[EVENTS] += 1
         for line in self._new_lines(files, METRICS):
             try:
@@ -118,7 +118,7 @@ class NodeView:
                     if not played.idle:
                         self.rounds.append(played)
                     continue
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 pass  # not a round
             try:
                 record = decode(line)

@@ -22,10 +22,11 @@ from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.round_server import read_history
 from rl_swarm.node.conversation import Conversation
-from rl_swarm.node.selection import Transcripts, check, for_ending
+from rl_swarm.node.intake import Conversations, regenerate, score_external
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication, unpack
 from rl_swarm.protocol.rounds import Report, StageRecord, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
@@ -337,30 +338,31 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
         for path, publication in found
         if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
     ]
-    transcripts = _transcripts(run, environment, [publication for _, publication in published])
+    conversations = _conversations(run, environment, [publication for _, publication in published])
     for path, publication in random.Random(0).sample(published, min(count, len(published))):
         try:
             rollouts = list(unpack(publication, run.manifest.limits))
-            groups = check(rollouts, run.manifest, environment, transcripts)
+            questions = regenerate(rollouts, run.manifest, environment, conversations)
+            groups = score_external(rollouts, questions, environment)
         except Rejected as error:
             # Among peers, what it was made from may not have been had.
-            elsewhere = error.reason == "parents" and run.published is not None
+            elsewhere = error.reason is RejectReason.PARENTS and run.published is not None
             (verdict.notes if elsewhere else verdict.errors).append(f"{path}: {error}")
             continue
         for rollout, group in zip(rollouts, groups, strict=False):  # fewer where scoring takes too long
             claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
             scored = zip(group.rewards, group.completions, strict=True)
-            if [r + for_ending(environment, group.question, c) for r, c in scored] != claimed:
+            if [r + environment.ending_reward(group.question, c.ended) for r, c in scored] != claimed:
                 verdict.errors.append(f"{path}: question {rollout.number} claims other rewards than its answers earn")
             verdict.count("rescored answer", len(claimed))
 
 
-def _transcripts(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Transcripts:
+def _conversations(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Conversations:
     """The earlier stages of every round, from what lies there."""
     by_place = {(one.round, one.stage, one.peer_id): one for one in published}
     made: dict[int, Conversation] = {}
 
-    def transcript(number: int) -> Conversation:
+    def conversation(number: int) -> Conversation:
         def fetch(stage: int, peer_id: str) -> list[Publication]:
             found = by_place.get((number, stage, peer_id))
             return [found] if found is not None else []
@@ -370,4 +372,4 @@ def _transcripts(run: ValidatedRun, environment: Environment, published: list[Pu
             made[number] = Conversation(run.manifest, environment, number, fetch, lambda *why: None, members=members)
         return made[number]
 
-    return transcript
+    return conversation

@@ -35,6 +35,7 @@ from rl_swarm.protocol import admission
 from rl_swarm.protocol.admission import AccessList, AdmissionError
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication, fit_limits
 from rl_swarm.protocol.rounds import PeerInfo, RefusalReason, Report, State
 from rl_swarm.protocol.untrusted import quoted
@@ -140,9 +141,9 @@ def read_manifest(files: Files) -> Manifest:
 def read_state(files: Files, manifest: Manifest) -> State:
     state = unseal(files.read(STATE, MAX_BYTES), State)
     if state.peer_id != manifest.peer_id:
-        raise Rejected("owner", "the state is not signed by the swarm's owner")
+        raise Rejected(RejectReason.OWNER, "the state is not signed by the swarm's owner")
     if state.swarm != manifest.swarm():
-        raise Rejected("swarm", "the state of another swarm")
+        raise Rejected(RejectReason.SWARM, "the state of another swarm")
     return state
 
 
@@ -153,9 +154,9 @@ def read_access_list(files: Files, manifest: Manifest) -> AccessList:
     except FileNotFoundError:
         return AccessList(swarm=manifest.swarm())
     if access_list.peer_id != manifest.peer_id:
-        raise Rejected("owner", "the list is not signed by the swarm's owner")
+        raise Rejected(RejectReason.OWNER, "the list is not signed by the swarm's owner")
     if access_list.swarm != manifest.swarm():
-        raise Rejected("swarm", "the list of another swarm")
+        raise Rejected(RejectReason.SWARM, "the list of another swarm")
     return access_list
 
 
@@ -301,7 +302,7 @@ class FolderExchange:
                     publication = self._cache[key]
                     if publication is not None and (why := self.refusal(publication.peer_id)):
                         publication = self._cache[key] = None
-                        self.on_reject(node, "admission", f"its author is not admitted ({why})")
+                        self.on_reject(node, RejectReason.ADMISSION, f"its author is not admitted ({why})")
                     if publication is not None:
                         yield publication
                 elif in_order and not last_look:
@@ -320,7 +321,7 @@ class FolderExchange:
             return
         try:
             if not SAFE_NAME.fullmatch(node):
-                raise Rejected("name", "no name for a node")
+                raise Rejected(RejectReason.NAME, "no name for a node")
             data = self.files.read(rollouts_path(round, stage, node), self.manifest.limits.file_bytes)
             self._cache[key] = self._checked(data, key)
         except FileNotFoundError:
@@ -330,7 +331,8 @@ class FolderExchange:
             self._tries[key] = (tries + 1, first_try, now + pause)
             if now - first_try >= GIVE_UP_AFTER:
                 self._cache[key] = None
-                self.on_reject(node, getattr(error, "reason", "unreadable"), str(error))
+                reason = error.reason if isinstance(error, Rejected) else RejectReason.UNREADABLE
+                self.on_reject(node, reason, str(error))
         except Rejected as error:
             self._cache[key] = None
             self.on_reject(node, error.reason, str(error))
@@ -338,10 +340,10 @@ class FolderExchange:
     def _checked(self, data: bytes, key: tuple[int, int, str]) -> Publication:
         publication = unseal(data, Publication, self.manifest.limits.file_bytes)
         if publication.swarm != self.manifest.swarm():
-            raise Rejected("swarm", "published for another swarm")
+            raise Rejected(RejectReason.SWARM, "published for another swarm")
         if (publication.round, publication.stage, publication.node) != key:
             raise Rejected(
-                "place",
+                RejectReason.PLACE,
                 f"published for round {publication.round}, stage {publication.stage} by {quoted(publication.node)}",
             )
         return publication

@@ -43,6 +43,7 @@ from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import PeerInfo, Refusal, Report, Rules, StageRecord, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Incomplete, Rejected, seal, unseal, unseal_with_digest
@@ -334,15 +335,15 @@ class RoundServer:
     def _check(self, record: PeerInfo | Report, node: str, state: State) -> None:
         """A peer speaks under one node name, and nobody else under that name."""
         if record.swarm != self.swarm:
-            raise Rejected("swarm", "written for another swarm")
+            raise Rejected(RejectReason.SWARM, "written for another swarm")
         if record.node != node:
-            raise Rejected("place", f"written by {quoted(record.node)}")
+            raise Rejected(RejectReason.PLACE, f"written by {quoted(record.node)}")
         if isinstance(record, Report) and (record.round, record.stage) != (state.round, state.stage):
-            raise Rejected("place", f"written for round {record.round}, stage {record.stage}")
+            raise Rejected(RejectReason.PLACE, f"written for round {record.round}, stage {record.stage}")
         for peer_id, member in state.members.items():
             if (peer_id == record.peer_id) != (member.node == node):
                 raise Rejected(
-                    "name", f"{peer_id} is {member.node}; this is of {record.peer_id}, who says it is {node}"
+                    RejectReason.NAME, f"{peer_id} is {member.node}; this is of {record.peer_id}, who says it is {node}"
                 )
 
     def _write_history(self, state: State, why: str, now: float) -> None:
@@ -544,7 +545,7 @@ def parse_history(data: bytes) -> tuple[list[StageRecord], int]:
     for line in filter(None, (line.rstrip() for line in io.BytesIO(data))):
         try:
             if len(line) < SHORTEST_ENDED:
-                raise Rejected("size")
+                raise Rejected(RejectReason.SIZE)
             ended.append(unseal(line, StageRecord))
         except Rejected:
             unreadable += 1

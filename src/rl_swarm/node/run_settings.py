@@ -14,6 +14,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.network.folder import MANIFEST, read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.wire import Id, Rejected, convert, decode, seal, unseal
 from rl_swarm.settings import SECRETS, Settings
 from rl_swarm.storage.files import Files, LocalFiles, Refused
@@ -104,5 +105,5 @@ def read(files: Files, manifest: Manifest) -> RunSettings:
     """Reads the settings in a run's folder, if its owner has signed them; raises `OSError` or `Rejected`."""
     found = unseal(files.read(SETTINGS_FILE, SETTINGS_BYTES), RunSettings, SETTINGS_BYTES)
     if (found.peer_id, found.swarm) != (manifest.peer_id, manifest.swarm()):
-        raise Rejected("owner", "not signed by the swarm's owner")
+        raise Rejected(RejectReason.OWNER, "not signed by the swarm's owner")
     return found

@@ -1,6 +1,6 @@
 """Runs many nodes on one machine: starts them, restarts the ones that die, stops them all.
 
-On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
+On a CPU the children are forked from a server process that has imported torch once (`processes.py`); with a GPU each
 starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.
 """
 
@@ -224,7 +224,7 @@ def worker_settings(settings: Settings) -> dict[str, Settings]:
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
     base = Path(settings.identity_path).absolute()
     owner = Identity.load_or_create(base).peer_id
-    roles = environments.named(settings.environment).cast(settings.nodes)
+    roles = environments.named(settings.environment).assign_roles(settings.nodes)
     workers = {}
     for number in range(1, settings.nodes + 1):
         first = number == 1 and settings.network == "folder"  # among peers the coordinator is one of its own

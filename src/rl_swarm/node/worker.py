@@ -39,7 +39,7 @@ from rl_swarm.telemetry.journal import Journal
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment, Role
     from rl_swarm.learning.checkpoints import Checkpoints, Place
-    from rl_swarm.learning.parallel.sharing import Sharing
+    from rl_swarm.learning.parallel.shared_device import SharedDevice
     from rl_swarm.learning.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has fa
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
 
-def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None) -> None:
+def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None" = None) -> None:
     """Joins the swarm at the address and trains until it has finished or `stop` is set."""
     with explained(address):
         _join(locate(address), settings, stop, sharing)
@@ -57,9 +57,9 @@ def join(address: Path | str, settings: Settings, stop: threading.Event, sharing
 
 def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
     """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
-    from rl_swarm.learning.parallel.sharing import Sharing, own_stream
+    from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 
-    sharing, failures = Sharing(len(workers)), list[Exception]()
+    sharing, failures = SharedDevice(len(workers)), list[Exception]()
 
     def run(settings: Settings) -> None:
         try:
@@ -151,7 +151,7 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
         raise NetworkError(f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder.") from error
 
 
-def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
+def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
     others = sinks.wanted(settings, os.environ)
@@ -166,7 +166,7 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
                 "other's "
                 "rollouts before they learn. Use `stage` or `generation`."
             )
-        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).hears:
+        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
                 "in "
@@ -210,7 +210,7 @@ def _take_part(
     address: Address,
     settings: Settings,
     stop: threading.Event,
-    sharing: "Sharing | None",
+    sharing: "SharedDevice | None",
     identity: Identity,
     name: str,
     manifest: Manifest,
@@ -244,7 +244,7 @@ def _take_part(
         log.warning("no checkpoint of this node can be used: it starts again from the base model, %s", policy.name)
     settings = policy.settings  # `auto` has become a model
     environment = environments.made(manifest)
-    environment.settle(settings, other_models(settings))
+    environment.configure(settings, other_models(settings))
     role = role_kind(environment)
     devices = devices_of(policy.device, settings)
     node = Node(
@@ -262,7 +262,7 @@ def _take_part(
             identity,
             shown,
             stop,
-            lambda *why: node.reject(*why),
+            lambda *why: node.intake.reject(*why),
             settings.poll_interval,
             settings.fetch_max_peers,
             coordinator.refusal,
@@ -278,7 +278,7 @@ def _take_part(
     if place:
         journal.restore(place.logs)
         node.done = (place.round, place.stage)
-        node.standing.restore(place.standing)
+        node.intake.reputation.restore(place.standing)
         role.restore({} if place.role is msgspec.UNSET else place.role)
     journal.event(
         "resumed" if place else "joined",
@@ -382,14 +382,14 @@ def _restored(
     swarm: str,
     settings: Settings,
     system_prompt: str,
-    sharing: "Sharing | None",
+    sharing: "SharedDevice | None",
 ) -> "tuple[Policy, Place | None]":
     """The policy of the newest checkpoint that can be used, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
-    from rl_swarm.learning.parallel.data_parallel import DataParallelLeader
+    from rl_swarm.learning.parallel.data_parallel import DataParallelPolicy
     from rl_swarm.learning.policy import Policy
 
-    load = DataParallelLeader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
+    load = DataParallelPolicy.load if settings.devices_per_node > 1 else partial(Policy.load, shared=sharing)
     for saved in checkpoints.written(swarm):
         place = saved.place
         model = place.model if settings.model == "auto" else settings.model
@@ -401,7 +401,7 @@ def _restored(
             policy = load(same, system_prompt, folder)
             restore_optimizer(policy, folder)
         except (ModelError, CheckpointError) as error:
-            log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
+            log.warning("the checkpoint of round %d is skipped: %s", place.round, error)
             continue
         policy.version = place.policy_version
         return policy, place

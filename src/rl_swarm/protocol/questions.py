@@ -17,12 +17,12 @@ class Question:
     answer: str | None
     stage: int = 0
     role: str = ""  # of who answers it; empty for the ordinary one
-    parents: tuple["Statement", ...] = ()  # what it answers to
+    parents: tuple["PeerMessage", ...] = ()  # what it answers to
 
 
 @dataclass(frozen=True)
-class Statement:
-    """A rollout of an earlier stage: signed by a member, its question made again here. Its texts are a stranger's."""
+class PeerMessage:
+    """Holds a peer's rollout of an earlier stage, signed, its question made again. Its texts are a stranger's."""
 
     digest: str
     peer_id: str
@@ -30,8 +30,8 @@ class Statement:
     texts: tuple[str, ...]
     number: int = 0  # among its author's questions in that stage
 
-    def lot(self, seed: int) -> int:
-        """A number drawn for it by a seed: by who said it and where, so that no text is likelier to be drawn."""
+    def draw_key(self, seed: int) -> int:
+        """Draw a number from a seed, its author and its place, so that no text is likelier to be drawn."""
         place = f"{seed} {self.peer_id} {self.question.stage} {self.number}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
 

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.protocol.wire import Rejected, convert
+from rl_swarm.protocol.wire import UNREADABLE, Rejected, convert
 from rl_swarm.scoring.lockdown import describe
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class ScoringProcess:
             try:
                 for score in self._ask(who, request, SCORE_SECONDS, left):
                     if len(scores) == len(items):
-                        raise Rejected("score", "more scores than answers")
+                        raise Rejected(RejectReason.SCHEMA, "more scores than answers")
                     scores.append(convert(score, float))
                 break
             except ScorerGone:
@@ -255,7 +256,7 @@ class ScoringProcess:
                 for line in lines:
                     try:
                         reply = msgspec.json.decode(line)
-                    except msgspec.DecodeError as error:
+                    except UNREADABLE as error:
                         raise ScorerBroke("its answer is not JSON") from error
                     if not isinstance(reply, dict) or not reply.keys() & {"end", "error", "broke", "gone"}:
                         yield reply

@@ -16,6 +16,7 @@ Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measu
 Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 50)]
 Stage = Annotated[int, Meta(ge=0, lt=64)]
+After = Annotated[int, Meta(ge=-1, lt=1 << 53)]  # the round after which something was measured
 
 
 class Seconds(msgspec.Struct, frozen=True, gc=False):
@@ -102,31 +103,31 @@ class AnsweredQuestion(msgspec.Struct, frozen=True):
     prompt: str
     answer: str | None
     completion: str
-    reward: float
+    reward: Number
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     """A score on the held-out questions."""
 
-    questions: int
-    samples: int | None = None  # answers to every question
-    temperature: float | None = None
-    sampled: float
-    greedy: float | None
-    well_formed: float  # share of the sampled answers
-    accuracy_well_formed: float  # reward among those
-    by_task: dict[str, float]  # sampled
-    greedy_by_task: dict[str, float]
-    well_formed_by_task: dict[str, float]
-    accuracy_well_formed_by_task: dict[str, float]
+    questions: Groups
+    samples: Groups | None = None  # answers to every question
+    temperature: Number | None = None
+    sampled: Number
+    greedy: Number | None
+    well_formed: Number  # share of the sampled answers
+    accuracy_well_formed: Number  # reward among those
+    by_task: dict[str, Number]  # sampled
+    greedy_by_task: dict[str, Number]
+    well_formed_by_task: dict[str, Number]
+    accuracy_well_formed_by_task: dict[str, Number]
     examples: list[AnsweredQuestion]
 
 
 class HeldOutRecord(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="held_out"):
     """A held-out score in the log of a node."""
 
-    when: str  # start, now or end
-    round: int  # after which it was measured; -1: before the first
+    when: Id  # start, now or end
+    round: After  # -1: before the first
 
 
 def line_of(record: RoundRecord | HeldOutRecord) -> dict[str, object]:

@@ -42,7 +42,7 @@ def test_it_is_small_and_known(policy):
 def test_prompts_and_programs_are_short(policy, coding):
     questions = coding.questions(range(100))
     assert mean([len(policy.prompt_ids(question.prompt)) for question in questions]) < 40
-    lengths = sorted(len(policy.reader.text_ids(fenced(question.answer))) + 1 for question in questions)
+    lengths = sorted(len(policy.tokenization.text_ids(fenced(question.answer))) + 1 for question in questions)
     assert mean(lengths) < 30 and lengths[95] <= policy.settings.completion_tokens()
     assert len(policy.prompt_ids(prompts.proposer_prompt("easy", "lists"))) < 12
 

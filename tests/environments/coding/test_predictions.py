@@ -8,7 +8,7 @@ from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.mutations import slips
 from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.word_probability import BATCH_TOKENS, LONGEST_PROMPT
+from rl_swarm.learning.word_probability import BATCH_TOKENS, MAX_PROMPT
 from rl_swarm.settings import Settings
 
 FORGERIES = {
@@ -61,7 +61,7 @@ def test_nobody_takes_more_time_than_there_is(policy, pairs, monkeypatch):
     (task, program), long = pairs[0][0], "\N{GRINNING FACE}" * 4000
     found = probabilities(policy, [(task, long), (task, program), (task, long), *pairs[1]])
     assert found[0] == found[2] == 0.5 != found[1] and len(found) == 51
-    assert max(width for _, width in read) <= LONGEST_PROMPT
+    assert max(width for _, width in read) <= MAX_PROMPT
     assert max(rows * width for rows, width in read) <= BATCH_TOKENS
     read.clear()
     assert probabilities(policy, [(task, long), *pairs[1]], seconds=-1.0) == [0.5] and not read

@@ -156,7 +156,7 @@ def test_bad_rows_are_left_out(tmp_path):
         good,
     ]
     path = write(tmp_path / "rows.jsonl", rows)
-    path.write_text(path.read_text() + "{\n" + "[" * 100_000 + "\n\n")
+    path.write_bytes(path.read_bytes() + b"{\n" + b"[" * 100_000 + b'\n{"text": "\xff"}\n\n')
     assert [task.name for task in load(Task("mbpp", config={"file": "rows.jsonl"}), tmp_path)] == ["mbpp/3"]
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.protocol.tasks import Task, TaskError
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.scoring.sandbox.literals import read
 from rl_swarm.scoring.sandbox.sandbox import Test
 
@@ -297,7 +298,7 @@ def _lines(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]]:
             if line.strip():
                 try:
                     row = decode(line)
-                except (msgspec.DecodeError, RecursionError):
+                except UNREADABLE:
                     row = None
                 yield len(line), row
 

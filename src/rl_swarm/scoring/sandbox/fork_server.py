@@ -128,7 +128,7 @@ def run(channel: int) -> None:
         return line[0] == "="
 
     def define() -> str:
-        exec(compile(code, "solution", "exec"), module.__dict__)
+        exec(compile(code, "solution", "exec"), module.__dict__)  # noqa: S102  # in the sandbox
         return ""
 
     if reply(define):
@@ -137,7 +137,7 @@ def run(channel: int) -> None:
 
 
 def value_of(call: str, names: dict[str, object]) -> str:
-    return write(eval(compile(call, "test", "eval"), names))
+    return write(eval(compile(call, "test", "eval"), names))  # noqa: S307  # in the sandbox
 
 
 def complaint(error: BaseException) -> str:
