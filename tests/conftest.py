@@ -29,8 +29,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under `nohup`; what a t
 
 # Tests of these files share nothing and take long: each goes to whichever worker is free. All other files stay whole.
 SPREAD = (
-    "test_shared_folder.py", "test_stopping.py", "test_swarm.py", "test_peers.py", "test_url_swarm.py", "test_mistakes.py",
-    "test_cli.py",
+    "test_shared_folder.py", "test_stopping.py", "test_swarm.py", "test_peers.py", "test_url_swarm.py",
+    "test_mistakes.py", "test_cli.py",
 )  # fmt: skip
 # What takes longest begins first, so that no worker is left with it at the end.
 LONG = (
