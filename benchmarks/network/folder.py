@@ -38,7 +38,7 @@ from rl_swarm.network.address import locate
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.network.presence import Watch
 from rl_swarm.network.round_server import RoundServer
-from rl_swarm.node.worker import signs_of_life
+from rl_swarm.node.worker import heartbeats
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive_seed, question_seed
 from rl_swarm.protocol.rollouts import Group, Publication, Sampling, to_answers
@@ -171,7 +171,7 @@ class Node:
         self.coordinator.register(peer)
         watch = Watch(self.coordinator.files, self.name, self.identity, self.manifest.swarm())
         life = self.manifest.peer_timeout / 4
-        with signs_of_life(self.coordinator, peer, life, self.coordinator.stop, watch):
+        with heartbeats(self.coordinator, peer, life, self.coordinator.stop, watch):
             while (state := self.coordinator.wait_for(done)) is not None and state.phase == "running":
                 noticed = time.monotonic() - max(self.tally.stages[-1], free_since)
                 done = (state.round, state.stage)

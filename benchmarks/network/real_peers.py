@@ -39,7 +39,7 @@ from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.network.presence import Watch
 from rl_swarm.node.node import Stopped
-from rl_swarm.node.worker import signs_of_life
+from rl_swarm.node.worker import heartbeats
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import seal
@@ -160,7 +160,7 @@ class Peer:
             peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)
             self.ready.set()
-            alive = signs_of_life(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch)  # type: ignore[arg-type]
+            alive = heartbeats(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch)  # type: ignore[arg-type]
             with alive, suppress(Stopped):
                 node.run()
 

@@ -41,7 +41,7 @@ class Outcome:
     external: int = 0  # groups of others that honest nodes learned from
     hostile: int = 0  # of them, the attack's
     node_rounds: int = 0
-    empty: int = 0  # of them, those with nothing from anybody
+    empty: int = 0  # of them, those without any external group
     waited: float = 0.0  # seconds from the attackers' turn to the end of the round, per round
     canary: bool = False
 

@@ -42,7 +42,7 @@ AIMS: dict[Aim, str] = {
     "score": "held-out score lost, as a part of what the baseline has",
     "learned": "share of the attack's rollouts that some honest node learned from",
     "cut": "share of honest nodes' answers that reach the token limit, end minus start",
-    "lost": "share of the rounds in which an honest node got nothing from anybody",
+    "lost": "share of the rounds in which an honest node accepted no external group",
     "time": "seconds lost per round, as a part of the peer timeout",
     "canary": "an answer was run as code: 1 if it left its file",
 }

@@ -91,11 +91,11 @@ class FaultRunner:
             over = self.round >= self.rounds
             if over and last == math.inf:
                 last = time.monotonic() + LAST_SECONDS
-            if over and not self._anybody_left():
+            if over and not self._any_left():
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _anybody_left(self) -> bool:
+    def _any_left(self) -> bool:
         """Return whether nodes still end or return. Among peers no node is left to return to after the last round."""
         if self.network == "p2p":
             return any(process.runs and process.in_place for process in self.nodes.values())

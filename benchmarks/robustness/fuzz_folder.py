@@ -209,7 +209,7 @@ class Scene:
         self.exchange._cache.clear()
         for found in self.exchange.collect(1, 0, ["alice", "bob", "../outside/secret"]):
             if found.peer_id != ALICE.peer_id or found.rollouts != PUBLICATION.rollouts:
-                raise Harm("a publication was believed that nobody signed")
+                raise Harm("an unsigned publication was accepted")
 
     def do_register(self) -> None:
         made = PeerInfo(
@@ -227,7 +227,7 @@ class Scene:
     def do_look_at_state(self) -> None:
         state = self.coordinator.current()
         if state.phase != "waiting" and state.peer_id != OWNER.peer_id:
-            raise Harm("a state was believed that the owner did not sign")
+            raise Harm("a state without the signature of the owner was accepted")
 
     def do_conduct(self) -> None:
         if self.round_server is None or self.rng.random() < 0.2:

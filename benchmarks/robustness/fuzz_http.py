@@ -36,7 +36,7 @@ SETUP = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
 from rl_swarm.web import connections, server
-connections.HEAD_SECONDS = connections.BODY_SECONDS = connections.TAKE_SECONDS = {SECONDS}.0
+connections.HEAD_SECONDS = connections.BODY_SECONDS = connections.WRITE_SECONDS = {SECONDS}.0
 connections.IDLE_SECONDS = {SECONDS}
 """
 MAIN = "\nserver._main(sys.argv[1], int(sys.argv[2]))\n"

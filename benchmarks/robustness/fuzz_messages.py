@@ -312,9 +312,9 @@ def read(message: Message) -> tuple[str, str]:
     except Rejected as error:
         return error.reason, str(error)
     if message.unaltered is not None and found != message.unaltered:
-        raise Harm("a document that was altered on its way was believed")
+        raise Harm("a document that was altered on its way was accepted")
     if getattr(found, "peer_id", None) not in (*AUTHORS, message.author):
-        raise Harm("a record was believed that nobody here signed")
+        raise Harm("a record was accepted that no identity here signed")
     return "", ""
 
 

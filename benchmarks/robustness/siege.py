@@ -1,4 +1,4 @@
-"""Besieges a swarm of real nodes in every known way at once, beside a twin that nobody attacks.
+"""Besieges a swarm of real nodes in every known way at once, beside a twin without attacks.
 
     python -m benchmarks.robustness.siege --network p2p --minutes 10 --nodes 8 --seed 0 [--json FILE]
     python -m benchmarks.robustness.siege --network folder --minutes 10 --nodes 8 --seed 0

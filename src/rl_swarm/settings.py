@@ -418,7 +418,7 @@ def all_settings() -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def tellable(values: Mapping[str, object]) -> dict[str, object]:
+def public_settings(values: Mapping[str, object]) -> dict[str, object]:
     """The settings that others may see: numbers and choices. Free text may be a secret or a path."""
     choices = {s.name for s in all_settings() if get_origin(get_args(s.kind)[0]) is Literal}
     choices |= {"environment", "role"}

@@ -13,7 +13,7 @@ from rl_swarm.config.table import settings_table
 from rl_swarm.environments import task_list
 from rl_swarm.environments.presets import PRESETS
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import SECRETS, TEST_MODE, UP_PRESET, ConfigError, Settings, all_settings, tellable
+from rl_swarm.settings import SECRETS, TEST_MODE, UP_PRESET, ConfigError, Settings, all_settings, public_settings
 
 DOCS = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -318,7 +318,7 @@ def test_a_token_is_long_enough_and_never_told(tmp_path):
         assert "SWARM_WEB_TOKEN" in said and token not in said
     token = settings(SWARM_WEB_TOKEN="correct-horse-battery").web_token
     assert token == "correct-horse-battery"
-    assert tellable(dict.fromkeys(SECRETS, token)) == {}
+    assert public_settings(dict.fromkeys(SECRETS, token)) == {}
     file = tmp_path / "numbers.yaml"
     file.write_text("web_token: 123456789012")
     said = refusal(config_file=file)

@@ -15,10 +15,10 @@ from rl_swarm.environments.base import FollowUp, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
 from rl_swarm.learning.policy import Policy
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.drawing import Drawing
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.local import LocalExchange
 from rl_swarm.node.node import Node
@@ -201,19 +201,19 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
     seen = status(tmp_path, tmp_path / "r")
     assert len(seen["reward_by_stage"]) == 3 and all(0 <= reward <= 1 for reward in seen["reward_by_stage"])
     console = Console(file=io.StringIO(), width=100)
-    console.print((drawing := Drawing(RunView(tmp_path / "r"))).look() and drawing.draw(100))
+    console.print((drawing := Drawing(RunView(tmp_path / "r"))).refresh() and drawing.draw(100))
     figures = ", ".join(f"{reward:.2f}" for reward in seen["reward_by_stage"])
     assert "stage 3/3" in console.file.getvalue() and f"by stage {figures}" in console.file.getvalue()
     code, output = run(tmp_path, "validate", "r", "--rounds", "2", "--nodes", "3")
     assert code == 0, output
 
     follower = Follower(RunView.open(tmp_path / "r"))
-    follower.look()
-    told = telling.overview(follower)
+    follower.poll()
+    told = snapshot.overview(follower)
     assert told.stages == 3 and told.reward_by_stage == pytest.approx(seen["reward_by_stage"])
-    assert telling.lines(follower, "reward_local.stage_2").mean
-    texts = Texts(follower)
-    page = texts.page(Wanted(round=1), None, 100)
+    assert snapshot.lines(follower, "reward_local.stage_2").mean
+    texts = RolloutReader(follower)
+    page = texts.page(RolloutFilter(round=1), None, 100)
     texts.close()
     assert [row.stage for row in page.rollouts] == [2] * 6 + [1] * 6 + [0] * 6
     assert all(row.task and row.answer for row in page.rollouts), "made again from what peers said"

@@ -77,7 +77,7 @@ def test_nobody_takes_the_name_of_one_that_comes_with_the_package(install) -> No
     [
         ("court = others:Nothing", "cannot be imported"),
         ("court = others.missing:Court", "cannot be imported"),
-        ("court = others:ROLES", "is no class made from"),
+        ("court = others:ROLES", "is not a subclass of"),
         ("yard = others:Court", "no installed package registers the entry point 'court'"),
     ],
 )

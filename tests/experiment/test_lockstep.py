@@ -10,9 +10,9 @@ from small_models import save_small
 
 from rl_swarm.environments import task_list
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.lockstep import LockstepSwarm, OneByOne, RunMember, rewind
+from rl_swarm.experiment.batched_engine import BatchedEngine
+from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember, SequentialEngine, rewind
 from rl_swarm.experiment.run import is_finished, play
-from rl_swarm.experiment.together import Together
 from rl_swarm.network.folder import read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.settings import UP_PRESET, Settings
@@ -126,7 +126,7 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
 
     calls: list[tuple[str, int]] = []
 
-    class Counting(OneByOne):
+    class Counting(SequentialEngine):
         def sample(self, work) -> None:
             calls.append(("sample", len(work)))
             super().sample(work)
@@ -149,7 +149,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
     owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
     for name, last in (("whole", 9), ("stopped", 0), ("stopped", 9)):
         stop.clear()
-        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=Together)
+        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=BatchedEngine)
         finished = swarm.run(stop, lambda swarm, last=last: stop.set() if swarm.done == last else None)
         swarm.close()
         assert finished == (last == 9)
@@ -159,6 +159,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
     assert len(rounds) == 6 and any(line["grad_norm"] > 0 for line in rounds)
 
 
+@pytest.mark.processes
 def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> None:
     each = {
         "1": {"tasks": "gcd", "learning_rate": "3e-4"},
@@ -176,6 +177,7 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 
 
+@pytest.mark.processes
 def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: Path) -> None:
     save_small(tmp_path / "other")
     wanted = job(
@@ -194,6 +196,7 @@ def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: 
     assert set(first[0]["by_task"]) == set(second[0]["by_task"]), "both are asked the swarm's tasks"
 
 
+@pytest.mark.processes
 def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path: Path) -> None:
     once = played(job(Arm(4, 0, "alone"), rounds=1, nodes=2, generations=8), tmp_path / "once")
     twice = played(job(Arm(4, 0, "alone", epochs=2), rounds=1, nodes=2, generations=8), tmp_path / "twice")

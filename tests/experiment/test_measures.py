@@ -235,10 +235,10 @@ HELD_OUT = {
     ],
 )
 def test_a_line_that_no_node_writes_changes_no_figure_and_is_named_by_the_report(experiment: Path, line: bytes) -> None:
-    before = followed(experiment).told()
+    before = followed(experiment).state()
     for path in experiment.glob("runs/*/logs/ann/metrics.jsonl"):
         path.write_bytes(path.read_bytes() + line + b"\n")
-    assert followed(experiment).told() == before
+    assert followed(experiment).state() == before
     with pytest.raises(UserError, match=r"metrics\.jsonl: a line cannot be read"):
         report.find([experiment])
 
@@ -251,7 +251,7 @@ def test_a_first_score_that_others_moved_or_emptied_ends_nothing(experiment: Pat
             if line["kind"] == "held_out":
                 line |= {"by_task": {}, "round": 1000 if number else line["round"]}
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert followed(experiment).told().phase
+    assert followed(experiment).state().phase
     try:
         text.whole(report.as_numbers(report.find([experiment])), {})
     except UserError as error:

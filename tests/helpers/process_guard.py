@@ -19,8 +19,8 @@ TESTS = os.path.dirname(os.path.dirname(__file__))
 EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
 STARTERS = {  # modules, functions and classes that start a process
     "subprocess", "multiprocessing", "fork", "forkpty",
-    "Coding", "DataParallelLeader", "Debate", "LockstepSwarm", "NotebookClient", "PeerEngine", "Reasoning", "Sandbox",
-    "ScoringProcess", "SharedScorer", "attack_swarm", "available", "from_settings", "warmup",
+    "Coding", "DataParallelPolicy", "Debate", "KernelManager", "LockstepSwarm", "NotebookClient", "PeerEngine",
+    "Reasoning", "Sandbox", "ScoringProcess", "SharedScorer", "attack_swarm", "burn_beside", "visible_gpus",
 }  # fmt: skip
 _current: pytest.Item | None = None
 _started: list[str] = []

@@ -379,4 +379,4 @@ def test_the_owner_decides_by_url_who_takes_part(url, capsys):
     assert folder.read_access_list(files, manifest).allowed == [me]
     admission.change(url, OWNER, me, allow=False)
     admission.members(url, as_json=False)
-    assert f"{me}  " in (told := capsys.readouterr().out) and "kept out" in told
+    assert f"{me}  " in (told := capsys.readouterr().out) and "refused" in told

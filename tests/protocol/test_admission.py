@@ -517,9 +517,9 @@ def test_a_private_swarm_from_its_founding_to_a_denial(tmp_path):
         output, _ = node.communicate(timeout=240)
         assert node.returncode == 1 and "its owner has denied this node" in output, output
         assert list(address.glob("checkpoints/round_*/*/model.safetensors")), "what it had learned is saved"
-        assert "kept out: denied" in run(tmp_path, "members", str(address))[1]
+        assert "refused: denied" in run(tmp_path, "members", str(address))[1]
         assert run(tmp_path, "allow", str(address), me)[0] == 0
-        assert "kept out" not in run(tmp_path, "members", str(address))[1]
+        assert "refused" not in run(tmp_path, "members", str(address))[1]
     finally:
         end(coordinator)
         if node is not None:

@@ -138,7 +138,7 @@ def test_a_report_is_a_sign_of_life():
     assert advance(state, rules(), 18.1 + TIMEOUT)[1] == "everyone"
 
 
-def test_signs_of_life_keep_a_slow_member_awaited():
+def test_heartbeats_keep_a_slow_member_awaited():
     state = reported(running("a", "b"), report("a"), now=1.0)
     for now in (9.0, 18.0, 27.0):
         state = record_presence(state, "b", "node-b", now)
@@ -177,7 +177,7 @@ def stage_with_a_silent_sloth(state, life, began, in_time=False):
         ("deadline", INTERVAL, "deadline"),
     ],
 )
-def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
+def test_who_gives_heartbeats_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
     life, now = rules(end, rounds=500), 0.0
     state = running("a", "b", rules=life)
     for number in range(MAX_MISSED):

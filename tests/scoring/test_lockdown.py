@@ -158,6 +158,7 @@ def test_a_thread_that_was_there_before_is_locked_as_well():
     assert lines[1] == "['refused', 'refused', 'refused']"
 
 
+@pytest.mark.processes
 def test_only_protections_that_hold_are_claimed():
     free = lockdown.probe()
     if sys.platform == "linux":

@@ -478,12 +478,13 @@ def test_the_best_isolation_that_holds_is_taken_and_code_is_refused_where_none_d
     assert "Code of models and strangers is not run here" in unfiltered
 
 
+@pytest.mark.processes
 def test_the_doctor_says_which_isolation_is_active():
     needs("namespaces")
     lines = list(doctor.code())
     assert lines[0] == (
         True,
-        f"programs of models and strangers run behind {sandbox.ISOLATIONS['namespaces']}",
+        f"programs of models and peers run behind {sandbox.ISOLATIONS['namespaces']}",
     )
 
 
@@ -494,7 +495,7 @@ def test_the_doctor_says_where_no_code_is_run_and_what_would_help():
     said = " ".join(told(without("unshare", "landlock") + hide + look).split())
     assert said.startswith("-- running code: only the environment coding needs it.")
     assert "not run here" in said and "pip install 'rl-swarm[monty]'" in said
-    assert said.endswith("All is well, but for the lines with --. Start with: rl-swarm up ended with 0")
+    assert said.endswith("All checks passed, except the lines with --. Start with: rl-swarm up ended with 0")
 
 
 def test_an_unknown_isolation_is_refused():

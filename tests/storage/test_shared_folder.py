@@ -5,6 +5,7 @@ swarm goes on.
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -38,6 +39,8 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import canonical, digest, seal
 from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry import logs as logs_module
+from rl_swarm.telemetry.logs import SwarmLog
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 UP = ["up", "--run", "r", "--nodes", "2", *QUICK]
@@ -161,6 +164,26 @@ def test_a_log_that_is_a_pipe_stops_nobody(tmp_path: Path, put) -> None:
     assert all(len(path.read_text().splitlines()) >= 6 for path in logs(tmp_path / "r")), "whole again at the end"
     assert status(tmp_path, tmp_path / "r")["phase"] == "finished"
     assert run(tmp_path, "validate", "r")[0] == 0
+
+
+def test_the_log_of_a_swarm_is_written_again_when_it_was_cut_or_is_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of terabytes takes no room on a disk, and lines that are added to it are lost to people."""
+    log = SwarmLog(tmp_path / "private.log", LocalFiles(tmp_path / "r"))
+    monkeypatch.setattr(logs_module, "REPAIR_SECONDS", 0.0)
+    copy = tmp_path / "r" / "logs" / "swarm.log"
+
+    def say(text: str) -> None:
+        log.emit(logging.LogRecord("rl_swarm", logging.INFO, "", 0, text, None, None))
+
+    for number in range(10):
+        say(f"line {number}")
+    for size in (0, 1 << 42):
+        os.truncate(copy, size)
+        say(f"after {size}")
+        assert copy.read_text() == (tmp_path / "private.log").read_text()
+    log.close()
 
 
 def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:

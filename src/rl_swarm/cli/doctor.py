@@ -1,4 +1,4 @@
-"""Says what this machine has, what is missing, and what to do about it."""
+"""Checks this machine: what it has, what is missing, and what to do about it."""
 
 import importlib.metadata
 import importlib.util
@@ -15,17 +15,24 @@ from rich.markup import escape
 
 from rl_swarm.config import resolve as config
 from rl_swarm.environments import task_list
+from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import locate
+from rl_swarm.network.p2p.joining import engine_of
+from rl_swarm.network.p2p.time_offset import compared
 from rl_swarm.plural import counted
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
+from rl_swarm.telemetry import otlp, sinks
+from rl_swarm.telemetry.export import Source
 
-# Whether all is well (None: not with something that only some need), and what was found.
+# True if it works, False if not, None if only some users need it; and a sentence.
 Finding = tuple[bool | None, str]
 SIGNS = {True: "[green]ok [/]", False: "[red]NO [/]", None: "[yellow]-- [/]"}
 
 
 def examine() -> int:
-    """Prints every finding; returns 1 if something needs doing."""
+    """Print every finding; return 1 if something needs doing."""
     console = Console(highlight=False)
     found = set[bool | None]()
     for title, look in CHECKS:
@@ -37,9 +44,9 @@ def examine() -> int:
             found.add(False)
             console.print(f"{SIGNS[False]} {title}: {escape(str(error))}")
     if False in found:
-        console.print("Something needs doing: see the lines with NO.")
+        console.print("Some checks failed: see the lines with NO.")
     else:
-        console.print(f"All is well{', but for the lines with --' * (None in found)}. Start with: rl-swarm up")
+        console.print(f"All checks passed{', except the lines with --' * (None in found)}. Start with: rl-swarm up")
     return int(False in found)
 
 
@@ -77,8 +84,6 @@ def model() -> Iterator[Finding]:
 
 
 def scoring() -> Iterator[Finding]:
-    from rl_swarm.environments.reasoning import Reasoning
-
     environment = Reasoning(task_list(config.load().settings))
     try:
         questions = environment.questions(range(8))
@@ -90,16 +95,14 @@ def scoring() -> Iterator[Finding]:
 
 
 def code() -> Iterator[Finding]:
-    """Which isolation is active, and why no better one is."""
-    from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
-
+    """Find which isolation is active, and why no better one is."""
     try:
         sandbox = Sandbox(workers=1)
     except UserError as error:
         yield None, f"only the environment coding needs it. {error}. Or let a model guess: GUESS_WITH=coder"
         return
     sandbox.close()
-    yield True, f"programs of models and strangers run behind {ISOLATIONS[sandbox.isolation]}"
+    yield True, f"programs of models and peers run behind {ISOLATIONS[sandbox.isolation]}"
     for offer in available():
         if offer.isolation == sandbox.isolation:
             return
@@ -132,12 +135,8 @@ def _store(address: str) -> Iterator[Finding]:
 
 
 def peer_to_peer() -> Iterator[Finding]:
-    """Starts the daemon as a node would, and asks those whom the settings name."""
-    from rl_swarm.network.p2p.joining import engine_of
-    from rl_swarm.network.p2p.time_offset import compared
-    from rl_swarm.protocol.identity import Identity
-
-    settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
+    """Start the daemon as a node would, and ask the peers that the settings name."""
+    settings = replace(config.load().settings, p2p_relay=False)  # do not ask the router for a port
     if importlib.util.find_spec("hivemind") is None:
         needed = settings.network == "p2p" or settings.p2p_initial_peers is not None
         yield (
@@ -155,9 +154,9 @@ def peer_to_peer() -> Iterator[Finding]:
                 engine.met.is_set(),
                 f"P2P_KNOWN={settings.p2p_initial_peers}: "
                 + (
-                    "somebody answers"
+                    "a peer answers"
                     if engine.met.is_set()
-                    else "nobody answers. Are the addresses right, and is the port open?"
+                    else "no peer answers. Are the addresses right, and is the port open?"
                 ),
             )
             if (clocks := compared(engine)) is not None:
@@ -165,8 +164,6 @@ def peer_to_peer() -> Iterator[Finding]:
 
 
 def identity() -> Iterator[Finding]:
-    from rl_swarm.protocol.identity import Identity
-
     path = Path(config.load().settings.identity_path)
     if not path.exists():
         yield True, f"{path} will be made at the first start"
@@ -180,14 +177,12 @@ def identity() -> Iterator[Finding]:
 
 
 def metrics() -> Iterator[Finding]:
-    """Asks the collector, and writes a record with each of the programs, aside and sending nothing."""
-    from rl_swarm.telemetry import otlp, sinks
-
-    wanted = sinks.wanted(config.load().settings, os.environ)
+    """Ask the collector, and let each sink write a record into a temporary folder, offline."""
+    wanted = sinks.requested(config.load().settings, os.environ)
     if not wanted:
         yield True, "to metrics.jsonl; METRICS_SINKS and OTEL_EXPORTER_OTLP_ENDPOINT are not set"
     for signal, variable in otlp.endpoints(os.environ).items():
-        reason = otlp.unanswered(signal)
+        reason = otlp.collector_problem(signal)
         yield not reason, f"{signal} to {variable}={os.environ[variable]}: {reason or 'it answers'}"
     mode = os.environ.get("WANDB_MODE") or "offline"
     for name in (name for name in wanted if name != "otlp"):
@@ -196,7 +191,7 @@ def metrics() -> Iterator[Finding]:
             for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(variable, None)
             try:
-                sink = sinks.open_sink(name, sinks.Source("doctor", "doctor", "doctor", "", Path(folder)))
+                sink = sinks.open_sink(name, Source("doctor", "doctor", "doctor", "", Path(folder)))
                 sink.write("round", {"round": 0, "reward": 1.0})
                 sink.close()
                 yield True, f"METRICS_SINKS: {name} works" + (f", {mode}" if name == "wandb" else "")

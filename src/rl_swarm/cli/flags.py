@@ -1,4 +1,4 @@
-"""Generates the flags of settings, so that a flag, its help and its type are what the schema says."""
+"""Generates flags from settings, so that a flag, its help and its type are what the schema says."""
 
 import inspect
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from rl_swarm.settings import Setting, all_settings, values_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# Flags that are not called as their setting is.
+# Flags whose names differ from their settings'.
 NAMES = {
     "environment": "--env",
     "web_host": "--host",

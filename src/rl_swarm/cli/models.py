@@ -15,7 +15,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
-from rl_swarm.learning.policy import Policy, other_models
+from rl_swarm.learning.policy import Policy, bundled, other_models
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.protocol.untrusted import printable
@@ -50,7 +50,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
         title_justify="left",
     )
     table.add_column("task")
-    for title in ("sampled", "greedy", "well-formed", "right then"):
+    for title in ("sampled", "greedy", "well-formed", "accuracy if\nwell-formed"):
         table.add_column(title, justify="right")
     for task, sampled in result.by_task.items():
         right = result.accuracy_well_formed_by_task.get(task, 0.0)
@@ -72,7 +72,7 @@ def chat(model: str, settings: Settings, prompt: str | None) -> None:
     if prompt is not None:
         print(answer(prompt))
         return
-    print(f"{model}, new at every question. Ctrl-D ends.")
+    print(f"{model}. Each question starts a new conversation. Ctrl-D ends.")
     while True:
         try:
             question = input("> ").strip()
@@ -90,7 +90,7 @@ class Row:
     pool: str
     parameters: int
     plan: memory.Plan
-    seconds: float  # of a round, about
+    seconds: float  # of a round, estimated
 
 
 def list_models(settings: Settings, as_json: bool) -> None:
@@ -111,7 +111,9 @@ def list_models(settings: Settings, as_json: bool) -> None:
     table = Table(box=None, padding=(0, 1))
     for title in ("model", "pool", "parameters", "needs", "fits", "a round"):
         left = title in ("model", "pool", "fits")
-        table.add_column(title, justify="left" if left else "right", overflow="fold")  # names are typed again
+        table.add_column(
+            title, justify="left" if left else "right", overflow="fold"
+        )  # so that names can be copied whole
     for row in rows:
         parameters, needs = f"{row.parameters / 1e6:,.0f} M", f"{row.plan.needed / GIB:.1f} GiB"
         fits = "yes" if row.plan.fits else "no"
@@ -120,8 +122,8 @@ def list_models(settings: Settings, as_json: bool) -> None:
     console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)
     console.print(
-        f"For one node with {settings.local_groups} questions and {settings.external_groups} groups from others a "
-        f"round, {settings.generations} answers each, all as long as allowed. Estimates: docs/hardware.md says how."
+        f"For one node with {settings.local_groups} questions and {settings.external_groups} peers' groups a round, "
+        f"{settings.generations} answers each, all of the maximum length. These are estimates: see docs/hardware.md."
     )
 
 
@@ -132,9 +134,7 @@ def duration(seconds: float) -> str:
 
 
 def for_model(model: str, settings: Settings) -> Settings:
-    """A checkpoint of a bundled model is asked the bundled model's questions unless told otherwise."""
-    from rl_swarm.learning.policy import bundled
-
+    """Ask a checkpoint of a bundled model the bundled model's questions, unless told otherwise."""
     name = bundled(model)
     if name is not None:
         tiny = name == "tiny" and settings.environment == "reasoning" and settings.tasks == "auto"

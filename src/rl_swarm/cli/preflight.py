@@ -1,4 +1,4 @@
-"""Checks what a run is to be started with, before there is a folder or a process of it. Loads no torch."""
+"""Checks settings before a run has a folder or a process. Loads no torch."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ GPU_SIGNS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and Wi
 
 
 def check(settings: Settings) -> None:
-    """Raises where a node could not work with these settings, as far as that is seen without loading a model."""
+    """Raise if a node could not work with these settings, as far as that shows without loading a model."""
     check_device(settings)
     lookup.check(settings.model, settings.hf_token)
     check_tasks(settings)
 
 
 def check_tasks(settings: Settings) -> None:
-    """Makes the tasks that the user named. Those of a preset are known to work."""
+    """Make the tasks that the user named. Those of a preset are known to work."""
     if settings.tasks == "auto" or (isinstance(settings.tasks, str) and settings.tasks in PRESETS):
         return
     environments.named(settings.environment)(task_list(settings), settings.partial_rewards).close()

@@ -1,4 +1,4 @@
-"""Starts a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
+"""Runs a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
 
 import os
 import random
@@ -24,10 +24,9 @@ from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.address import is_peer_address, is_url
 from rl_swarm.network.folder import MANIFEST, change_access_list
 from rl_swarm.network.presence import only_run_here
-from rl_swarm.node import run_settings
+from rl_swarm.node import run_settings, worker
 from rl_swarm.node.hub import outcomes
 from rl_swarm.node.swarm import SwarmError, SwarmProcesses, worker_settings
-from rl_swarm.node.worker import found
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -42,16 +41,16 @@ from rl_swarm.telemetry.logs import start_logging
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
-    """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
+    """Start a swarm, show it until it has finished or Ctrl-C, and sum up."""
     console = Console(highlight=False)
-    sinks.wanted(settings, os.environ)  # or an error, before anything is started
+    sinks.requested(settings, os.environ)  # raises before anything is started
     if resume is None:
         preflight.check(settings)
     root = resume or run or _new_run_directory()
     with only_run_here(root):
         if resume is None and (root / "manifest.json").exists():
             raise UserError(
-                f"--run {root}: there is a run already. Go on with `{program()} up --resume {quoted(root)}`."
+                f"--run {root}: there is a run already. Resume it with `{program()} up --resume {quoted(root)}`."
             )
         if resume is not None:
             _check_resumable(resume, settings, from_base)
@@ -66,7 +65,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     try:
         files = LocalFiles(root)
         files.make()
-        manifest = found(files, settings, root.name, owner)
+        manifest = worker.found(files, settings, root.name, owner)
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
         raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
@@ -77,21 +76,21 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     if settings.admission == "invited":
         _allow(files, manifest, owner, workers)
     swarm = SwarmProcesses(root, coordinator, workers)
-    begin = "Going on with" if resumed else "Starting"
+    begin = "Resuming" if resumed else "Starting"
     say(
         console,
         f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops "
         f"{'it' if settings.nodes == 1 else 'them'})",
     )
     if smollm2.needs_converting(settings.model):
-        say(console, f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
+        say(console, f"{settings.model} is converted into {smollm2.cached()} first: half a minute, once.")
     if settings.hub_repo and settings.hf_token:
         each = "-<node>" if settings.nodes > 1 else ""
         say(console, f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
     started = time.monotonic()
     try:
         _tend(swarm, root, settings, private_log, console, interrupted)
-    except SwarmError:  # what cannot work as it is set leaves no folder behind
+    except SwarmError:  # wrong settings leave no folder behind
         if new and not _has_worked(root, manifest, settings):
             _remove(root, manifest, settings)
         raise
@@ -114,13 +113,13 @@ def _tend(
     console: Console,
     interrupted: threading.Event,
 ) -> None:
-    """Runs the swarm until it has finished or is interrupted; its nodes have saved then, whatever happens here."""
+    """Run the swarm until it has finished or is interrupted. Its nodes have saved by then, whatever happens here."""
     try:
         swarm.start(interrupted)
         if interrupted.is_set():
             return
         with (
-            dashboard.beside(root, settings, private_log, console, interrupted),
+            dashboard.dashboard_of_run(root, settings, private_log, console, interrupted),
             LiveView(RunView(root), console) as live,
         ):
             while not interrupted.is_set() and swarm.tend():
@@ -130,29 +129,28 @@ def _tend(
     finally:
         try:
             if interrupted.is_set() and has_begun(root):
-                say(console, "Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
+                say(console, "Stopping: the nodes save their state. (Ctrl-C again ends them at once.)")
         finally:
             swarm.stop()
 
 
 def _stopped(view: RunView, root: Path) -> str:
-    """Says where a run was interrupted, and how it goes on."""
+    """Say where a run was interrupted, and how to resume it."""
     if view.manifest is None:
-        return "Stopped before the swarm was founded. Nothing is lost: start it again."
+        return "Stopped before the swarm was founded. Nothing is lost: start again."
     at = f"at round {view.state.round}" if has_begun(root) and view.state else "before the first round"
-    return f"Stopped {at}. Go on with: {program()} up --resume {quoted(root)}"
+    return f"Stopped {at}. Resume with: {program()} up --resume {quoted(root)}"
 
 
 def has_begun(root: Path) -> bool:
-    """Tells whether a round of the run has begun."""
+    """Return whether a round of the run has begun."""
     view = RunView(root)
     view.refresh_swarm()
     return view.state is not None and view.state.phase != "waiting"
 
 
 def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
-    """Raises where a run cannot go on. Asks before nodes that have learned begin again with the model they started
-    from."""
+    """Raise if a run cannot be resumed. Ask before trained nodes begin again with the base model."""
     view = RunView.open(root)
     if view.state is None:
         return
@@ -169,32 +167,31 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
     many = len(lost) > 1
     problem = (
         f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round "
-        f"{view.state.round}: "
-        f"{'they' if many else 'it'} would start again from the base model ({settings.model}), and what "
-        f"{'they' if many else 'it'} learned is lost."
+        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model ({settings.model}), "
+        f"and what {'they' if many else 'it'} learned is lost."
     )
     if not sys.stdin.isatty():
-        raise UserError(f"{problem} If that is meant, add --from-base.")
-    if not typer.confirm(f"{problem} Go on?"):
+        raise UserError(f"{problem} To accept that, add --from-base.")
+    if not typer.confirm(f"{problem} Continue?"):
         raise UserError(f"{root} was left as it is.")
 
 
 def _has_checkpoint(view: RunView, node: str, settings: Settings) -> bool:
-    """Tells whether a node of this user can go on from where it was, here or in the folder."""
+    """Return whether a node of this user has a checkpoint, here or in the folder."""
     assert view.manifest is not None
     own = LocalFiles(swarm_folder(settings, view.root, view.manifest.swarm()))
     return bool(own.names(f"{node}/checkpoints")) or bool(view.checkpoints(node))
 
 
 def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
-    """Tells whether anything was done in a run, by what is private of it: others may have changed the folder."""
+    """Return whether the run has done anything, by its private folder: members may have changed the shared one."""
     own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
     begun = bool(own.names("coordinator"))  # its state or its history
     return begun or any(own.names(f"{node}/checkpoints") for node in own.names(""))
 
 
 def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
-    """Removes a run, and what is private of it."""
+    """Remove a run and its private folder."""
     if manifest is not None:
         own = swarm_folder(settings, root, manifest.swarm())
         LocalFiles(own.parent).remove(own.name)
@@ -203,15 +200,13 @@ def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
 
 
 def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
-    """Puts the nodes of a swarm of invited peers on its owner's list."""
+    """Put the nodes of a swarm of invited peers on its owner's list."""
     peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
     change_access_list(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
-def alone(role: str, address: Path | str, settings: Settings) -> None:
-    """One process of a swarm, with its log on the terminal."""
-    from rl_swarm.node import worker
-
+def run_process(role: str, address: Path | str, settings: Settings) -> None:
+    """Run one process of a swarm, with its log on the terminal."""
     if is_peer_address(str(address)):
         raise UserError(f"{address} is the address of a peer. Write p2p:// before it: p2p://{address}")
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():

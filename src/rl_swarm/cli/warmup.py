@@ -27,7 +27,7 @@ from rl_swarm.telemetry.schema import HeldOut
 
 
 class WarmUp(msgspec.Struct, frozen=True):
-    """What a warm-up did."""
+    """Holds the result of a warm-up."""
 
     model: str
     out: str
@@ -76,7 +76,7 @@ def warmup(
 
 
 def prepare(out: Path) -> None:
-    """Says now what would only be found out after minutes of training."""
+    """Raise now if the result could not be written after minutes of training."""
     if out.exists():
         raise WarmUpError(f"--out {out}: it exists already. Give another directory, or remove it first.")
     try:
@@ -115,7 +115,7 @@ def _warm_up(
             held_out = environment.held_out(questions)
         if not made:
             raise WarmUpError(f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks.")
-        with status(f"answering {len(held_out)} questions as it is"):
+        with status(f"answering {len(held_out)} questions before"):
             before = score(policy, environment, held_out, samples, greedy=False)
         steps = step_count(len(made), epochs)
         losses: list[float] = []

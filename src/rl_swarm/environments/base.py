@@ -47,7 +47,7 @@ class FollowUp:
 
 
 class LanguageModel(Protocol):
-    """The part of a model that environments and roles may use."""
+    """Offers environments and roles the part of a model that they may use."""
 
     @property
     def name(self) -> str: ...

@@ -362,9 +362,6 @@ class Published:
     def run(self) -> None: ...
 
 
-Work = SampleRequest | Published | TrainRequest
-
-
 def update_batches(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
     """Split the groups of a round into one batch per update, at least one."""
     if not size:

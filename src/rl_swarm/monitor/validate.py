@@ -2,9 +2,9 @@
 
 `validate_peers.py` checks a swarm among peers, which may still be running.
 
-What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
-altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when
-the node's events explain them.
+The coordinator's signed history says which reports it counted, and everything else must fit it. A report that was
+altered, removed or forged is an error, and so is a missing round or a log that disagrees. Gaps are fine when the node's
+events explain them.
 """
 
 import random
@@ -36,7 +36,7 @@ from rl_swarm.telemetry.schema import RoundRecord
 
 T = TypeVar("T")
 
-MAX_OTHERS = 50  # publications of peers that are no members, read to tell of them
+MAX_OTHERS = 50  # publications of other peers, read for notes
 RESCORED = 24  # publications
 
 
@@ -67,7 +67,7 @@ class ValidatedRun:
     manifest: Manifest
     state: State
     history: list[StageRecord]
-    published: list[tuple[str, Publication]] | None = None  # where they do not lie in a folder
+    published: list[tuple[str, Publication]] | None = None  # among peers, where no folder holds them
 
     @property
     def files(self) -> Files:
@@ -77,18 +77,14 @@ class ValidatedRun:
         return self.state.members[peer_id].node
 
     def has_log(self, node: str) -> bool:
-        """With a path, everybody's logs lie there; with a URL, on the machine of the node."""
+        """Return whether a node's log is here: all logs lie at a path, and with a URL those of this machine's nodes."""
         return not self.address.is_url or LocalFiles(self.address.here).has_folder(f"logs/{node}")
 
 
 def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
 ) -> tuple[Verdict, ValidatedRun | None]:
-    """Everything that can be checked without scoring; `rescore` does the rest."""
-    if isinstance(address, str) and address.startswith("p2p://"):
-        from rl_swarm.monitor import validate_peers
-
-        return validate_peers.validate(address, rounds, nodes)
+    """Check everything that needs no scoring; `rescore` does the rest."""
     verdict = Verdict()
     run = _open(locate(address), verdict)
     if run is None:
@@ -114,7 +110,7 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
         verdict.errors.append(f"{error.filename}: {error.strerror}")
         return None
     except Rejected as error:
-        verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
+        verdict.errors.append(f"the manifest or the state is not valid ({error})")
         return None
     if unreadable:
         verdict.notes.append(f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)")
@@ -123,20 +119,20 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
 
 def check_size(run: ValidatedRun, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
     if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
-        verdict.errors.append(f"rounds that were finished: {expected}, expected: {rounds}")
+        verdict.errors.append(f"finished rounds: {expected}, expected: {rounds}")
     if nodes is not None and len(run.state.members) != nodes:
-        verdict.errors.append(f"nodes that took part: {len(run.state.members)}, expected: {nodes}")
+        verdict.errors.append(f"members: {len(run.state.members)}, expected: {nodes}")
 
 
 def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
-    """What the owner wrote, of as many rounds as have finished."""
+    """Check the owner's signed history of all finished rounds."""
     places = set()
     for ended in run.history:
         where = f"history of round {ended.round} stage {ended.stage}"
         if ended.peer_id != run.manifest.peer_id or ended.swarm != run.manifest.swarm():
             verdict.errors.append(f"{where}: not signed by the swarm's owner")
         if (ended.round, ended.stage) in places:
-            verdict.errors.append(f"{where}: stands there twice")
+            verdict.errors.append(f"{where}: recorded twice")
         places.add((ended.round, ended.stage))
     for number in range(finished):
         for stage in range(run.manifest.stages):
@@ -146,14 +142,14 @@ def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
 
 
 def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
-    """Every report that the coordinator counted is still there, unaltered."""
+    """Check that every report that the coordinator counted is still there, unaltered."""
     found = {}
     for ended in run.history:
         if not ended.reports:
-            verdict.notes.append(f"round {ended.round}: nobody reported ({ended.why})")
+            verdict.notes.append(f"round {ended.round}: no member reported ({ended.why})")
         for peer_id, digest in ended.reports.items():
             if peer_id not in run.state.members:
-                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, who is no member")
+                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, not a member")
                 continue
             path = report_path(ended.round, ended.stage, run.node(peer_id))
             try:
@@ -176,7 +172,7 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
 
 
 def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
-    """Every round that a member missed has a reason: it came late, skipped it, reported late, or left."""
+    """Check that every missed round has a reason: the member joined late, skipped it, reported late, or left."""
     for peer_id, member in run.state.members.items():
         reported = {ended.round for ended in run.history if peer_id in ended.reports}
         missing = {ended.round for ended in run.history} - reported
@@ -191,13 +187,13 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
             if number in reasons or number < member.joined_round:
                 continue
             if number > last:
-                reasons[number] = "after its last sign"
+                reasons[number] = "after its last report"
             elif _is_there(run, report_path(number, run.manifest.stages - 1, member.node)):
                 reasons[number] = "reported late"
             elif not run.has_log(member.node):
-                reasons[number] = "for reasons that stand in its log, which is not here"
+                reasons[number] = "for reasons in its log, which is on another machine"
             else:
-                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for that")
+                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for it")
         explained = missing & (reasons.keys() | set(range(member.joined_round)))
         if explained:
             kinds = sorted({reasons.get(number, "before it joined") for number in explained})
@@ -215,7 +211,7 @@ def _is_there(run: ValidatedRun, path: str) -> bool:
 
 
 def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
-    """Every node's log tells the rewards that it reported."""
+    """Check that every node's log has the rewards that it reported."""
     elsewhere = [peer_id for peer_id, member in run.state.members.items() if not run.has_log(member.node)]
     if elsewhere:
         names = ", ".join(sorted(map(animal_name, elsewhere)))
@@ -231,18 +227,18 @@ def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], 
         for (owner, number, stage), report in reports.items():
             if owner != peer_id:
                 continue
-            said = logged.get((number, stage), [])
-            if not said and not _killed_before_logging(run, member.node, number):
+            logged_rewards = logged.get((number, stage), [])
+            if not logged_rewards and not _killed_before_logging(run, member.node, number):
                 verdict.errors.append(f"logs/{member.node}/metrics.jsonl: round {number} is missing")
-            if said and (report.reward, report.training_reward) not in said:
+            if logged_rewards and (report.reward, report.training_reward) not in logged_rewards:
                 verdict.errors.append(
-                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
+                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than the report"
                 )
-            verdict.count("log line", len(said))
+            verdict.count("log line", len(logged_rewards))
 
 
 def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
-    """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
+    """Count the lines of a log that cannot be read. A crash leaves one half-written line; more are damage."""
     view = NodeView(node)
     view.refresh(LocalFiles(run.address.here))
     starts = sum(
@@ -255,7 +251,7 @@ def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
 
 
 def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
-    """A node that dies between its report and its log line comes back and skips that round."""
+    """Return whether a node died between its report and its log line: it comes back and skips that round."""
     events = _lines(run, node, "training_events.jsonl", LoggedEvent)
     return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
         e.event in ("resumed", "joined") and e.round < number for e in events[1:]
@@ -263,7 +259,7 @@ def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
 
 
 def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
-    """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
+    """Read the lines of one kind from a node's log. The node writes it, so other lines are left out."""
     found = []
     for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
         with suppress(Rejected):
@@ -272,7 +268,7 @@ def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
 
 
 def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
-    """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
+    """Read what members published in the rounds that were played, and a few of the files that others left beside it."""
     members = {member.node for member in run.state.members.values()}
     played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
     played |= {(ended.round, ended.stage) for ended in run.history}
@@ -294,9 +290,7 @@ def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Pu
                     problem = f"{path}: truncated, altered or forged ({error})"
                     (verdict.errors if node in members else verdict.notes).append(problem)
     if others > MAX_OTHERS:
-        verdict.notes.append(
-            f"{others} files beside the rollouts are of nobody who is a member; {MAX_OTHERS} were read"
-        )
+        verdict.notes.append(f"{others} files beside the rollouts are not of members; {MAX_OTHERS} were read")
 
 
 def _publication(run: ValidatedRun, path: str) -> Publication:
@@ -305,15 +299,16 @@ def _publication(run: ValidatedRun, path: str) -> Publication:
 
 
 def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
-    """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
+    """Check that every publication is signed by its author and lies in its place, and that no round is missing in
+    between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
     present: dict[tuple[int, int], set[str]] = {}
     for path, publication in _publications(run, verdict):
         place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
         if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
-            verdict.errors.append(f"{path}: belongs somewhere else")
+            verdict.errors.append(f"{path}: published for another place")
         elif publication.peer_id not in nodes and publication.node not in nodes.values():
-            verdict.notes.append(f"{path}: of {publication.peer_id}, who is no member")
+            verdict.notes.append(f"{path}: of {publication.peer_id}, not a member")
         elif nodes.get(publication.peer_id) != publication.node:
             verdict.errors.append(f"{path}: not written by the member of that name")
         else:
@@ -331,7 +326,7 @@ def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
 
 
 def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
-    """Makes the questions of some publications again and compares what their answers earn."""
+    """Generate the questions of some publications again and compare what their answers earn."""
     found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
         (path, publication)
@@ -345,7 +340,7 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
             questions = regenerate(rollouts, run.manifest, environment, conversations)
             groups = score_external(rollouts, questions, environment)
         except Rejected as error:
-            # Among peers, what it was made from may not have been had.
+            # Among peers, earlier stages may not be available.
             elsewhere = error.reason is RejectReason.PARENTS and run.published is not None
             (verdict.notes if elsewhere else verdict.errors).append(f"{path}: {error}")
             continue
@@ -358,7 +353,7 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
 
 
 def _conversations(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Conversations:
-    """The earlier stages of every round, from what lies there."""
+    """Return the conversation of every round, from the publications of its earlier stages."""
     by_place = {(one.round, one.stage, one.peer_id): one for one in published}
     made: dict[int, Conversation] = {}
 

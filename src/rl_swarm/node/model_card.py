@@ -1,4 +1,4 @@
-"""Writes the card of a trained model: what it is, how good it has become, how to use it. Values in, text out."""
+"""Writes the card of a trained model: what it is, how good it has become, how to use it."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import yaml
 from rl_swarm import __version__
 from rl_swarm.plural import counted
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.settings import Settings, all_settings, tellable
+from rl_swarm.settings import Settings, all_settings, public_settings
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (
@@ -23,7 +23,7 @@ NEVER = ("threads", "nodes_per_device", "poll_interval", "hub_every", "log_level
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """What a card tells."""
+    """Holds the facts of a card."""
 
     repo: str
     base: str  # the model that training started from
@@ -37,7 +37,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 def card(trained: Trained, license: dict[str, str] | None = None) -> str:
-    """The model card: metadata for the hub, then what a reader wants to know, in that order."""
+    """Write the model card: metadata for the hub, then the text for readers."""
     manifest = trained.manifest
     on_hub = {"base_model": trained.base} if trained.base_is == "hub" else {}
     metadata = {
@@ -76,7 +76,7 @@ def card(trained: Trained, license: dict[str, str] | None = None) -> str:
 
 
 def code(text: str, in_table: bool = False) -> str:
-    """Quote text as code that no reader of Markdown takes for anything else. The swarm's owner wrote some of it."""
+    """Quote text as code, because the swarm's owner wrote some of it and Markdown must not be taken from there."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     text = f" {text} " if text.startswith("`") or text.endswith("`") else text
@@ -88,15 +88,17 @@ def _json(value: object) -> str:
 
 
 def shown_settings(settings: Settings, manifest: Manifest) -> dict[str, object]:
-    """The important settings and those that differ from their defaults. Free text is never among them: it may
-    be a secret or a path."""
+    """Return the important settings and those that differ from their defaults.
+
+    Free text is never among them: it may be a secret or a path.
+    """
     values = {
         **msgspec.to_builtins(settings),
         **{name: getattr(manifest, name) for name in OF_SWARM},
         "learning_rate": settings.step_size(),
         "max_new_tokens": settings.completion_tokens(),
     }
-    told, shown = tellable(values), {}
+    told, shown = public_settings(values), {}
     for setting in all_settings():
         value = values[setting.name]
         changed = setting.name in told and value != setting.default and setting.name not in NEVER
@@ -132,7 +134,7 @@ def _number(value: float | None) -> str:
 
 
 def prompting(tokenizer: Any) -> Literal["system", "user", "plain"]:
-    """Where the instruction goes in this model's prompts, as `Policy.prompt_ids` has it."""
+    """Tell where the instruction goes in this model's prompts, as `Policy.prompt_ids` has it."""
     if tokenizer.chat_template is None:
         return "plain"
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]

@@ -1,7 +1,7 @@
 """Keeps the settings of a run of `up`, so that it can be resumed: private, and signed in its folder.
 
-Others may be able to write to the folder. So a run is resumed with the private copy, or on another machine with the
-one in the folder if this user's key has signed it for this swarm.
+Other users may be able to write to the folder. So a run is resumed with the private copy. On another machine it is
+resumed with the copy in the folder, if this user's key has signed that for this swarm.
 """
 
 import logging
@@ -27,7 +27,7 @@ SETTINGS_BYTES = 1 << 18
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that a run was started with, without secrets."""
+    """Holds the settings that a run was started with, without secrets."""
 
     peer_id: Id = ""
     kind: Literal["settings"] = "settings"
@@ -36,7 +36,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) -> None:
-    """Writes the settings of a run, privately and into its folder."""
+    """Write the settings of a run, privately and into its folder."""
     values: dict[str, object] = msgspec.to_builtins(settings)
     for name in SECRETS:
         values.pop(name)
@@ -50,8 +50,7 @@ def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) ->
 
 
 def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None:
-    """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other
-    swarm."""
+    """Return the manifest of a run that this user started, also if its file was exchanged; None for other swarms."""
     swarm = started_swarm(settings, root)
     if not swarm:
         return None
@@ -68,7 +67,7 @@ def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None
 
 
 def resumed(run: Path, user: Settings) -> dict[str, object]:
-    """Returns the settings that a run was started with; raises `UserError` where none are this user's own."""
+    """Return the settings that a run was started with; raise `UserError` where none are this user's own."""
     files = LocalFiles(run)
     try:
         manifest = read_manifest(files)
@@ -76,9 +75,8 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
         raise UserError(f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours.") from error
     if started_swarm(user, run) not in ("", manifest.swarm()):
         raise UserError(
-            f"--resume {run}: its manifest.json is not the one of the run that you started there. Somebody has "
-            "exchanged "
-            "it, or another run was copied over it."
+            f"--resume {run}: its manifest.json is not the one of the run that you started there. It was "
+            "exchanged, or another run was copied over it."
         )
     private = LocalFiles(swarm_folder(user, run, manifest.swarm()))
     try:
@@ -90,7 +88,7 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
         found = read(files, manifest)
     except (OSError, Rejected) as error:
         raise UserError(
-            f"--resume {run}: its {SETTINGS_FILE} cannot be used ({error}). Somebody has changed it, or it is missing. "
+            f"--resume {run}: its {SETTINGS_FILE} cannot be used ({error}). It was changed, or it is missing. "
             "Join the swarm by itself instead, with settings that you give: `rl-swarm coordinate` and `rl-swarm join`."
         ) from error
     if not key.is_file() or Identity.load(key).peer_id != manifest.peer_id:
@@ -102,7 +100,7 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
 
 
 def read(files: Files, manifest: Manifest) -> RunSettings:
-    """Reads the settings in a run's folder, if its owner has signed them; raises `OSError` or `Rejected`."""
+    """Read the settings in a run's folder, if its owner has signed them; raise `OSError` or `Rejected` if not."""
     found = unseal(files.read(SETTINGS_FILE, SETTINGS_BYTES), RunSettings, SETTINGS_BYTES)
     if (found.peer_id, found.swarm) != (manifest.peer_id, manifest.swarm()):
         raise Rejected(RejectReason.OWNER, "not signed by the swarm's owner")

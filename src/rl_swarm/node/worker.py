@@ -30,10 +30,11 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
-from rl_swarm.settings import ROLES, ConfigError, Settings, tellable
+from rl_swarm.settings import ROLES, ConfigError, Settings, public_settings
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
+from rl_swarm.telemetry.export import Source
 from rl_swarm.telemetry.journal import Journal
 
 if TYPE_CHECKING:
@@ -44,19 +45,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 4  # signs of life in a row that could not be written
+MAX_FAILURES = 4  # heartbeats in a row that could not be written
 SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
 
 def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None" = None) -> None:
-    """Joins the swarm at the address and trains until it has finished or `stop` is set."""
+    """Join the swarm at the address and train until it has finished or `stop` is set."""
     with explained(address):
         _join(locate(address), settings, stop, sharing)
 
 
 def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
-    """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
+    """Run several nodes that share a GPU, each in a thread. When one fails, all stop and save."""
     from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 
     sharing, failures = SharedDevice(len(workers)), list[Exception]()
@@ -65,7 +66,7 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
         try:
             with own_stream():
                 join(address, settings, stop, sharing)
-        except Exception as error:  # raised below, when the others have saved
+        except Exception as error:  # raised below, when the other nodes have saved
             if not isinstance(error, UserError):
                 log.exception("failed")
             failures.append(error)
@@ -88,7 +89,7 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
 
 
 def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
-    """Coordinates the swarm at the address, founding it if there is none."""
+    """Coordinate the swarm at the address, and found it if there is none."""
     with explained(address):
         place = locate(address)
         if isinstance(place.files, LocalFiles):
@@ -112,8 +113,10 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
 def _lead_among_peers(
     place: Address, settings: Settings, identity: Identity, manifest: Manifest, stop: threading.Event
 ) -> None:
-    """Conducts over the peer-to-peer network. With rounds by the clock there is nothing to conduct: it is a peer that
-    knows the manifest."""
+    """Coordinate over the peer-to-peer network.
+
+    With rounds on an interval the clock coordinates, and this process is a peer that knows the manifest.
+    """
     from rl_swarm.network.p2p import joining
 
     signed = place.files.read(MANIFEST, MAX_BYTES)
@@ -123,7 +126,7 @@ def _lead_among_peers(
     ):
         joining.tell(engine, place.here)
         for address in engine.addresses:
-            log.info("others join at p2p://%s", address)
+            log.info("other nodes join at p2p://%s", address)
         if manifest.round_end == "interval":
             coordinator = coordinator_of(files, manifest, identity, "", stop, settings.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
@@ -134,7 +137,7 @@ def _lead_among_peers(
 
 
 def found(files: Files, settings: Settings, name: str, identity: Identity) -> Manifest:
-    """The swarm's manifest, written now if this is a new swarm."""
+    """Return the swarm's manifest; write it if this is a new swarm."""
     try:
         return read_manifest(files)
     except FileNotFoundError:
@@ -154,7 +157,7 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
 def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
     identity = Identity.load_or_create(Path(settings.identity_path))
     name = settings.node_id or identity.node
-    others = sinks.wanted(settings, os.environ)
+    wanted = sinks.requested(settings, os.environ)
     with opened(address, settings, identity, stop) as (address, manifest):
         if manifest is None:
             return
@@ -163,18 +166,16 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
         if settings.publish_frequency == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each "
-                "other's "
-                "rollouts before they learn. Use `stage` or `generation`."
+                "other's rollouts before they learn. Use `stage` or `generation`."
             )
         if settings.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
-                "in "
-                "earlier ones: everybody must see the same. Use `stage`."
+                "in earlier ones: all nodes must see the same. Use `stage`."
             )
         private = swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
-        source = sinks.Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
-        with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
+        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
+        with only_one_here(identity, manifest.swarm()), sinks.sink_threads(wanted, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
                 _take_part(address, settings, stop, sharing, identity, name, manifest, journal, private)
@@ -188,7 +189,7 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
 def opened(
     address: Address, settings: Settings, identity: Identity, stop: threading.Event
 ) -> Iterator[tuple[Address, Manifest | None]]:
-    """The address with the files of its swarm, and the manifest; None when told to stop before there is one."""
+    """Open the address; yield it with its swarm's files and manifest, or None when told to stop before there is one."""
     if settings.network == "folder" and not address.text.startswith("p2p://"):
         kept = run_settings.manifest_of(address.files, address.here, settings)
         yield address, kept or await_manifest(address.files, stop, settings.poll_interval)
@@ -219,7 +220,7 @@ def _take_part(
 ) -> None:
     files, here = address.files, address.here
     coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
-    shown = coordinator.node  # to others; what stays on this machine has the node's own name
+    shown = coordinator.node  # to peers; files on this machine have the node's own name
     ticket = coordinator.request_admission(settings.invitation)
     owners.remember(manifest, address.text, settings)
     check_name(coordinator.current(), identity, shown)
@@ -286,7 +287,7 @@ def _take_part(
         model=policy.name,
         pid=os.getpid(),
         hardware=hardware(devices),
-        settings=tellable(msgspec.to_builtins(settings)),
+        settings=public_settings(msgspec.to_builtins(settings)),
     )
     log.info(
         "%s (%s) %s with %s on %s",
@@ -319,26 +320,25 @@ def _take_part(
     )
     coordinator.register(peer)
     try:
-        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
+        with heartbeats(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
             node.run()
     finally:
         environment.close()
         policy.close()
     journal.event("left", round=node.done[0])
     if journal.close() and coordinator.current().phase == "finished":
-        checkpoints.clear()  # nobody goes on from here, and the folder has the model
+        checkpoints.clear()  # the run is over, and the folder has the model
     if coordinator.turned_away:
         raise coordinator.not_admitted(coordinator.turned_away)
 
 
 def with_role(settings: Settings, manifest: Manifest) -> Settings:
-    """The settings with those that belong to the node's role, where the user has left the defaults."""
+    """Return the settings with those of the node's role, where the user has left the defaults."""
     kind = environments.of_swarm(manifest)
     if settings.role not in (*ROLES, *kind.roles):
         raise ConfigError(
             f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be "
-            "used: "
-            f"worker, {', '.join(kind.roles)}."
+            f"used: worker, {', '.join(kind.roles)}."
         )
     role, defaults = role_of(settings, kind)[0], Settings()
     theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
@@ -347,7 +347,7 @@ def with_role(settings: Settings, manifest: Manifest) -> Settings:
 
 
 def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":
-    """The role that the settings name, and its name in what a node sends: empty for the ordinary one, the first."""
+    """Return the role that the settings name, and its name on the wire: empty for the ordinary role, the first."""
     ordinary, *others = kind.roles
     named = settings.role in others
     return kind.roles[settings.role if named else ordinary], settings.role if named else ""
@@ -356,8 +356,10 @@ def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role],
 def coordinator_of(
     files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
 ) -> FolderCoordinator:
-    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their
-    ids."""
+    """Return the coordinator of a swarm as its nodes see it.
+
+    Among peers, with rounds on an interval, it is the clock, and peers are named by their ids.
+    """
     if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
         from rl_swarm.network.p2p.documents import PeerFiles
@@ -368,7 +370,7 @@ def coordinator_of(
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:
-    """A peer keeps its name in a swarm: under another, nothing it writes would be read."""
+    """Check that a peer keeps its name in a swarm: under another name, no node would read what it writes."""
     member = state.members.get(identity.peer_id)
     if member is not None and member.node != name:
         raise NetworkError(
@@ -384,7 +386,7 @@ def _restored(
     system_prompt: str,
     sharing: "SharedDevice | None",
 ) -> "tuple[Policy, Place | None]":
-    """The policy of the newest checkpoint that can be used, or a new one."""
+    """Load the policy of the newest usable checkpoint, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
     from rl_swarm.learning.parallel.data_parallel import DataParallelPolicy
     from rl_swarm.learning.policy import Policy
@@ -409,10 +411,10 @@ def _restored(
 
 
 @contextmanager
-def signs_of_life(
+def heartbeats(
     coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
 ) -> Iterator[None]:
-    """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
+    """Send heartbeats in the background, however long a round takes; end the node when they fail."""
     done = threading.Event()
     failures: list[OSError] = []  # in a row
     twins: list[UserError] = []
@@ -427,7 +429,7 @@ def signs_of_life(
                 coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
                 failures.clear()
             except OSError as error:
-                log.warning("no sign of life could be written: %s", error)
+                log.warning("no heartbeat could be written: %s", error)
                 failures.append(error)
             if len(failures) == MAX_FAILURES:
                 stop.set()
@@ -447,7 +449,7 @@ def signs_of_life(
 
 @contextmanager
 def explained(address: Path | str) -> Iterator[None]:
-    """Turns what a disk or a store can do to a node into one message for its user."""
+    """Turn what a disk or a store can do to a node into one message for its user."""
     try:
         yield
     except OSError as error:

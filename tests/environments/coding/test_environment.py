@@ -16,7 +16,7 @@ from rl_swarm.environments.coding.generator import make
 from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
 from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
-from rl_swarm.experiment.lockstep import Shared
+from rl_swarm.experiment.lockstep import SharedEnvironment
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.round import score
 from rl_swarm.protocol.questions import PeerMessage, Question
@@ -267,7 +267,7 @@ def test_a_swarm_of_few_nodes_still_has_solvers():
 
 def test_nodes_of_one_process_can_share_it():
     settings = Settings(environment="coding", tasks="easy,medium")
-    shared = Shared.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
+    shared = SharedEnvironment.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
     alone = Coding([Task("easy"), Task("medium")])
     assert shared.questions(range(4)) == alone.questions(range(4))
     assert len(shared.held_out(2)) == 2

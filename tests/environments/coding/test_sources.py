@@ -292,4 +292,4 @@ def test_a_data_set_of_the_hub_is_found_by_name(tmp_path):
 
 def test_without_a_hub_it_says_what_to_do(tmp_path):
     said = load_from("http://127.0.0.1:9", tmp_path, offline="1")
-    assert "cannot be had" in said and "config: {file: mbpp.jsonl}" in said
+    assert "cannot be loaded" in said and "config: {file: mbpp.jsonl}" in said

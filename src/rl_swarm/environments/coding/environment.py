@@ -60,7 +60,7 @@ class Coding(Environment):
                 raise TaskError(f"the coding environment has no task {task.name!r}; it has {known}")
         self.data = Path("data")
         self.token: str | None = None
-        self.level = LEVELS[1]  # at which a proposer of this node proposes
+        self.level = LEVELS[1]  # of this node's proposals
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
         self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()

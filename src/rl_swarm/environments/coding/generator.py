@@ -110,7 +110,7 @@ ATTEMPTS = 6  # at drawing tests for a chain, and then another chain is drawn
 
 
 def make(level: str, seed: int, index: int) -> CodingTask:
-    """The task of this name. Always the same; two names may give the same task."""
+    """Make the task of this name, always the same one. Two names may give the same task."""
     draw = Draw("coding", level, seed, index)
     while True:
         pieces, kind, arguments = _compose(level, draw)
@@ -138,7 +138,7 @@ def _subject(pieces: Sequence[Piece], kind: str) -> str:
 
 
 def _compose(level: str, draw: Draw) -> tuple[list[Piece], str, list[str]]:
-    """The pieces of a task, the type it begins with, and the names of its arguments."""
+    """Draw the pieces of a task, the type it begins with, and the names of its arguments."""
     while True:
         kind = draw.one(STARTS)
         plan = _plan(level, draw)
@@ -151,7 +151,7 @@ def _compose(level: str, draw: Draw) -> tuple[list[Piece], str, list[str]]:
 
 
 def _plan(level: str, draw: Draw) -> list[str]:
-    """What kinds of step a task of this level has, in order."""
+    """Draw the kinds of step of a task at this level, in order."""
     simple, choice, demanding = "simple", "choice", "demanding"
     plans = {
         "beginner": [[simple]],
@@ -170,7 +170,7 @@ def _plan(level: str, draw: Draw) -> list[str]:
 
 
 def _walk(kind: str, plan: Sequence[str], argument: str | None, draw: Draw) -> list[Piece] | None:
-    """Steps that fit behind each other, or None where the walk ends too early."""
+    """Draw steps that fit behind each other; return None where the walk ends too early."""
     pieces: list[Piece] = []
     for number, wanted in enumerate(plan):
         last = number == len(plan) - 1
@@ -199,7 +199,7 @@ def _inner(piece: Piece) -> list[tuple[str, str]]:
 
 
 def _tests(pieces: list[Piece], kind: str, arguments: list[str], reference: str, draw: Draw) -> tuple[Test, ...] | None:
-    """Calls and values that tell the solution from its slips; None where no such calls were drawn."""
+    """Draw calls and values that tell the solution from its slips; return None where no such calls were drawn."""
     run = _compiled(reference)
     slips: list[Any] = []  # compiled when the first calls are worth it
     near = [number for piece in pieces for number in piece.numbers]
@@ -224,7 +224,7 @@ def _tests(pieces: list[Piece], kind: str, arguments: list[str], reference: str,
 
 
 def _slips(pieces: list[Piece], arguments: list[str]) -> Iterator[str]:
-    """Programs that are nearly the solution: a step or a condition left out, or a parameter off by one."""
+    """Make programs that are nearly the solution: a step or a condition left out, or a parameter off by one."""
     for at, piece in enumerate(pieces):
         step = piece.step
         if len(pieces) > 1 and fits(IS_ALSO.get(step.gives, step.gives), IS_ALSO.get(step.takes, step.takes)):
@@ -236,7 +236,7 @@ def _slips(pieces: list[Piece], arguments: list[str]) -> Iterator[str]:
 
 
 def _compiled(program: str) -> Any:
-    """The function that one of our own programs defines."""
+    """Compile the function that one of our own programs defines."""
     names: dict[str, Any] = {}
     exec(program, names)  # noqa: S102  # made from the steps of this package alone
     return names["solve"]
@@ -247,7 +247,7 @@ def _same(slip: Any, calls: list[list[Any]], results: list[str | None]) -> bool:
 
 
 def _text(function: Any, call: list[Any]) -> str | None:
-    """The value of a call as text, or None where there is none worth a test. No step changes what it is given."""
+    """Return the value of a call as text, or None where there is none worth a test. No step changes its arguments."""
     try:
         value = repr(function(*call))
     except (ArithmeticError, LookupError, ValueError, RecursionError):
@@ -256,7 +256,7 @@ def _text(function: Any, call: list[Any]) -> str | None:
 
 
 def _value(kind: str, near: list[int], letters: list[str], short: bool, draw: Draw) -> Any:
-    """A value to call with: short where it stands in the prompt, and close to the numbers of the task."""
+    """Draw an argument: short where it stands in the prompt, and close to the numbers of the task."""
     if kind == "int":
         return _number(near, -30, 99, draw)
     if kind == "nat":
@@ -296,5 +296,5 @@ def _word(letters: list[str], draw: Draw) -> str:
 
 
 def generate(seed: int, index: int) -> CodingTask:
-    """A task of any level, the levels in turn."""
+    """Make a task of any level, the levels in turn."""
     return make(LEVELS[index % len(LEVELS)], seed, index)

@@ -1,8 +1,8 @@
 """Breaks a right program a little: a wrong operator, a number off by one, a line left out.
 
-Tests that cannot tell a program from these are not worth much, so a proposal's must fail them; and a model that is
-to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run. What a
-program with a mistake returns never depends on the order of a set, which is another one in every process.
+A proposal's tests must fail such programs, and a model that judges or improves programs must have seen some. Only text
+is changed here; nothing is parsed or run. A changed program never depends on the order of a set, which differs between
+processes.
 """
 
 import re
@@ -50,7 +50,7 @@ LONGEST = 4000  # characters of a program that is changed
 
 
 def slips(program: str) -> Iterator[str]:
-    """Every program that one small mistake makes of this one, first to last."""
+    """Yield every program that one small mistake makes of this one, first to last."""
     for match in _PLACES.finditer(program[:LONGEST]):
         found = match.group()
         if found.isdigit():

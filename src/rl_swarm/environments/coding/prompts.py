@@ -1,4 +1,4 @@
-"""Words what the three roles ask their models, the same for every model."""
+"""Holds the prompts of the three roles, the same for every model."""
 
 import json
 
@@ -30,6 +30,6 @@ def proposer_prompt(level: str, subject: str) -> str:
 
 
 def evaluator_prompt(task: str, program: str) -> str:
-    """The quotation is all that a solver can choose, and as JSON it can close neither its quotes nor its line."""
+    """Quote the solver's text as JSON, so that it can close neither its quotes nor its line."""
     quoted = {"task": task[:LONGEST], "program": program[:LONGEST]}
     return _JUDGED + json.dumps(quoted, ensure_ascii=False) + _VERDICT

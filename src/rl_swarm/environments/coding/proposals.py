@@ -1,8 +1,8 @@
-"""Reads and checks what a proposer writes: one JSON object with a question, a solution and at most four tests.
+"""Reads and checks a proposer's text: one JSON object with a question, a solution and at most four tests.
 
-A proposal is a stranger's text until it was checked. It counts only if it can be read, its own solution passes its
-tests in the sandbox, and wrong programs do not: such as return always the same, give back what they get, or are the
-solution with a small mistake. Everybody checks again what others have checked.
+A proposal is a stranger's text until it is checked. It counts only if it can be read, its own solution passes its
+tests in the sandbox, and wrong programs fail them: constant ones, ones that return their argument, and the solution
+with a small mistake. Every node checks proposals itself.
 """
 
 import hashlib
@@ -30,21 +30,21 @@ Judge: TypeAlias = Callable[[Sequence[tuple[str, Sequence[Test]]]], list[bool | 
 
 @dataclass(frozen=True)
 class Checked:
-    """A proposal and what became of it: a task, or why it is none."""
+    """Holds the task of a proposal, or the reason why it is none."""
 
     task: CodingTask | None
     problem: str = ""
 
 
 def as_json(task: CodingTask, tests: int = MAX_TESTS) -> str:
-    """A task as a proposal."""
+    """Write a task as a proposal."""
     pairs = [[test.call, test.expected] for test in task.tests[:tests]]
     proposal = {"question": task.description, "solution": task.reference, "tests": pairs}
     return json.dumps(proposal, ensure_ascii=False)
 
 
 def read(text: str, level: str, subject: str) -> Checked:
-    """The task that a text proposes, before anything of it was run."""
+    """Read the task that a text proposes, without running anything of it."""
     body = text[text.find("{") : text.rfind("}") + 1]
     if not body or len(text) > LONGEST:
         return Checked(None, "no JSON object" if not body else f"more than {LONGEST} characters")
@@ -79,7 +79,7 @@ def read(text: str, level: str, subject: str) -> Checked:
 
 
 def wrong_programs(task: CodingTask) -> tuple[list[str], list[str]]:
-    """Programs that must fail the tests, and slips, of which many must. Values are read as `literals` reads them."""
+    """Make programs that must fail the tests, and slips, most of which must. `literals` reads their values."""
     name = str(CALL.match(task.tests[0].call).group(1))  # type: ignore[union-attr] # `read` has seen to that
     values = dict.fromkeys(test.expected for test in task.tests)
     returned = (*values, "None", "values[0]", "values[-1]")
@@ -90,7 +90,7 @@ def wrong_programs(task: CodingTask) -> tuple[list[str], list[str]]:
 
 
 def check(proposals: Sequence[tuple[str, str, str]], judge: Judge) -> list[Checked]:
-    """What becomes of texts with their levels and subjects. Most fail by their own solution, so that is run first."""
+    """Check texts with their levels and subjects. Most fail by their own solution, so that runs first."""
     results = [read(*proposal) for proposal in proposals]
     tasks = {number: result.task for number, result in enumerate(results) if result.task is not None}
     own = judge([(task.reference, task.tests) for task in tasks.values()])

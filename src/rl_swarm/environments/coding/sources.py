@@ -1,8 +1,8 @@
-"""Loads tasks from elsewhere: files in the formats of MBPP and CodeContests, from this machine or the hub.
+"""Loads tasks from files in the formats of MBPP and CodeContests, on this machine or on the hub.
 
-A swarm's manifest names a file, never a path: every node looks for it in its own folder of data (the setting
-`data_path`), and with a digest in the manifest all have the same one. Rows are a stranger's text. They are read within
-limits, as data; what they say is only ever run in the sandbox.
+A swarm's manifest names a file, never a path. Every node looks for it in its own folder of data (the setting
+`data_path`), and a digest in the manifest makes sure that all have the same one. Rows are a stranger's text. They are
+read as data, within limits, and their programs run only in the sandbox.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class ContestRow(msgspec.Struct, frozen=True):
 
 
 def from_mbpp(row: MbppRow) -> CodingTask | None:
-    """One test is shown, since it tells the function's name; the others are hidden."""
+    """Make a task that shows one test, which names the function, and hides the rest."""
     tests = [test for text in (*row.test_list, *row.challenge_test_list) if (test := read_assert(text))]
     description = (row.text or row.prompt).strip()
     needs = "".join((row.test_setup_code, *row.test_imports)).strip()  # which a call cannot bring along
@@ -72,7 +72,7 @@ def from_mbpp(row: MbppRow) -> CodingTask | None:
 
 
 def from_contest(row: ContestRow) -> CodingTask | None:
-    """A program that reads and prints becomes a function from the whole input to the whole output."""
+    """Make a function from the whole input to the whole output of a program that reads and prints."""
     shown = _cases(row.public_tests)
     hidden = [*_cases(row.private_tests), *_cases(row.generated_tests)]
     if not row.description.strip() or not shown or not hidden:
@@ -85,7 +85,7 @@ def from_contest(row: ContestRow) -> CodingTask | None:
 
 
 def _cases(cases: Cases) -> list[Test]:
-    """How spaces and lines are set apart does not matter, as in the contests."""
+    """Make tests that ignore white space between words, as the contests do."""
     pairs = zip(cases.input, cases.output, strict=False)
     return [
         Test(f"solve({given!r}).split()", repr(printed.split()))
@@ -112,11 +112,10 @@ def _task(
 
 
 def read_assert(text: str) -> Test | None:
-    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and
-    brackets.
+    """Read `assert f(1) == 2` as a test; return None where it is too long or something else.
 
-    What is expected has to be a literal. `f(1) == set((1, 2))` could only be compared beside the code, where an object
-    that equals everything would be right.
+    Only quotes and brackets are parsed. The expected value has to be a literal: `f(1) == set((1, 2))` could only be
+    compared beside the code, where an object that equals everything would be right.
     """
     body = text.strip().removeprefix("assert").strip()
     if not text.strip().startswith("assert") or len(text) > LONGEST_TEST:
@@ -135,7 +134,7 @@ def read_assert(text: str) -> Test | None:
 
 
 def _top_level(text: str) -> tuple[int | None, int]:
-    """Where the first `==` outside quotes and brackets is, and where the expression ends (a message may follow)."""
+    """Find the first `==` outside quotes and brackets, and the end of the expression (a message may follow)."""
     quote, depth, at, skip = "", 0, None, False
     for place, letter in enumerate(text):
         if skip:
@@ -157,7 +156,7 @@ def _top_level(text: str) -> tuple[int | None, int]:
 
 @dataclass(frozen=True)
 class Format:
-    """How a task's rows are read, and which data set of the hub has them."""
+    """Tells how a task's rows are read, and which data set of the hub has them."""
 
     row: type[msgspec.Struct]
     task: Callable[[Any], CodingTask | None]
@@ -171,7 +170,7 @@ FORMATS = {
 
 
 def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]:
-    """All usable tasks of a source, in the order of its rows."""
+    """Load all usable tasks of a source, in the order of its rows."""
     kind, config = FORMATS[task.name], task.config
     for key, value in config.items():
         if key not in SETTINGS or not isinstance(value, str):
@@ -192,7 +191,7 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     if not found:
         names = ", ".join(file.name for file in files)
         raise TaskError(f"the task {task.name} found no usable task in {rows} rows of {names}")
-    log.info("%s: %d tasks from %d rows; the others cannot be asked or judged here", task.name, len(found), rows)
+    log.info("%s: %d tasks from %d rows; the other rows cannot be asked or judged here", task.name, len(found), rows)
     return found
 
 
@@ -206,8 +205,7 @@ def _local(name: str, file: str, folder: Path) -> Path:
     if not path.is_file():
         raise TaskError(
             f"the task {name} needs the file {file}, and it is not in {folder.absolute()}. Put it there, or set "
-            "DATA_PATH "
-            "to the folder that has it."
+            "DATA_PATH to the folder that has it."
         )
     if path.stat().st_size > MAX_BYTES:
         raise TaskError(f"{path} has more than {MAX_BYTES >> 20} MiB, which is the most that is read of a task")
@@ -215,7 +213,7 @@ def _local(name: str, file: str, folder: Path) -> Path:
 
 
 def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | None) -> list[Path]:
-    """The files of a split, downloaded once into the hub's own cache."""
+    """Return the files of a split, downloaded once into the hub's own cache."""
     from huggingface_hub import HfApi, hf_hub_download
 
     if not REPOSITORY.fullmatch(dataset) or not re.fullmatch(r"\w{1,32}", split, re.ASCII):
@@ -229,13 +227,13 @@ def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | No
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason[:300].rstrip(".")
         raise TaskError(
-            f"the task {name} takes the data set {dataset} from the hub, and it cannot be had: {reason}. Without the "
-            f"hub, put its rows into a file and name it: tasks: [{{name: {name}, config: {{file: {name}.jsonl}}}}]"
+            f"the task {name} takes the data set {dataset} from the hub, and it cannot be loaded: {reason}. Without "
+            f"the hub, put its rows into a file and name it: tasks: [{{name: {name}, config: {{file: {name}.jsonl}}}}]"
         ) from error
 
 
 def choose(sizes: Mapping[str, int], split: str, edition: str) -> list[str]:
-    """The files of a split in one edition, so that no task is held out in one and trained on in another.
+    """Choose the files of a split in one edition, so that no task is held out in one and trained on in another.
 
     Data sets keep a split as train.jsonl, train-00000-of-00003.parquet, or in a folder of its name; the edition is what
     stands before that. Raises ValueError.
@@ -278,7 +276,7 @@ def _check_digest(name: str, files: Sequence[Path], expected: str) -> None:
 
 
 def _rows(files: Sequence[Path], kind: type[msgspec.Struct]) -> Iterator[Any]:
-    """The rows of files, as far as they are read; None for one that cannot be."""
+    """Yield the rows of files within the limits; None for one that cannot be read."""
     left = MAX_BYTES
     for file in files:
         for size, row in (_parquet if file.suffix == ".parquet" else _lines)(file, kind):
@@ -289,7 +287,7 @@ def _rows(files: Sequence[Path], kind: type[msgspec.Struct]) -> Iterator[Any]:
 
 
 def _lines(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]]:
-    """The size of every row, and the row."""
+    """Yield the size of every row, and the row."""
     decode = msgspec.json.Decoder(kind).decode
     with file.open("rb") as lines:
         while line := lines.readline(LONGEST_ROW + 1):
@@ -309,8 +307,7 @@ def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]
     except ImportError as error:
         raise TaskError(
             f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install "
-            "'rl-swarm[parquet]'. Or "
-            "give the rows as JSON lines."
+            "'rl-swarm[parquet]'. Or give the rows as JSON lines."
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:

@@ -15,7 +15,7 @@ DIGITS = 10  # of digests that are remembered
 
 @dataclass(frozen=True)
 class CodingTask:
-    """`reference` is a program that passes all tests, or empty where none is known."""
+    """Holds a task; `reference` is a program that passes all tests, or empty where none is known."""
 
     name: str
     level: str
@@ -36,15 +36,15 @@ class CodingTask:
 
     @property
     def held_out(self) -> bool:
-        """By the solution where there is one: other words or other tests make no other task of it."""
+        """Decide by the solution where there is one, so that other words or tests do not make it another task."""
         return is_held_out("\n".join((self.reference or self.description).split()))
 
 
 def digest_of_words(text: str) -> str:
-    """The same for texts that differ in white space alone; short, since checkpoints hold many."""
+    """Return a digest that ignores white space; short, since checkpoints hold many."""
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:DIGITS]
 
 
 def is_plain(text: str) -> bool:
-    """Whether a stranger's text can stand in a prompt as it is: letters and lines, and no control tokens."""
+    """Tell whether a stranger's text can stand in a prompt as it is: letters and lines, and no control tokens."""
     return _CONTROL.search(text) is None and all(c.isprintable() or c == "\n" for c in text)
