@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import pytest
 from processes import HELD_OUT, metrics, run
 from small_models import save_small
 
