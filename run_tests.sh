@@ -16,7 +16,7 @@ Usage: ./run_tests.sh [OPTION] [ARGUMENT OF PYTEST ...]
 
 Sets up what is missing, lints, checks imports and types, and runs the tests, as CI does.
 
-  --fast      lint, and run the tests that start no processes: for every minute of work
+  --fast      lint, and run the short tests, which start no processes: for every minute of work
   --slow      run the tests that take long, and no others
   --gpu       run the tests that need a CUDA GPU, and no others
   --coverage  run the tests, and tell which lines of the package they reach
@@ -26,6 +26,7 @@ END
 fi
 (extra=dev && . scripts/setup.sh)
 python=.venv/bin/python
+unset PYTHONDONTWRITEBYTECODE # each process that a test starts would compile the package again
 
 # The page of the dashboard is tested in a real browser; without one those tests are skipped, and fail where CI is set.
 if [ "$mode" != --fast ] && [ "$mode" != --gpu ] && ! command -v chromium >/dev/null; then
@@ -52,7 +53,8 @@ esac
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 if [ "$mode" = --fast ]; then
-  exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not processes and not slow and not gpu" "$@"
+  exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not processes and not slow and not gpu" \
+    --ignore tests/benchmarks --ignore tests/learning/test_cuda.py "$@"
 fi
 .venv/bin/lint-imports --no-logo
 .venv/bin/mypy &

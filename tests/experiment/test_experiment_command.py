@@ -149,7 +149,7 @@ def test_help_is_there_without_torch() -> None:
         (["--seeds", "10000"], ["9999"]),
         (["--node", "9:learning_rate=1"], ["--node 9", "from 1 to 8"]),
         (["--node", "1:rounds=3"], ["same for all"]),
-        (["--node", "1:tasks=chess"], ["chess", "gcd"]),
+        pytest.param(["--node", "1:tasks=chess"], ["chess", "gcd"], marks=pytest.mark.processes),
         (["--node", "2:publish_frequency=round"], ["publish_frequency=round of node 2", "lock-step"]),
         (["--node", "2:warmth=3"], ["warmth"]),
         (["--set", "round_end=interval"], ["round_end", "lock-step"]),
