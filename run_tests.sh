@@ -38,13 +38,13 @@ if [ "$mode" != --fast ] && [ "$mode" != --gpu ] && ! command -v chromium >/dev/
 fi
 
 case "$mode" in
-  --slow) exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "slow and not gpu" "$@" ;;
+  --slow) exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu" "$@" ;;
   --gpu) exec "$python" -m pytest -n 0 -m gpu "$@" ;;
   --coverage)
     "$python" -m coverage --version >/dev/null 2>&1 ||
       "$python" -m pip install --quiet --disable-pip-version-check "coverage>=7.10"
     "$python" -m coverage erase
-    "$python" -m coverage run -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@"
+    "$python" -m coverage run -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
     "$python" -m coverage combine --quiet
     exec "$python" -m coverage report
     ;;
@@ -53,13 +53,13 @@ esac
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 if [ "$mode" = --fast ]; then
-  exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not processes and not slow and not gpu" \
+  exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu" \
     --ignore tests/benchmarks --ignore tests/learning/test_cuda.py "$@"
 fi
 .venv/bin/lint-imports --no-logo
 .venv/bin/mypy &
 types=$!
 tests=0
-"$python" -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@" || tests=$?
+"$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || tests=$?
 wait "$types"
 exit "$tests"
