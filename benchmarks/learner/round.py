@@ -54,14 +54,14 @@ def workloads(args: argparse.Namespace, device: "torch.device") -> dict[str, Wor
 
 def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozenset[int]]:
     """Return the model, its tokenizer, prompts of the wanted length from its tasks, and its end tokens."""
+    from rl_swarm.config.settings import Settings
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning.policy import Policy, load_model
-    from rl_swarm.settings import Settings
 
     model, tokenizer = load_model(args.model)
-    settings = Settings(model=args.model, cpu_only=True)
+    settings = Settings.of(model=args.model, cpu_only=True)
     policy = Policy(model, tokenizer, args.model, Reasoning.system_prompt, settings)
-    environment = Reasoning(task_list(settings), False)
+    environment = Reasoning(task_list(settings.task, settings.model.model), False)
     try:
         shown = environment.questions([args.seed * 1000 + number for number in range(40)])
     finally:

@@ -26,14 +26,12 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from benchmarks.learner.systems import pad_of
 from benchmarks.lib.command import learner_parser, print_table, progress, write_json
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.node.swarm import SHARED
 from rl_swarm.node.worker import SWITCH_SECONDS
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +77,7 @@ class Node:
         from rl_swarm.learning.sizes import ModelShape
         from rl_swarm.learning.trainer import Trainer
 
-        settings = Settings(
+        settings = Settings.of(
             model=args.random or args.model,
             learning_rate=1e-6,
             local_groups=args.questions,
@@ -93,11 +91,11 @@ class Node:
         self.prompts = [draw.choices(words, k=args.prompt) for _ in range(args.questions)]
         nodes, free = sharing.nodes if sharing else 1, memory.available(model.device)
         self.plan = memory.plan(ModelShape.of(model.config), free, settings, model.device.type, nodes)
-        planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
+        planned = settings.changed(batch_tokens=self.plan.batch_tokens)
         if sharing:
             self.trainer = sharing.make_trainer(model, pad, planned, self.plan)
         else:
-            self.trainer = Trainer(model, pad, planned)
+            self.trainer = Trainer(model, pad, planned.learning)
 
     def sample(self, turn: int) -> list[Any]:
         from rl_swarm.learning.sampler import sample

@@ -9,13 +9,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rl_swarm.config import resolve as config
+from rl_swarm.config.settings import UP_PRESET
 from rl_swarm.network.folder import STATE, FolderCoordinator
 from rl_swarm.node.worker import found
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, Rules, State
 from rl_swarm.protocol.wire import seal
-from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, Seconds

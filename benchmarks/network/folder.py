@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.command import parser_of, print_table, write_json
 from benchmarks.network.synthetic_rollouts import QUESTIONS, Arithmetic, TimedArithmetic, plain_json
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.address import locate
 from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
 from rl_swarm.network.presence import Watch
@@ -44,7 +45,6 @@ from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive_seed, question
 from rl_swarm.protocol.rollouts import Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files
 
 if TYPE_CHECKING:
@@ -197,13 +197,9 @@ class Node:
 
         started, scoring = time.monotonic(), TimedArithmetic(self.environment, time.monotonic)
         self.exchange.publish(publication)
-        accepted = intake.select(
-            self.publications(state, rng),
-            self.scenario.external,
-            intake.Checks(self.manifest, scoring, fail, used=self.used),
-            Strategy(),
-            rng,
-        )
+        checks = intake.Checks(self.manifest, scoring, fail, used=self.used)
+        selection = intake.Selection(self.scenario.external, checks, Strategy(), rng)
+        accepted = selection.run(self.publications(state, rng))
         self.used |= set(accepted.ids)
         self.taken += len(accepted.chosen)
         self.coordinator.submit(self.report(state))
@@ -282,9 +278,9 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
         return Node(name, identity, scenario, manifest, environment, exchange, coordinator, tally)
 
     nodes = [node(number) for number in range(NODES)]
-    settings = Settings(min_peers=NODES, poll_interval=scenario.poll)
+    settings = Settings.of(min_peers=NODES, poll_interval=scenario.poll)
     files = CountedFiles(locate(address).files, tally, scenario.latency)
-    server = RoundServer(files, manifest, owner, settings, stop)
+    server = RoundServer(files, manifest, owner, settings.network, settings.storage, stop)
     with ThreadPoolExecutor(NODES + 1) as pool:
         playing = [pool.submit(node.run) for node in nodes]
         pool.submit(server.run).result()

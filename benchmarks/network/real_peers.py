@@ -45,10 +45,10 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import seal
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
-INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
+INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # set inside the network namespace
 SETTLE = 6  # rounds until all peers know enough others
-READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
-END_SECONDS = 30.0  # that a process may take to end
+READY_SECONDS = 20.0  # limit for a peer to start, before the next one starts
+END_SECONDS = 30.0  # limit for a process to end
 ENDLESS = 1_000_000  # rounds
 
 
@@ -149,7 +149,7 @@ class Peer:
             engine.start()
             stack.callback(engine.close)
             engine.meet(joining.MEET_SECONDS if self.known else 0.0)
-            found = self.founded or joining.await_manifest(engine, settings(1.0), self.stop)
+            found = self.founded or joining.await_manifest(engine, settings(1.0).network, self.stop)
             if found is None:
                 return
             manifest, signed = found
@@ -178,7 +178,7 @@ class Peer:
 
 def host(link: Connection, count: int, known: list[str], founded: tuple[float, int, float]) -> None:
     """Run a process with some peers. It sends the address of its first one, and at the end what they did."""
-    os.setpgrp()  # so that whatever it starts can be ended with it
+    os.setpgrp()  # so that its children end with it
     environment, first = Arithmetic(), not known
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         peers = [Peer(Identity.generate(), known, Path(folder) / str(k), environment) for k in range(count)]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.network.synthetic_rollouts import COMPLETIONS, QUESTIONS, Arithmetic, TimedArithmetic
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
@@ -29,15 +30,14 @@ from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 
-EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
+EXTERNAL = 8  # J, as many as its own groups
 CPU = torch.device("cpu")
 WORK = (0.25, 0.6)  # of a round that generating takes, at least and at most
 
 
 def settings(interval: float) -> Settings:
-    return Settings(
+    return Settings.of(
         local_groups=QUESTIONS,
         external_groups=EXTERNAL,
         generations=COMPLETIONS,
@@ -128,7 +128,7 @@ class Round:
     publish_s: float
     collect_s: float
     took: list[tuple[str, int]]  # peer and round of the groups that it took
-    read: list[tuple[str, int, float]]  # publications that came: of whom, of which round, when
+    read: list[tuple[str, int, float]]  # publications that were read: author, round, time
 
 
 class TimedExchange(FolderExchange):
@@ -199,7 +199,7 @@ def stub_node(
 ) -> StubNode:
     """Assemble a node as `worker` does."""
     chosen, name = settings(manifest.round_interval), identity.peer_id
-    coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.poll_interval, clock, rng)
+    coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.network.poll_interval, clock, rng)
     node = StubNode(
         name=name,
         identity=identity,
@@ -215,8 +215,8 @@ def stub_node(
             name,
             stop,
             lambda *why: node.intake.reject(*why),
-            chosen.poll_interval,
-            chosen.fetch_max_peers,
+            chosen.network.poll_interval,
+            chosen.sharing.fetch_max_peers,
             coordinator.refusal,
             files.subnets,
             clock=clock,

@@ -21,8 +21,8 @@ from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import State
 
-BARRIER_SECONDS = 300.0  # that nodes wait for each other before something must have broken
-# The original scorers, as they are, on what peers sent: in a process of its own, because it runs the answers.
+BARRIER_SECONDS = 300.0  # limit for nodes to wait for each other
+# The original scorers, unchanged, on peers' answers: in a process of its own, because they execute answers.
 ORIGINAL_SCORER = """
 import json, sys, reasoning_gym
 tasks, answers = json.load(sys.stdin)
@@ -128,7 +128,7 @@ class GullibleIntake(HonestIntake):
         if self.runs_answers:
             self.run_answers(groups)
         pool = [group for group in groups if group.has_signal]
-        self.taken = rng.sample(pool, min(self.settings.external_groups, len(pool)))
+        self.taken = rng.sample(pool, min(self.settings.learning.external_groups, len(pool)))
         return Accepted(chosen=list(self.taken), scored=groups)
 
     def believed(self, node: str, state: State) -> list[Group]:

@@ -26,6 +26,7 @@ from benchmarks.robustness.attack_nodes import (
 )
 from benchmarks.robustness.attack_outcome import Outcome, Size, rounds_of
 from benchmarks.robustness.attack_types import Attack, Known, identity
+from rl_swarm.config.settings import UP_PRESET, Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
@@ -38,7 +39,6 @@ from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, State
-from rl_swarm.settings import UP_PRESET, Settings
 from rl_swarm.telemetry.journal import Journal
 
 
@@ -70,9 +70,9 @@ class Swarm:
             changes["tasks"] = list(attack.tasks)
         if attack and attack.peer_timeout:
             changes["peer_timeout"] = attack.peer_timeout
-        self.settings = Settings(**changes)
+        self.settings = Settings.of(**changes)
         self.manifest = new_manifest(self.settings, "attacked", identity("owner").peer_id, 0.0, stages=1)
-        self.environment = environment or SharedScorer(task_list(self.settings))
+        self.environment = environment or SharedScorer(task_list(self.settings.task, self.settings.model.model))
         self.closes = () if environment else (self.environment,)
         self.questions = self.environment.held_out(size.held_out)
         self.files, self.stop = MemoryFiles(), threading.Event()
@@ -142,7 +142,7 @@ class Swarm:
 
     def play(self, state: State, threads: ThreadPoolExecutor) -> None:
         playing = [threads.submit(self.play_one, node, state) for node in self.nodes]
-        with suppress(threading.BrokenBarrierError):  # the thread that broke it raises below
+        with suppress(threading.BrokenBarrierError):  # the failed thread raises below
             self.barrier.wait(BARRIER_SECONDS)
         try:
             forged = self.publish_attacks(state)
@@ -203,7 +203,7 @@ class Swarm:
                         timestamp=time.time(),
                         reward=1.0,
                         training_reward=1.0,
-                        rollouts=self.settings.local_groups,
+                        rollouts=self.settings.learning.local_groups,
                     )
                 )
         return forged

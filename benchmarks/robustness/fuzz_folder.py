@@ -42,6 +42,7 @@ from benchmarks.robustness.fuzz_folder_attacker import (
 )
 from benchmarks.robustness.fuzz_records import ALICE, OWNER, RECORDS, REPORT, SWARM
 from benchmarks.robustness.fuzz_target import MEBIBYTE, Case, Harm, Target
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place
@@ -50,7 +51,6 @@ from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
@@ -126,7 +126,7 @@ class Scene:
         self.places: dict[int, list[dict[str, tuple[int, str]]]] = {}  # by round, what was to be saved
         self.exchange = FolderExchange(self.files, OPEN_SWARM, ALICE, "alice", self.stop, lambda *said: None, 0.01)
         self.coordinator = FolderCoordinator(self.files, OPEN_SWARM, ALICE, "alice", self.stop)
-        self.settings = Settings(private_path=str(self.private), poll_interval=0.01, min_peers=1)
+        self.settings = Settings.of(private_path=str(self.private), poll_interval=0.01, min_peers=1)
         self.round_server: RoundServer | None = None
         self.round = 0
 
@@ -231,7 +231,9 @@ class Scene:
 
     def do_conduct(self) -> None:
         if self.round_server is None or self.rng.random() < 0.2:
-            self.round_server = RoundServer(self.files, OPEN_SWARM, OWNER, self.settings, self.stop)
+            self.round_server = RoundServer(
+                self.files, OPEN_SWARM, OWNER, self.settings.network, self.settings.storage, self.stop
+            )
             if self.round_server.state.phase != "finished" and self.round_server.state.round < self.round:
                 raise Harm(f"the coordinator went back from round {self.round} to {self.round_server.state.round}")
         self.round_server.step(time.time())
@@ -279,7 +281,7 @@ class Folder(Target):
 
     def next(self) -> Case:
         rng = self.rng
-        races = rng.random() < 0.1  # then nothing else strikes: the other attacks look before they act
+        races = rng.random() < 0.1  # then no other attack runs: those look before they act
         return {
             "seed": rng.getrandbits(48),
             "steps": rng.choice((3, 10, 30)),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.robustness import attack_nodes, attack_outcome, attack_swarm, attack_types, attacks
-from rl_swarm.environments import task_list
-from rl_swarm.settings import Settings
+from rl_swarm.environments.presets import PRESETS
 
 SMALL = attack_outcome.Size(
     honest=2, malicious=1, identities=2, rounds=2, short_rounds=2, every=2, held_out=4, samples=1
@@ -18,7 +17,7 @@ SMALL = attack_outcome.Size(
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = attack_nodes.SharedScorer(task_list(Settings()))
+    reasoning = attack_nodes.SharedScorer(PRESETS["tiny"])
     yield reasoning
     reasoning.close()
 

@@ -10,6 +10,7 @@ import pytest
 from processes import RL_SWARM, SMALL, end, run, start, status, until
 
 from rl_swarm.cli import models
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import MANIFEST, await_manifest
 from rl_swarm.node.evaluation import protocol
@@ -17,7 +18,6 @@ from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import swarm_name
 from rl_swarm.protocol.rollouts import Completion
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers there

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from processes import QUICK, run, status
 from rich.console import Console
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
@@ -26,11 +27,10 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 
-SETTINGS = Settings(
+SETTINGS = Settings.of(
     environment="debate", local_groups=2, external_groups=2, generations=4, rounds=2, round_end="lockstep",
     held_out_questions=1, held_out_samples=1, device="cpu", check_likelihood=False,
 )  # fmt: skip
@@ -140,7 +140,7 @@ def test_control_tokens_that_stand_in_a_question_stay_text() -> None:
 def played(folder: Path) -> LockstepSwarm:
     """A round of three nodes, in one process."""
     members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(3)]
-    user = Settings(identity_path=str(folder.with_suffix(".pem")))
+    user = Settings.of(identity_path=str(folder.with_suffix(".pem")))
     swarm = LockstepSwarm(LocalFiles(folder), members, Identity.derived("owner"), user)
     try:
         swarm.round()
@@ -221,7 +221,7 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
 
 def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_path: Path) -> None:
     members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(2)]
-    user = Settings(identity_path=str(tmp_path / "user.pem"))
+    user = Settings.of(identity_path=str(tmp_path / "user.pem"))
     swarm = LockstepSwarm(LocalFiles(tmp_path / "run"), members, Identity.derived("owner"), user)
     publish = LocalExchange.publish
 

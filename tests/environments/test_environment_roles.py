@@ -6,7 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Environment, Role
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
@@ -17,11 +19,10 @@ from rl_swarm.node.worker import _restored, found, join
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rounds import PeerInfo
-from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, Journal
 
-SETTINGS = Settings(local_groups=2, external_groups=4, generations=4, rounds=2, round_end="everyone", device="cpu")
+SETTINGS = Settings.of(local_groups=2, external_groups=4, generations=4, rounds=2, round_end="everyone", device="cpu")
 WRITE, JUDGE = range(2)
 
 
@@ -74,7 +75,7 @@ class Reviews(Environment):
 
 @pytest.fixture
 def swarm():
-    settings = Settings(environment="reasoning", rounds=2, round_end="everyone")
+    settings = Settings.of(environment="reasoning", rounds=2, round_end="everyone")
     return LocalSwarm(new_manifest(settings, "test", "owner", 0.0, stages=2), min_peers=3)
 
 
@@ -159,7 +160,7 @@ def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_writ
 
 def test_where_later_stages_hear_earlier_ones_nobody_publishes_in_pieces(tmp_path) -> None:
 
-    settings = Settings(environment="debate", identity_path=str(tmp_path / "me.pem"), publish_frequency="generation")
+    settings = Settings.of(environment="debate", identity_path=str(tmp_path / "me.pem"), publish_frequency="generation")
     found(LocalFiles(tmp_path), settings, "test", Identity.load_or_create(tmp_path / "me.pem"))
     with pytest.raises(ConfigError, match="ROLLOUT_PUBLISH_FREQUENCY=generation"):
         join(tmp_path, settings, threading.Event())

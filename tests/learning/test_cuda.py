@@ -32,6 +32,7 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
     "triton was imported before tests/learning/conftest.py could ask for its interpreter"
 )
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import decoder, lora, trainer
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine
@@ -43,9 +44,9 @@ from rl_swarm.learning.cuda.graphs import GraphCache
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.parallel import batcher
 from rl_swarm.learning.sampler import Sample, SamplingParams, truncated
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
-from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], list(range(20, 38))]
 EOS = frozenset(range(3, VOCABULARY, 6))
@@ -85,7 +86,7 @@ def often(kinds, *chosen):
 def train(model):
     """One step of the real trainer, large enough to see."""
     groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
-    Trainer(model, PAD, Settings(learning_rate=0.05)).update(groups)
+    Trainer(model, PAD, LearningSettings(learning_rate=0.05)).update(groups)
 
 
 @pytest.mark.parametrize("kind", often(FAST, "gpt2", "gemma3"))
@@ -341,17 +342,17 @@ def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():
 
 
 def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch):
-    settings = Settings(learning_rate=1e-2, kl_weight=0.2, batch_tokens=9)  # two micro-batches
+    settings = Settings.of(learning_rate=1e-2, kl_weight=0.2, batch_tokens=9)  # two micro-batches
     groups = [
         TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None),
         TrainingGroup([9, 8], [[7, 6], [5, 4, 3]], [0.5, -0.7], None),
     ]
     calm, model = small_model(), small_model()
-    plain = steady(Trainer(calm, PAD, settings))
+    plain = steady(Trainer(calm, PAD, settings.learning))
     expected = gradients_at_step(plain)
     reports = [plain.update(groups) for _ in range(2)]
     monkeypatch.setattr(decoder, "has_kernels", lambda model: True)
-    trainer = steady(Trainer(model, PAD, settings))
+    trainer = steady(Trainer(model, PAD, settings.learning))
     assert plain.graphs is None and trainer.graphs is not None
     seen = gradients_at_step(trainer)
     for report in reports:

@@ -9,10 +9,11 @@ import sys
 import psutil
 import pytest
 import torch
-from msgspec.structs import replace
 from processes import until
 from small_models import save_small
 
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.parallel.data_parallel import DataParallelError, DataParallelPolicy, check_devices, partition
@@ -20,7 +21,6 @@ from rl_swarm.learning.policy import Policy
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import ConfigError, Settings
 
 PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9 minus 7, then?", "Hi"]
 
@@ -28,7 +28,7 @@ PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = save_small(tmp_path_factory.mktemp("model"))
-    return Settings(model=str(folder), max_new_tokens=12, learning_rate=1e-3, cpu_only=True, devices_per_node=2)
+    return Settings.of(model=str(folder), max_new_tokens=12, learning_rate=1e-3, cpu_only=True, devices_per_node=2)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def load():
 
 
 def single(settings):
-    return Policy.load(replace(settings, devices_per_node=1), "Answer well.")
+    return Policy.load(settings.changed(devices_per_node=1), "Answer well.")
 
 
 def groups_of(policy, seed=0):
@@ -83,7 +83,7 @@ def close(one, other):
     ],
 )
 def test_two_learn_what_one_learns(settings, load, changes):
-    settings = replace(settings, **changes)
+    settings = settings.changed(**changes)
     alone, policy = single(settings), load(settings)
     for number in range(3):
         groups = groups_of(alone, number)
@@ -96,7 +96,7 @@ def test_two_learn_what_one_learns(settings, load, changes):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_learn_what_one_learns(settings, load):
-    settings = replace(settings, cpu_only=False, device="cuda")
+    settings = settings.changed(cpu_only=False, device="cuda")
     alone, policy = single(settings), load(settings)
     groups = groups_of(alone)
     one, both = alone.learn(groups), policy.learn(groups)
@@ -123,7 +123,7 @@ def test_a_question_is_answered_with_the_draws_of_one_device(settings, load):
 
 
 def test_a_rank_without_completions_takes_the_same_step(settings, load):
-    alone, policy = single(settings), load(replace(settings, devices_per_node=3))
+    alone, policy = single(settings), load(settings.changed(devices_per_node=3))
     words = (Completion("4", True), Completion("7", True))
     group = Group("peer", Question("t", 0, 0, "Hi", "4"), words, (1.0, 0.0), True)
     training = [alone._tokens(group)]
@@ -196,7 +196,7 @@ def test_a_worker_killed_during_an_update_raises_an_error(settings, load, monkey
 
 def test_the_error_of_a_worker_is_reported(settings, load, tmp_path):
     folder = save_small(tmp_path / "model")
-    policy = load(replace(settings, model=str(folder)))
+    policy = load(settings.changed(model=str(folder)))
     (folder / "config.json").unlink()
     with pytest.raises(DataParallelError, match=r"worker 1 failed: ModelError: MODEL_NAME=.* there is no config.json"):
         policy.sample(PROMPTS, 1, 0)
@@ -214,9 +214,10 @@ def test_weights_that_differ_are_noticed(settings, load):
 @pytest.mark.slow
 def test_helpers_end_with_their_leader_however_it_ends(settings):
     script = (
-        "import sys, time; from rl_swarm.settings import Settings; from rl_swarm.learning.parallel.data_parallel "
-        "import Leader\n"
-        f"policy = Leader.load(Settings(model={settings.model!r}, cpu_only=True, devices_per_node=3), '')\n"
+        "import sys, time; from rl_swarm.config.settings import Settings\n"
+        "from rl_swarm.learning.parallel.data_parallel import DataParallelLeader\n"
+        f"given = Settings.of(model={settings.model.model!r}, cpu_only=True, devices_per_node=3)\n"
+        "policy = DataParallelLeader.load(given, '')\n"
         "policy.start(); print(policy.folder.name, *[h.process.pid for h in policy.workers], flush=True)\n"
         "time.sleep(600)"
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import memory, sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
@@ -17,11 +18,11 @@ from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 from rl_swarm.learning.parallel.stacked import ModelStack
 from rl_swarm.learning.policy import Policy, load_model
 from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
-from rl_swarm.settings import Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +94,7 @@ def test_what_is_sampled_in_bfloat16_is_near_float32_also_after_learning(kind):
     params = SamplingParams(20, EOS, PAD)
     assert errors(plain, sample(model, PROMPTS, 8, params, 1)).mean() < 0.02
     groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
-    trainer = Trainer(model, PAD, Settings(learning_rate=0.02))
+    trainer = Trainer(model, PAD, LearningSettings(learning_rate=0.02))
     for seed in range(2):
         trainer.update(groups)
         learned = copy.deepcopy(plain)
@@ -159,8 +160,8 @@ def test_recorded_updates_are_those_that_are_not_recorded(kind):
     rounds = [random_groups(seed, plain, count) for seed, count in ((0, 6), (1, 11), (2, 6), (0, 6))]
     made = []
     for device, recorded in (("cuda", True), ("cuda", False), ("cpu", False)):
-        settings = Settings(learning_rate=1e-6, max_grad_norm=1e9, kl_weight=0.1)
-        trainer = Trainer(copy.deepcopy(plain).to(device), PAD, settings)
+        settings = Settings.of(learning_rate=1e-6, max_grad_norm=1e9, kl_weight=0.1)
+        trainer = Trainer(copy.deepcopy(plain).to(device), PAD, settings.learning)
         assert (trainer.graphs is not None) == (device == "cuda")
         if not recorded:
             trainer.graphs = None
@@ -179,7 +180,7 @@ def test_recorded_updates_are_those_that_are_not_recorded(kind):
 def tiny_trainer():
     """Of the bundled model, after an update: what stays in memory is there."""
     model, _ = load_model("tiny")
-    trainer = Trainer(model.cuda(), 0, Settings(learning_rate=1e-5, batch_tokens=1 << 15))
+    trainer = Trainer(model.cuda(), 0, LearningSettings(learning_rate=1e-5, batch_tokens=1 << 15))
     trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])
     release_memory()
     return trainer
@@ -222,7 +223,7 @@ def policy():
     made = []
 
     def make(**changes):
-        settings = Settings(model="tiny", device="cuda", learning_rate=1e-5, **changes)
+        settings = Settings.of(model="tiny", device="cuda", learning_rate=1e-5, **changes)
         made.append(Policy.load(settings, "Answer well."))
         return made[-1]
 
@@ -275,7 +276,7 @@ def test_memory_does_not_grow_from_round_to_round(policy):
 
 
 def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_would_alone():
-    settings = Settings(learning_rate=0.02)
+    settings = Settings.of(learning_rate=0.02)
     plain = [small_model(seed=seed) for seed in range(6)]
     alone = [copy.deepcopy(model).cuda() for model in plain]
     together = [copy.deepcopy(model).cuda() for model in plain]
@@ -297,7 +298,7 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
     def in_a_thread(number):
         with own_stream():
             model = together[number]
-            live(number, model, sharing.make_trainer(model, PAD, settings, room))
+            live(number, model, sharing.make_trainer(model, PAD, settings.learning, room))
 
     threads = [threading.Thread(target=in_a_thread, args=(number,)) for number in range(len(plain))]
     for thread in threads:
@@ -308,7 +309,7 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
     (engine,) = sharing.engines.values()
     assert all(engine.copies)
     for number, model in enumerate(alone):
-        live(number, model, Trainer(model, PAD, settings))
+        live(number, model, Trainer(model, PAD, settings.learning))
         assert shared[number][0] == found[number][0]
         moved = difference(model.parameters(), [p.detach() for p in plain[number].parameters()])
         apart = difference(model.parameters(), [p.detach() for p in together[number].parameters()])
@@ -358,7 +359,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
 def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monkeypatch):
     monkeypatch.setattr("rl_swarm.learning.devices.prefers_bfloat16", lambda model: False)
     plain = [small_model(kind, seed=seed) for seed in range(4)]
-    stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, Settings()) for model in plain]
+    stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, LearningSettings()) for model in plain]
     stack = ModelStack(stacked)
     stack._step = lambda active_Z: torch.zeros(4, device="cuda")
     for turn in range(3):  # recorded, replayed, and of another size
@@ -366,7 +367,7 @@ def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monke
         given[turn] = []
         stack.update(given)
         for place, (model, groups) in enumerate(zip(plain, given, strict=True)):
-            alone = Trainer(model, PAD, Settings())
+            alone = Trainer(model, PAD, LearningSettings())
             tokens = sum(len(ids) for group in groups for ids in group.completions)
             alone.optimizer.zero_grad()
             alone._gradients(groups, tokens)

@@ -18,9 +18,9 @@ from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.sampler import COMPACT_BELOW, SamplingParams, draw, sample, truncated
 from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import Trainer, token_logprobs
 from rl_swarm.learning.weights import Weights
-from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [20, 21, 22, 23, 24, 25]]
 EOS = frozenset({3, 14, 25, 36})
@@ -97,7 +97,7 @@ def test_after_steps_of_training_both_are_still_those_of_transformers(kind, copi
             return weights
 
         monkeypatch.setattr("rl_swarm.learning.sampler.low_precision_weights", refreshed)
-    trainer = Trainer(model, PAD, Settings(learning_rate=0.02))
+    trainer = Trainer(model, PAD, LearningSettings(learning_rate=0.02))
     for step in range(2):
         all_samples(model, count=2, seed=step)
         trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])

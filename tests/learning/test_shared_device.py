@@ -12,6 +12,7 @@ import torch
 from processes import WHOLE, family, metrics, run, start, state, until
 from small_models import PAD, small_model
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.batches import TrainingGroup
@@ -22,7 +23,6 @@ from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.node import worker
-from rl_swarm.settings import Settings
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 49152)
 GPT2 = ModelShape(12, 768, 3072, 12, 12, 64, 50257, gated=False)
@@ -90,14 +90,14 @@ def test_when_a_node_fails_the_others_of_its_process_stop_and_the_failure_is_rep
 
     def join(address, settings, stop, shared):
         assert shared.nodes == 3
-        if settings.node_id == "b":
+        if settings.network.node_id == "b":
             raise UserError("no disk")
         assert stop.wait(120)
         stopped.append(threading.current_thread().name)
 
     monkeypatch.setattr(worker, "join", join)
     with pytest.raises(UserError, match="no disk"):
-        worker.join_together(tmp_path, {n: Settings(node_id=n) for n in "abc"}, threading.Event())
+        worker.join_together(tmp_path, {n: Settings.of(node_id=n) for n in "abc"}, threading.Event())
     assert sorted(stopped) == ["a", "c"]
 
 
@@ -107,12 +107,12 @@ def groups(seed):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])  # with and without a fast path
 def test_updates_in_a_shared_slot_equal_those_of_a_trainer_of_its_own(kind):
-    settings = Settings(learning_rate=0.01)
+    settings = Settings.of(learning_rate=0.01)
     models = [small_model(kind, seed=seed) for seed in range(4)]
-    own = [Trainer(small_model(kind, seed=seed), PAD, settings) for seed in range(4)]
+    own = [Trainer(small_model(kind, seed=seed), PAD, settings.learning) for seed in range(4)]
     device = SharedDevice(4)
     shared = [
-        device.make_trainer(m, PAD, settings, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4))
+        device.make_trainer(m, PAD, settings.learning, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4))
         for m in models
     ]
 
@@ -136,23 +136,24 @@ def test_updates_in_a_shared_slot_equal_those_of_a_trainer_of_its_own(kind):
 
 
 def test_nodes_with_another_loss_or_another_model_have_slots_of_their_own():
-    device, given = SharedDevice(3), [Settings(), Settings(temperature=0.5), Settings()]
+    device, settings = SharedDevice(3), Settings()
     models = [small_model("llama"), small_model("llama"), small_model("gpt_neox")]
-    for model, settings in zip(models, given, strict=True):
-        alone = Trainer(copy.deepcopy(model), PAD, settings).update(groups(1))
-        trainer = device.make_trainer(
-            model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3)
-        )
+    for model, temperature in zip(models, (1.0, 0.5, 1.0), strict=True):
+        alone = Trainer(copy.deepcopy(model), PAD, settings.learning, temperature).update(groups(1))
+        room = plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3)
+        trainer = device.make_trainer(model, PAD, settings.learning, room, temperature)
         assert trainer.update(groups(1)).grad_norm == pytest.approx(alone.grad_norm)
     assert len(device.slots) == 3
 
 
 def test_a_slot_is_freed_when_memory_runs_out_and_the_update_is_made_in_smaller_batches(monkeypatch, caplog):
-    settings = Settings(learning_rate=0.01)
+    settings = Settings.of(learning_rate=0.01)
     device = SharedDevice(2)
     model = small_model()
-    trainer = device.make_trainer(model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2))
-    expected = Trainer(small_model(), PAD, settings)
+    trainer = device.make_trainer(
+        model, PAD, settings.learning, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2)
+    )
+    expected = Trainer(small_model(), PAD, settings.learning)
     expected.batch_tokens = 3
     real, calls = Trainer._accumulate, []
 
@@ -175,10 +176,10 @@ def test_a_slot_is_freed_when_memory_runs_out_and_the_update_is_made_in_smaller_
 
 @pytest.mark.parametrize(("shape", "tokens"), [(SMOLLM2, 4096), (GPT2, 6144)])
 def test_eight_nodes_of_a_small_model_fit_into_a_consumer_gpu(shape, tokens):
-    settings = Settings(model="gpt2", local_groups=8, external_groups=0)
+    settings = Settings.of(model="gpt2", local_groups=8, external_groups=0)
     found = plan(shape, 140 * GIB, settings, "cuda", 8)
     assert found.fits and found.needed < CONSUMER_GPU
-    assert found.needed > 8 * (memory.resident_bytes(shape, settings) + memory.NODE_OVERHEAD)
+    assert found.needed > 8 * (memory.resident_bytes(shape, settings.learning) + memory.NODE_OVERHEAD)
     assert (found.nodes, found.training_slots, found.sequences, found.batch_tokens) == (8, 1, 64, tokens)
     assert "8 nodes need together" in str(found)
     assert "64 sequences at once of each, 1 in training" in str(found)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from small_models import PAD, VOCABULARY, small_model, steady
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.parallel.stacked import ModelStack, stacking_key
 from rl_swarm.learning.trainer import Trainer
-from rl_swarm.settings import Settings
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
@@ -24,8 +24,8 @@ def float32(monkeypatch):
 
 def trainers(kind, count=3, **settings):
     models = [small_model(kind, seed) for seed in range(count)]
-    given = [Settings(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)]
-    return [steady(Trainer(model, PAD, s)) for model, s in zip(models, given, strict=True)]
+    given = [Settings.of(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)]
+    return [steady(Trainer(model, PAD, s.learning)) for model, s in zip(models, given, strict=True)]
 
 
 def training_groups(seed, groups=3):

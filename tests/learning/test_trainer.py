@@ -23,14 +23,14 @@ from rl_swarm.learning.batches import TrainingGroup, micro_batches
 from rl_swarm.learning.devices import out_of_memory
 from rl_swarm.learning.parallel.data_parallel import DataParallelError
 from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import PartialStepError, Trainer, Update
-from rl_swarm.settings import Settings
 
 SETTINGS = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
 
 
-def trainer_of(model, **changes):
-    return Trainer(model, PAD, Settings(**{**SETTINGS, **changes}))
+def trainer_of(model, temperature=1.0, **changes):
+    return Trainer(model, PAD, LearningSettings(**{**SETTINGS, **changes}), temperature)
 
 
 def plain_loss(model, groups, temperature=1.0, kl_weight=0.0, reference=None, low=0.2, high=0.28):

@@ -10,16 +10,17 @@ import transformers
 from recurrent_models import RECURRENT, recurrent_model
 from small_models import FAST, KINDS, PAD, plain_logprobs, small_model, small_tokenizer
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import lora, support, verification
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.policy import Policy
 from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
-from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12]]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -42,7 +43,7 @@ def nothing_is_known_yet(monkeypatch):
 
 def policy_of(model, **settings):
     settings = {"max_new_tokens": 8, "learning_rate": 1e-3, **settings}
-    return Policy(model, small_tokenizer(), "small", "", Settings(model="small", cpu_only=True, **settings))
+    return Policy(model, small_tokenizer(), "small", "", Settings.of(model="small", cpu_only=True, **settings))
 
 
 def small(kind, **changes):
@@ -62,7 +63,7 @@ def check_computed(model):
         completions = [list(s.tokens) for s in samples]
         groups.append(TrainingGroup(prompt, completions, [1.0, 0.5, -1.5], [list(s.logprobs) for s in samples]))
     before = copy.deepcopy(model)
-    update = Trainer(model, PAD, Settings(learning_rate=1e-2)).update(groups)
+    update = Trainer(model, PAD, LearningSettings(learning_rate=1e-2)).update(groups)
     assert update.logprob_mismatch < 1e-4
     loss = sum(
         (-a * plain_logprobs(before, g.prompt, ids)).sum()

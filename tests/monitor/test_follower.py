@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace as changed
 from small_runs import HOSTILE, SmallRun
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.monitor import run_reader as report
 from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
@@ -20,7 +21,6 @@ from rl_swarm.monitor.series import Curves, combined, stride_for
 from rl_swarm.network.address import locate
 from rl_swarm.node import run_settings
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.schema import Load, RoundRecord
 
 GOOD = b'"reward_local":0.5,"reward_training":0.5,"local_with_signal":1,"external_accepted":1,"tokens_per_second":1.0'
@@ -135,7 +135,7 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
     run.score(run.identities[0], "now", 0.5)
     run.journals[run.names[0]].event("resumed", round=0, model="tiny")
     (run.root / "checkpoints" / "round_3" / run.names[0]).mkdir(parents=True)
-    run_settings.keep(Settings(seed=42, identity_path="/home/ada/swarm.pem"), run.root, run.manifest, run.owner)
+    run_settings.keep(Settings.of(seed=42, identity_path="/home/ada/swarm.pem"), run.root, run.manifest, run.owner)
     follower, _ = followed(run)
     told = snapshot.node(follower, run.identities[0].peer_id)
     assert told is not None and told.row.node == run.names[0]
@@ -153,7 +153,7 @@ def test_a_node_is_told_with_whom_it_learned_from_and_what_was_rejected(tmp_path
 def test_what_a_node_says_about_itself_and_what_others_say_about_its_rollouts(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "run", nodes=2, total=4)
     mine, others = (run.journals[name] for name in run.names)
-    run_settings.keep(Settings(seed=42), run.root, run.manifest, run.owner)
+    run_settings.keep(Settings.of(seed=42), run.root, run.manifest, run.owner)
     mine.event("joined", round=-1, model="tiny", hardware={"cores": "2"}, settings={"seed": 7, "hf_token": "secret"})
     mine.event("failed", error="ValueError: no")
     others.event("rejected", node=run.names[0], reason="digest", detail="altered")

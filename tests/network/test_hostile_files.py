@@ -38,11 +38,12 @@ from rl_swarm.network.folder import (
     rollouts_path,
 )
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import canonical, digest, seal, sign
-from rl_swarm.settings import Settings
 from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 ROUND, STAGE = 1, 0
 HERE = make_manifest()
@@ -216,7 +217,9 @@ class Conducted:
 
     def __init__(self, folder):
         self.folder, self.files, self.now = folder, LocalFiles(folder), time.time()
-        self.conductor = RoundServer(self.files, HERE, OWNER, Settings(min_peers=2), threading.Event())
+        self.conductor = RoundServer(
+            self.files, HERE, OWNER, NetworkSettings(min_peers=2), StorageSettings(), threading.Event()
+        )
         for node in ("ann", "bob"):
             self.files.write(f"peers/{node}.json", seal(introduction(HERE, node), identity_of(node)))
 

@@ -26,7 +26,7 @@ from swarms import (
     publication,
 )
 
-from rl_swarm.network.folder import rollouts_path
+from rl_swarm.network.folder import ADMISSION, STATE, rollouts_path
 from rl_swarm.network.p2p.engine import MAX_REQUEST, EngineError, PeerEngine
 from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.network.p2p.quota import DhtQuota
@@ -38,7 +38,9 @@ from rl_swarm.network.p2p.records import (
     parts_of,
     subnet_of,
 )
+from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import seal, sign
 
 ALONE = {"listen": LOOPBACK, "relay": False, "map_ports": False}
@@ -349,6 +351,28 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
             reader.ask(peer, b"x" * (MAX_REQUEST + 1), 1 << 20)
         with pytest.raises(OSError):
             reader.ask(Identity.generate().peer_id, path.encode(), 1 << 20)
+    finally:
+        swarm.close()
+
+
+def test_what_the_owner_signed_for_another_swarm_or_path_is_not_handed_on(tmp_path):
+    """Else a member could hide the owner's list behind one of another swarm, which has a higher number."""
+    swarm = AmongPeers(tmp_path)
+    try:
+        files, owner = swarm.files("ann"), OWNER
+        ours = seal(AccessList(swarm=files.swarm, number=1), owner)
+        for wrong in (
+            seal(AccessList(swarm="another", number=10**15), owner),
+            seal(State(swarm=files.swarm), owner),
+            seal(AccessList(swarm=files.swarm, number=2), identity_of("bob")),
+        ):
+            files._keep(ADMISSION, wrong)
+            assert ADMISSION not in files.handed
+        files._keep(ADMISSION, ours)
+        files._keep(ADMISSION, seal(AccessList(swarm=files.swarm), owner))  # an older one
+        assert files.handed[ADMISSION] == ours
+        files._keep(STATE, ours)
+        assert STATE not in files.handed
     finally:
         swarm.close()
 

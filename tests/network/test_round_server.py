@@ -26,6 +26,7 @@ from swarms import (
     report,
 )
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.network import folder
 from rl_swarm.network import round_server as conducting
 from rl_swarm.network import round_server as conductor_module
@@ -42,12 +43,13 @@ from rl_swarm.network.folder import (
     rollouts_path,
 )
 from rl_swarm.network.round_server import RoundServer, read_history
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, StageRecord
 from rl_swarm.protocol.wire import seal, unseal, unseal_with_digest
-from rl_swarm.settings import Settings
 from rl_swarm.storage import files as files_module
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 CALLS = ("read", "write", "append", "names", "remove", "move")
 
@@ -103,7 +105,7 @@ class Story:
     def __init__(self, folder, **changes):
         self.manifest = make_manifest(rounds=2, stages=2, round_interval=10.0, **changes)
         self.files, self.clock, self.places = LocalFiles(folder), 1000.0, []
-        self.settings = Settings(min_peers=2)
+        self.settings = Settings.of(min_peers=2)
         for node in self.nodes[:2]:
             self.join(node)
 
@@ -124,7 +126,9 @@ class Story:
     def conduct(self, files, monkeypatch):
         """Until the swarm has finished or the conductor is killed."""
         monkeypatch.setattr(time, "time", lambda: self.clock)
-        conductor = RoundServer(files, self.manifest, OWNER, self.settings, threading.Event())
+        conductor = RoundServer(
+            files, self.manifest, OWNER, self.settings.network, self.settings.storage, threading.Event()
+        )
         for _ in range(100):
             self.clock += 5.0
             conductor.step(self.clock)
@@ -220,8 +224,10 @@ class Small:
         self.play(0)
 
     def restarted(self, files=None, **settings):
-        settings = Settings(min_peers=2, poll_interval=POLL, **settings)
-        return RoundServer(files or self.files, self.manifest, OWNER, settings, threading.Event())
+        settings = Settings.of(min_peers=2, poll_interval=POLL, **settings)
+        return RoundServer(
+            files or self.files, self.manifest, OWNER, settings.network, settings.storage, threading.Event()
+        )
 
     def play(self, number, conductor=None):
         conductor = conductor or self.conductor
@@ -457,7 +463,14 @@ def test_tidying_up_touches_rounds_only(swarm):
 def test_only_the_owner_conducts(swarm):
     stranger = Identity.generate()
     with pytest.raises(NetworkError) as error:
-        RoundServer(swarm.files, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event())
+        RoundServer(
+            swarm.files,
+            swarm.manifest,
+            stranger,
+            NetworkSettings(identity_path="my.pem"),
+            StorageSettings(),
+            threading.Event(),
+        )
 
     for part in (OWNER.peer_id, stranger.peer_id, "IDENTITY_PATH=my.pem"):
         assert part in str(error.value)

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Environment, Role, draw
 from rl_swarm.node.conversation import MAX_MISSED, Conversation
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.intake import Checks, regenerate, score_external, select
+from rl_swarm.node.intake import Checks, Selection, regenerate, score_external
 from rl_swarm.node.strategies import Strategy
 from rl_swarm.protocol.manifest import question_seed
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, fit_limits, unpack
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 
-MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
+MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
 PEERS = [f"peer-{number}" for number in range(9)]
 ROUND = 4
 
@@ -226,7 +226,7 @@ def test_what_this_node_cannot_fetch_is_not_used_and_nobody_is_blamed(swarm):
     assert swarm.refusal(publication, hidden=unknown) == "parents"
     conversation = swarm.conversation(unknown)
     checks = Checks(MANIFEST, conversation.environment, lambda *why: None, lambda round: conversation)
-    found = select([publication], 1, checks, Strategy(), random.Random(0))
+    found = Selection(1, checks, Strategy(), random.Random(0)).run([publication])
     assert found.chosen == [] and found.asked == {"peer-0": False}
 
 

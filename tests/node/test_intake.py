@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import PEER_SECONDS, Environment
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.intake import Checks, regenerate, score_external, select
+from rl_swarm.node.intake import Checks, Selection, regenerate, score_external
 from rl_swarm.node.report import best_peer
 from rl_swarm.node.round import score
 from rl_swarm.node.strategies import Strategy
@@ -18,9 +19,8 @@ from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Rollout, Sampling, unpack
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 
-MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
+MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 ROUND = 7
 
 
@@ -75,7 +75,7 @@ def selected(publications, wanted, used=frozenset(), seed=0, environment=None, s
         sources=sources or {},
         **changes,
     )
-    return select(publications, wanted, checks, Strategy(), random.Random(seed)), rejected
+    return Selection(wanted, checks, Strategy(), random.Random(seed)).run(publications), rejected
 
 
 def test_what_a_peer_says_about_the_end_of_its_answers_earns_it_nothing():
@@ -347,7 +347,7 @@ def test_a_tie_is_decided_the_same_way_everywhere():
 
 
 def test_seeds_differ_between_peers_rounds_numbers_and_swarms():
-    other = new_manifest(Settings(tasks="chain_sum", seed=43), "test", "owner", 0.0, stages=1)
+    other = new_manifest(Settings.of(tasks="chain_sum", seed=43), "test", "owner", 0.0, stages=1)
     seeds = {
         question_seed(manifest, round, peer, number)
         for manifest in (MANIFEST, other)
@@ -360,7 +360,7 @@ def test_seeds_differ_between_peers_rounds_numbers_and_swarms():
 
 
 def test_two_runs_with_one_seed_ask_the_same_questions():
-    later = new_manifest(Settings(tasks="chain_sum", rounds=3), "another name", "somebody", 9.0, stages=1)
+    later = new_manifest(Settings.of(tasks="chain_sum", rounds=3), "another name", "somebody", 9.0, stages=1)
     assert question_seed(later, 1, "alice", 2) == question_seed(MANIFEST, 1, "alice", 2)
     assert later.swarm() != MANIFEST.swarm()
 

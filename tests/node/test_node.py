@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.base import Role
 from rl_swarm.environments.reasoning import Reasoning
@@ -22,12 +23,11 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import MAX_MISSED, PeerInfo
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 
-SETTINGS = Settings(
+SETTINGS = Settings.of(
     local_groups=3,
     external_groups=2,
     generations=4,
@@ -41,7 +41,7 @@ SETTINGS = Settings(
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = Reasoning(task_list(SETTINGS))
+    reasoning = Reasoning(task_list(SETTINGS.task, SETTINGS.model.model))
     yield reasoning
     reasoning.close()
 
@@ -99,7 +99,7 @@ def rounds_of(node: Node) -> list[dict]:
 def test_rollouts_are_published_as_often_as_asked_for(
     environment: Reasoning, tmp_path: Path, publish: str, sizes: list[int]
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, publish_frequency=publish)
+    settings = SETTINGS.changed(publish_frequency=publish)
     node = make_node(LocalSwarm(manifest(settings)), environment, tmp_path, settings)
     published_before_learning: list[int] = []
     learn = node.policy.learn
@@ -154,7 +154,7 @@ def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
 
 
 def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning, tmp_path: Path) -> None:
-    settings = msgspec.structs.replace(SETTINGS, max_peer_failures=2, ban_rounds=3, max_rollout_age=0)
+    settings = SETTINGS.changed(max_peer_failures=2, ban_rounds=3, max_rollout_age=0)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     honest, liar = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     liar.play(swarm.state)
@@ -180,7 +180,7 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
     environment: Reasoning, tmp_path: Path, round_end: str, asked: bool
 ) -> None:
     """Elsewhere nodes look for what is there, and those of a slow node are as good as any."""
-    settings = msgspec.structs.replace(SETTINGS, round_end=round_end)
+    settings = SETTINGS.changed(round_end=round_end)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MAX_MISSED)
@@ -193,7 +193,7 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
 def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
     environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, round_end="lockstep", peer_timeout=0.3)
+    settings = SETTINGS.changed(round_end="lockstep", peer_timeout=0.3)
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, honest, tardy = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
     monkeypatch.setattr(node.intake, "is_silent", lambda member, state: False)  # it gives signs of life
@@ -214,7 +214,7 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
         asked.clear()
         return {found.node for found in node.intake.fetch(state, random.Random(round), {})}
 
-    everybody, waits = {honest.name, tardy.name}, settings.peer_timeout
+    everybody, waits = {honest.name, tardy.name}, settings.swarm.peer_timeout
     assert look(0, comes=False) == {honest.name} and asked[0] == (everybody, waits)
     for round in (1, 2, 3):  # it is read when it is there
         assert look(round, comes=True) == everybody
@@ -225,9 +225,7 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
 def test_only_who_was_asked_can_be_late(
     environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(
-        SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external_groups=0
-    )
+    settings = SETTINGS.changed(round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external_groups=0)
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
     monkeypatch.setattr(node.intake, "is_silent", lambda member, state: False)
@@ -249,7 +247,7 @@ def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_
 def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
     environment: Reasoning, tmp_path: Path
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, external_groups=100)
+    settings = SETTINGS.changed(external_groups=100)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     reader, writer = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     writer.play(swarm.state)
@@ -282,7 +280,7 @@ def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(environment: Rea
 def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     tmp_path: Path, damaged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, identity_path=str(tmp_path / "me.pem"))
+    settings = SETTINGS.changed(identity_path=str(tmp_path / "me.pem"))
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "swarm"
     swarm = found(LocalFiles(address), settings, "swarm", Identity.generate()).swarm()
     place = Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
@@ -296,7 +294,7 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     stop = threading.Event()
     stop.set()
     join(address, settings, stop)  # and saves where it is
-    private = swarm_folder(settings, address, swarm) / me.node / "checkpoints"
+    private = swarm_folder(settings.storage, address, swarm) / me.node / "checkpoints"
     written = Checkpoints(private, me, me.node).written(swarm)
     assert [kept.place.standing for kept in written] == ([] if damaged else [place.standing])
     assert ("is skipped" in caplog.text) == damaged
@@ -317,7 +315,7 @@ def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment
     }
     for node in (two, three, four):
         node.play(state)
-    one.intake.settings = msgspec.structs.replace(SETTINGS, external_groups=4, max_source_share=0.25)
+    one.intake.settings = SETTINGS.changed(external_groups=4, max_source_share=0.25)
     found = one.intake.collect(state)
     near = [group for group in found.chosen if group.peer_id in peers[1:3]]
     assert len(near) <= 2  # an even part of two sources
@@ -328,9 +326,7 @@ def test_a_node_that_fails_says_so_in_its_log(tmp_path):
     address = tmp_path / "swarm"
     address.mkdir()
     found(LocalFiles(address), SETTINGS, "swarm", identity)
-    settings = msgspec.structs.replace(
-        SETTINGS, model=str(tmp_path / "no-model"), identity_path=str(tmp_path / "swarm.pem")
-    )
+    settings = SETTINGS.changed(model=str(tmp_path / "no-model"), identity_path=str(tmp_path / "swarm.pem"))
     with pytest.raises(ModelError):
         join(address, settings, threading.Event())
     (line,) = read_lines(LocalFiles(address), f"logs/{identity.node}/{EVENTS}")[0]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.folder import (
     ADMISSION,
     MANIFEST,
@@ -23,6 +24,7 @@ from rl_swarm.network.folder import (
     report_path,
 )
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AccessList, AdmissionError
@@ -31,8 +33,8 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
 from rl_swarm.protocol.wire import Rejected, seal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 OWNER, ANN, BOB, EVE = (Identity.generate() for _ in range(4))
 WEEK = 7 * 86400
@@ -40,7 +42,7 @@ WEEK = 7 * 86400
 
 def manifest(**changes) -> Manifest:
     return new_manifest(
-        Settings(admission="invited", rounds=50, round_end="everyone", peer_timeout=20.0, **changes),
+        Settings.of(admission="invited", rounds=50, round_end="everyone", peer_timeout=20.0, **changes),
         "test",
         OWNER.peer_id,
         1.0,
@@ -186,7 +188,9 @@ class Swarm:
         self.conductor = self.restarted()
 
     def restarted(self) -> RoundServer:
-        self.conductor = RoundServer(self.files, self.manifest, OWNER, Settings(), threading.Event())
+        self.conductor = RoundServer(
+            self.files, self.manifest, OWNER, NetworkSettings(), StorageSettings(), threading.Event()
+        )
         return self.conductor
 
     def look(self) -> State:

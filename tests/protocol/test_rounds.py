@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.rounds import (
     MAX_MISSED,
@@ -17,7 +18,6 @@ from rl_swarm.protocol.rounds import (
     record_presence,
     record_report,
 )
-from rl_swarm.settings import Settings
 
 TIMEOUT = 10.0
 INTERVAL = 60.0
@@ -340,7 +340,7 @@ def test_the_leaderboard_is_by_votes_then_by_reward():
 
 
 def test_the_rules_of_a_swarm_are_those_of_its_manifest():
-    settings = Settings(rounds=7, round_end="deadline", round_interval=3.0, peer_timeout=4.0)
+    settings = Settings.of(rounds=7, round_end="deadline", round_interval=3.0, peer_timeout=4.0)
     manifest = new_manifest(settings, "test", "owner", 0.0, stages=2)
     assert Rules.of(manifest, 3) == Rules(7, 2, "deadline", 3.0, 4.0, 3)
 

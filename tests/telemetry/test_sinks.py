@@ -11,19 +11,21 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import msgspec
 import pytest
 from collector import attributes, collecting
 from processes import QUICK, run, until
 
 from rl_swarm.cli import doctor
 from rl_swarm.config.resolve import load
-from rl_swarm.settings import ConfigError, Settings
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
+from rl_swarm.node.settings import public_settings
 from rl_swarm.telemetry.export import Source, scalars
 from rl_swarm.telemetry.journal import METRICS, Journal, Stopwatch, read_lines
 from rl_swarm.telemetry.otlp import endpoints
 from rl_swarm.telemetry.schema import RoundRecord
-from rl_swarm.telemetry.sinks import SinkThread, is_installed, public, requested, sink_threads
+from rl_swarm.telemetry.settings import TelemetrySettings
+from rl_swarm.telemetry.sinks import SinkThread, is_installed, requested, sink_threads
 
 TRACKIO = sys.version_info >= (3, 11)  # its hub library needs a transformers that needs it
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -224,8 +226,8 @@ def test_what_is_asked_for_but_not_installed_is_named_with_the_command_that_inst
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # how Python notes that there is none
     with pytest.raises(ConfigError, match=message):
-        requested(Settings(metrics_sinks=settings), environ)
-    assert requested(Settings(), {}) == []
+        requested(TelemetrySettings(metrics_sinks=settings), environ)
+    assert requested(TelemetrySettings(), {}) == []
 
 
 def test_a_swarm_without_what_was_asked_for_does_not_start(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_swarm_without_what_was_asked_for_does_not_start(tmp_path: Path) -> No
 def test_an_unknown_sink_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'tensorbord'.*tensorboard, trackio, wandb"):
         load(environ={"METRICS_SINKS": "wandb,tensorbord"})
-    assert load(environ={"METRICS_SINKS": "wandb, tensorboard,wandb"}).settings.sinks() == (
+    assert load(environ={"METRICS_SINKS": "wandb, tensorboard,wandb"}).settings.telemetry.sinks() == (
         "wandb", "tensorboard",
     )  # fmt: skip
 
@@ -294,8 +296,8 @@ def test_curves_are_finite_numbers_and_none_is_of_a_single_peer() -> None:
 
 def test_other_systems_learn_no_text_of_the_settings() -> None:
     text = {name: "secret" for name in ("hf_token", "invitation", "gdrive_path", "p2p_initial_peers", "identity_path")}
-    told = public(msgspec.structs.replace(Settings(), **text))
-    assert told["model"] == "tiny" and told["generations"] == 8 and "secret" not in str(told)
+    told = public_settings(Settings.of(**text).flat())
+    assert told["generations"] == 8 and "secret" not in str(told)
 
 
 def test_the_doctor_tries_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,11 @@ from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import server, tables
 from rl_swarm.web.api import create_app
 from rl_swarm.web.response_cache import ResponseCache
+from rl_swarm.web.settings import WebSettings
 from rl_swarm.web.stream import AT_A_TIME, Stream
 
 LOCAL = "http://localhost"
@@ -432,7 +432,7 @@ def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
 def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "is_installed", lambda: False)
     console = Console(file=io.StringIO(), width=200)
-    with dashboard.dashboard_of_run(tmp_path, Settings(), tmp_path / "log", console, threading.Event()):
+    with dashboard.dashboard_of_run(tmp_path, WebSettings(), tmp_path / "log", console, threading.Event()):
         said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("\n") == 1 and "pip install 'rl-swarm[web]'" in said and "--no-web" in said
 

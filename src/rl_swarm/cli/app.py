@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from rl_swarm import __version__, environments
@@ -16,13 +15,13 @@ from rl_swarm.cli import parse_assignments, resolve_settings
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config import resolve as config
 from rl_swarm.config.resolve import Resolved
+from rl_swarm.config.settings import UP_PRESET, all_settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import FILE as ARM
 from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode
-from rl_swarm.settings import SECRETS, UP_PRESET
 from rl_swarm.storage.files import LocalFiles
 
 app = typer.Typer(
@@ -77,9 +76,9 @@ def main(
 
 def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
+    values, secrets = resolved.settings.flat(), {known.name for known in all_settings() if known.secret}
     for name, source in resolved.sources.items():
-        value = getattr(resolved.settings, name)
-        shown = "(set)" if name in SECRETS and value else json.dumps(msgspec.to_builtins(value))
+        shown = "(set)" if name in secrets and values[name] else json.dumps(values[name])
         print(f"{name:<{width}}  {shown:<24}  {source}")
 
 
@@ -120,11 +119,11 @@ def up(
         preset |= run_settings.resumed(resume, user.settings)
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = resolve_settings("up", {}, config_file, sets, **flags)
-        address = resolved.settings.experiment_dir()
+        address = resolved.settings.storage.experiment_dir()
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
-        return running.run_process(resolved.settings.role, address, resolved.settings)
+        return running.run_process(resolved.settings.task.role, address, resolved.settings)
     resolved = resolve_settings("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
@@ -185,7 +184,7 @@ def _alone(
     resolved = resolve_settings("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    where = address or resolved.settings.experiment_dir()
+    where = address or resolved.settings.storage.experiment_dir()
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
     return running.run_process(role, where, resolved.settings)
@@ -243,7 +242,7 @@ def status(address: Address, as_json: Annotated[bool, typer.Option("--json", hel
         from rl_swarm.experiment.drawing import print_once as print_experiment
 
         return print_experiment(Path(address), as_json)
-    with open_view(address) as view:
+    with open_view(address, config.user_network) as view:
         if as_json:
             view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
@@ -301,7 +300,11 @@ def validate(
                 "be checked again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several machines."
             )
         RunView.open(address)
-    verdict, opened = (validate_peers if among_peers else validate_run)(address, rounds, nodes)
+    verdict, opened = (
+        validate_peers(address, rounds, nodes, config.user_network())
+        if among_peers
+        else validate_run(address, rounds, nodes)
+    )
     if opened is not None:
         environment = environments.made(opened.manifest)
         try:

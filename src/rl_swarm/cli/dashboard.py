@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_swarm.cli import catch_signals
+from rl_swarm.config.resolve import user_network
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.monitor.run_reader import open_view
-from rl_swarm.settings import Settings
 from rl_swarm.web import server
+from rl_swarm.web.settings import WebSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,14 +25,17 @@ def watch(address: str, settings: Settings) -> None:
         raise UserError(server.MISSING)
     stop = catch_signals()
     if is_experiment(address):
-        with server.bound(settings.web_host, settings.web_port) as listening:
+        with server.bound(settings.web.web_host, settings.web.web_port) as listening:
             print(f"{address} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
-            server.serve_experiment(Path(address), listening, stop, settings.web_token)
+            server.serve_experiment(Path(address), listening, stop, settings.web.web_token)
         return
-    with open_view(address) as view, server.bound(settings.web_host, settings.web_port) as listening:
+    with (
+        open_view(address, lambda: settings.network) as view,
+        server.bound(settings.web.web_host, settings.web.web_port) as listening,
+    ):
         name = view.manifest.name if view.manifest else address
         print(f"{name} is at {server.url_of(listening)}   (Ctrl-C stops it)", flush=True)
-        server.serve(view, listening, stop, settings.web_token)
+        server.serve(view, listening, stop, settings.web.web_token)
 
 
 def watch_here(address: str) -> None:
@@ -44,13 +49,13 @@ def watch_here(address: str) -> None:
     if is_experiment(address):
         experiment_drawing.watch(Path(address), Console(highlight=False), stop)
         return
-    with open_view(address) as view:
+    with open_view(address, user_network) as view:
         watch(view, Console(highlight=False), stop)
 
 
 @contextmanager
 def dashboard_of_run(
-    root: Path, settings: Settings, private_log: Path, console: "Console", interrupted: threading.Event
+    root: Path, settings: WebSettings, private_log: Path, console: "Console", interrupted: threading.Event
 ) -> Iterator[None]:
     """Serve the dashboard of a run, if the settings want it and its packages are installed. A user with the token can
     stop the run there."""

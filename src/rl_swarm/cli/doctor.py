@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
@@ -67,7 +66,7 @@ def machine() -> Iterator[Finding]:
     from rl_swarm.learning.memory import GIB
 
     settings = config.load().settings
-    device = pick_device(settings)
+    device = pick_device(settings.model)
     memory, disk = total_memory(device), free_disk(Path.cwd())
     yield True, f"{counted(os.cpu_count() or 1, 'core')}, device {device}"
     yield memory >= 2 * GIB, f"{memory / GIB:.1f} GiB of memory (2 GiB are enough for the bundled model)"
@@ -84,7 +83,7 @@ def model() -> Iterator[Finding]:
 
 
 def scoring() -> Iterator[Finding]:
-    environment = Reasoning(task_list(config.load().settings))
+    environment = Reasoning(task_list(config.load().settings.task, config.load().settings.model.model))
     try:
         questions = environment.questions(range(8))
         right = environment.score([(q, f"<answer>{q.answer}</answer>") for q in questions])
@@ -111,11 +110,11 @@ def code() -> Iterator[Finding]:
 
 def folder() -> Iterator[Finding]:
     settings = config.load().settings
-    address = settings.experiment_dir()
+    address = settings.storage.experiment_dir()
     if isinstance(address, str):
         yield from _store(address)
         return
-    root = Path(settings.gdrive_path).expanduser() if settings.gdrive_path else Path.cwd()
+    root = Path(settings.storage.gdrive_path).expanduser() if settings.storage.gdrive_path else Path.cwd()
     try:
         with tempfile.NamedTemporaryFile(dir=root):
             yield True, f"{root} can be written" + (f"; the swarm is {address}" if address else "")
@@ -136,9 +135,9 @@ def _store(address: str) -> Iterator[Finding]:
 
 def peer_to_peer() -> Iterator[Finding]:
     """Start the daemon as a node would, and ask the peers that the settings name."""
-    settings = replace(config.load().settings, p2p_relay=False)  # do not ask the router for a port
+    settings = config.load().settings.changed(p2p_relay=False)  # do not ask the router for a port
     if importlib.util.find_spec("hivemind") is None:
-        needed = settings.network == "p2p" or settings.p2p_initial_peers is not None
+        needed = settings.swarm.network == "p2p" or settings.network.p2p_initial_peers is not None
         yield (
             not needed,
             "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'",
@@ -146,13 +145,13 @@ def peer_to_peer() -> Iterator[Finding]:
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        engine_of(Identity.generate(), [], settings, Path(folder)) as engine,
+        engine_of(Identity.generate(), [], settings.network, Path(folder)) as engine,
     ):
         yield True, f"the daemon starts and listens at {engine.addresses[0].rpartition('/p2p/')[0]}"
         if engine.known:
             yield (
                 engine.met.is_set(),
-                f"P2P_KNOWN={settings.p2p_initial_peers}: "
+                f"P2P_KNOWN={settings.network.p2p_initial_peers}: "
                 + (
                     "a peer answers"
                     if engine.met.is_set()
@@ -164,7 +163,7 @@ def peer_to_peer() -> Iterator[Finding]:
 
 
 def identity() -> Iterator[Finding]:
-    path = Path(config.load().settings.identity_path)
+    path = Path(config.load().settings.network.identity_path)
     if not path.exists():
         yield True, f"{path} will be made at the first start"
         return
@@ -178,7 +177,7 @@ def identity() -> Iterator[Finding]:
 
 def metrics() -> Iterator[Finding]:
     """Ask the collector, and let each sink write a record into a temporary folder, offline."""
-    wanted = sinks.requested(config.load().settings, os.environ)
+    wanted = sinks.requested(config.load().settings.telemetry, os.environ)
     if not wanted:
         yield True, "to metrics.jsonl; METRICS_SINKS and OTEL_EXPORTER_OTLP_ENDPOINT are not set"
     for signal, variable in otlp.endpoints(os.environ).items():

@@ -9,6 +9,7 @@ import typer
 
 from rl_swarm.cli import catch_signals, parse_assignments, preflight, program, quoted, resolve_settings
 from rl_swarm.cli.flags import setting_flags
+from rl_swarm.config.resolve import layered
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import (
     ELSEWHERE,
@@ -111,12 +112,13 @@ def sapo(
             raise UserError(f"--set {name}: not a setting of an experiment. A token of the hub comes from HF_TOKEN.")
     resolved = resolve_settings("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
-    if settings.hf_token:  # the hub's library reads it there, in the runs' processes too
-        os.environ.setdefault("HF_TOKEN", settings.hf_token)
+    if settings.model.hf_token:  # the hub's library reads it there, in the runs' processes too
+        os.environ.setdefault("HF_TOKEN", settings.model.hf_token)
     preflight.check(settings)
     grid = _rates(rates)
+    values = settings.flat()
     explicit = {
-        name: getattr(settings, name)
+        name: values[name]
         for name, source in resolved.sources.items()
         if source != "default" and not source.startswith("preset") and name not in (*GIVEN_BY_ARM, *ELSEWHERE)
     }
@@ -126,18 +128,21 @@ def sapo(
         out=out,
         arms=arms(configs, strategies),
         seeds=_seeds(seeds),
-        nodes=settings.nodes,
-        rounds=settings.rounds,
+        nodes=settings.swarm.nodes,
+        rounds=settings.swarm.rounds,
+        resolve=layered,
         settings=explicit,
-        each=nodes_given(each or [], settings.nodes),
+        each=nodes_given(each or [], settings.swarm.nodes),
         rates=grid,
         tune_seeds=tune_seeds,
-        tune_rounds=tune_rounds or max(1, settings.rounds // 5),
+        tune_rounds=tune_rounds or max(1, settings.swarm.rounds // 5),
         at_once=at_once,
         keep_models=keep_models,
         user=settings,
     )
-    kinds = {(node.model, node.device): node for run in experiment.runs({}) for node in run.members()}
+    kinds = {
+        (node.model.model, node.model.device): node for run in experiment.runs({}) for node in run.members(layered)
+    }
     for node in kinds.values():
         preflight.check(node)
     console = Console(highlight=False, markup=False)

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-from rl_swarm.settings import Setting, all_settings, values_of
+from rl_swarm.config.settings import all_settings
+from rl_swarm.sections import Setting, values_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

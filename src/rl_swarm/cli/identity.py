@@ -38,7 +38,7 @@ CHUNK = 1 << 20
 
 def key_path(given: str | None) -> Path:
     flags: dict[str, object] = {"identity_path": given} if given is not None else {}
-    return Path(config.load(flags=flags, command="identity").settings.identity_path)
+    return Path(config.load(flags=flags, command="identity").settings.network.identity_path)
 
 
 def load(given: str | None) -> Identity:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import typer
-from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, progr
 from rl_swarm.cli.dashboard import say
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import smollm2
 from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
@@ -26,13 +26,13 @@ from rl_swarm.network.folder import MANIFEST, change_access_list
 from rl_swarm.network.presence import only_run_here
 from rl_swarm.node import run_settings, worker
 from rl_swarm.node.hub import outcomes
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.swarm import SwarmError, SwarmProcesses, worker_settings
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.words import ADJECTIVES, ANIMALS
-from rl_swarm.settings import Settings
 from rl_swarm.storage import private
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
@@ -43,7 +43,7 @@ from rl_swarm.telemetry.logs import start_logging
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
     """Start a swarm, show it until it has finished or Ctrl-C, and sum up."""
     console = Console(highlight=False)
-    sinks.requested(settings, os.environ)  # raises before anything is started
+    sinks.requested(settings.telemetry, os.environ)  # raises before anything is started
     if resume is None:
         preflight.check(settings)
     root = resume or run or _new_run_directory()
@@ -60,8 +60,8 @@ def up(settings: Settings, run: Path | None, resume: Path | None, from_base: boo
 def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> None:
     interrupted = catch_signals()
     new = not root.exists()
-    private.check(settings, root)  # before anything is made
-    owner = Identity.load_or_create(Path(settings.identity_path))
+    private.check(settings.storage, root)  # before anything is made
+    owner = Identity.load_or_create(Path(settings.network.identity_path))
     try:
         files = LocalFiles(root)
         files.make()
@@ -69,24 +69,24 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
         raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
-    private_log = start_logging(settings, root, "up", terminal=False)
+    private_log = start_logging(settings.telemetry, settings.storage, root, "up", terminal=False)
 
     workers = worker_settings(settings)
-    coordinator = replace(settings, min_peers=max(settings.min_peers, settings.nodes))
-    if settings.admission == "invited":
+    coordinator = settings.changed(min_peers=max(settings.network.min_peers, settings.swarm.nodes))
+    if settings.swarm.admission == "invited":
         _allow(files, manifest, owner, workers)
     swarm = SwarmProcesses(root, coordinator, workers)
     begin = "Resuming" if resumed else "Starting"
     say(
         console,
-        f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops "
-        f"{'it' if settings.nodes == 1 else 'them'})",
+        f"{begin} {counted(settings.swarm.nodes, 'node')} in {root}   (Ctrl-C stops "
+        f"{'it' if settings.swarm.nodes == 1 else 'them'})",
     )
-    if smollm2.needs_converting(settings.model):
-        say(console, f"{settings.model} is converted into {smollm2.cached()} first: half a minute, once.")
-    if settings.hub_repo and settings.hf_token:
-        each = "-<node>" if settings.nodes > 1 else ""
-        say(console, f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
+    if smollm2.needs_converting(settings.model.model):
+        say(console, f"{settings.model.model} is converted into {smollm2.cached()} first: half a minute, once.")
+    if settings.checkpoint.hub_repo and settings.model.hf_token:
+        each = "-<node>" if settings.swarm.nodes > 1 else ""
+        say(console, f"Models are pushed to {settings.checkpoint.hub_repo}{each} on the hub at the end")
     started = time.monotonic()
     try:
         _tend(swarm, root, settings, private_log, console, interrupted)
@@ -119,7 +119,7 @@ def _tend(
         if interrupted.is_set():
             return
         with (
-            dashboard.dashboard_of_run(root, settings, private_log, console, interrupted),
+            dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted),
             LiveView(RunView(root), console) as live,
         ):
             while not interrupted.is_set() and swarm.tend():
@@ -167,8 +167,8 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
     many = len(lost) > 1
     problem = (
         f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round "
-        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model ({settings.model}), "
-        f"and what {'they' if many else 'it'} learned is lost."
+        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model "
+        f"({settings.model.model}), and what {'they' if many else 'it'} learned is lost."
     )
     if not sys.stdin.isatty():
         raise UserError(f"{problem} To accept that, add --from-base.")
@@ -179,13 +179,13 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
 def _has_checkpoint(view: RunView, node: str, settings: Settings) -> bool:
     """Return whether a node of this user has a checkpoint, here or in the folder."""
     assert view.manifest is not None
-    own = LocalFiles(swarm_folder(settings, view.root, view.manifest.swarm()))
+    own = LocalFiles(swarm_folder(settings.storage, view.root, view.manifest.swarm()))
     return bool(own.names(f"{node}/checkpoints")) or bool(view.checkpoints(node))
 
 
 def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
     """Return whether the run has done anything, by its private folder: members may have changed the shared one."""
-    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    own = LocalFiles(swarm_folder(settings.storage, root, manifest.swarm()))
     begun = bool(own.names("coordinator"))  # its state or its history
     return begun or any(own.names(f"{node}/checkpoints") for node in own.names(""))
 
@@ -193,15 +193,15 @@ def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
 def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
     """Remove a run and its private folder."""
     if manifest is not None:
-        own = swarm_folder(settings, root, manifest.swarm())
+        own = swarm_folder(settings.storage, root, manifest.swarm())
         LocalFiles(own.parent).remove(own.name)
-        private.remember_swarm(settings, root, "")
+        private.remember_swarm(settings.storage, root, "")
     LocalFiles(root.parent).remove(root.name)
 
 
-def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
+def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, NodeSettings]) -> None:
     """Put the nodes of a swarm of invited peers on its owner's list."""
-    peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
+    peers = [Identity.load(Path(worker.network.identity_path)).peer_id for worker in workers.values()]
     change_access_list(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
@@ -213,7 +213,7 @@ def run_process(role: str, address: Path | str, settings: Settings) -> None:
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     if role == "coordinator":
         preflight.check_tasks(settings)
-    start_logging(settings, Path(), role, terminal=True)
+    start_logging(settings.telemetry, settings.storage, Path(), role, terminal=True)
     stop = catch_signals()
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
 

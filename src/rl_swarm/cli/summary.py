@@ -7,10 +7,10 @@ from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import program, quoted
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.monitor.drawing import LONGEST_PATH, clock, marked
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, RunView
 from rl_swarm.node.evaluation import mean
-from rl_swarm.settings import Settings
 
 EXAMPLES = 2
 
@@ -114,8 +114,8 @@ def _typed(run: RunView) -> str:
 
 def _environment(run: RunView) -> str:
     """Return the option that starts another run of this kind."""
-    kind = run.manifest.environment if run.manifest else Settings().environment
-    return "" if kind == Settings().environment else f" --env {kind}"
+    kind = run.manifest.environment if run.manifest else TaskSettings().environment
+    return "" if kind == TaskSettings().environment else f" --env {kind}"
 
 
 def _short(text: str, most: int = 160) -> str:

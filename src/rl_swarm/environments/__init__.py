@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rl_swarm.environments.presets import PRESETS
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.manifest import ENVIRONMENT_NAME, Manifest
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment
@@ -79,12 +79,12 @@ def named(name: str) -> "type[Environment]":
     return found
 
 
-def task_list(settings: Settings) -> tuple[Task, ...]:
-    """Return the tasks that the setting `tasks` names."""
+def task_list(settings: TaskSettings, model: str) -> tuple[Task, ...]:
+    """Return the tasks that the setting `tasks` names; `auto` depends on the model."""
     if not isinstance(settings.tasks, str):
         return tuple(settings.tasks)
     if settings.tasks == "auto":
-        return tuple(named(settings.environment).preset(settings.model))
+        return tuple(named(settings.environment).preset(model))
     if settings.tasks in PRESETS:
         return PRESETS[settings.tasks]
     return tuple(Task(name.strip()) for name in settings.tasks.split(",") if name.strip())

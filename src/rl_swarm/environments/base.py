@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion, Group
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 __all__ = [
@@ -68,22 +68,13 @@ class ModelRequest(Protocol):
 class RoleContext(Protocol):
     """Offers a role what it may do in one stage of a round."""
 
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def peer_id(self) -> str: ...
+    round: int
+    stage: int
+    peer_id: str
+    watch: Stopwatch  # times the parts of the stage
 
     @property
     def model(self) -> LanguageModel: ...
-
-    @property
-    def watch(self) -> Stopwatch:
-        """Time the parts of the stage."""
-        ...
 
     def questions(self, count: int | None = None) -> list[Question]:
         """Return the questions of this node in the stage."""
@@ -177,7 +168,7 @@ class Environment:
         """Return the versions of the packages on which the questions depend."""
         return {}
 
-    def configure(self, settings: Settings, load_model: ModelLoader) -> None:
+    def configure(self, settings: TaskSettings, hf_token: str | None, load_model: ModelLoader) -> None:
         """Take the settings of this node alone, such as where its files are. Called once, before all else.
 
         `load_model` loads another model by its name, with this node's settings.

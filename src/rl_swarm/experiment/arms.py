@@ -6,7 +6,7 @@ training as 4/4 while most groups carry signal. `1/7@1` makes an update on every
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +14,12 @@ import msgspec
 from msgspec import Meta
 
 from rl_swarm import environments
-from rl_swarm.config.resolve import SettingsLayer, resolve
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.node import strategies
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import MAX_BYTES, UNREADABLE
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -57,6 +56,10 @@ PACKED = ".jsonl.xz"  # suffix of a packed experiment
 
 # In a shared folder any member may have written the arm of a run.
 Groups = Annotated[int, Meta(ge=0, le=1024)]
+
+
+# Puts settings together from presets by their names, later ones winning, and from what the user gave; checks them.
+Resolve = Callable[[Mapping[str, Mapping[str, object]], Mapping[str, object]], NodeSettings]
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -118,21 +121,20 @@ class Job(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return 1 if self.arm.pooled else self.nodes
 
-    def evaluations(self, begun: int, played: int) -> float:
+    def evaluations(self, settings: NodeSettings, begun: int, played: int) -> float:
         """Return how often the held-out questions are answered between two rounds, without the last time.
 
         An evaluation in between has no greedy answers, so it counts as a fraction.
         """
-        settings = self.members()[0]
-        every, samples = settings.held_out_every, settings.held_out_samples
+        every, samples = settings.evaluation.held_out_every, settings.evaluation.held_out_samples
         between = min(played, self.rounds - 1) // every - begun // every if every else 0
         return (begun == 0) + max(0, between) * samples / (samples + 1)
 
-    def swarm(self) -> Settings:
+    def swarm(self) -> NodeSettings:
         """Return the settings of all nodes, without the strategy, whose class may not be installed here."""
-        return resolve(self._layers("alone"), SettingsLayer("flag", self.settings)).settings
+        return NodeSettings.of(**{**PRESET, **self._given("alone"), **self.settings})
 
-    def _layers(self, strategy: str) -> list[SettingsLayer]:
+    def _given(self, strategy: str) -> dict[str, object]:
         arm: dict[str, object] = {
             "strategy": strategy,
             "local_groups": self.arm.local_groups * (self.nodes if self.arm.pooled else 1),
@@ -147,20 +149,17 @@ class Job(msgspec.Struct, frozen=True):
         }
         if self.rate is not None:
             arm["learning_rate"] = self.rate
-        return [SettingsLayer("experiment", PRESET), SettingsLayer("arm", arm)]
+        return arm
 
-    def members(self) -> list[Settings]:
+    def members(self, resolve: Resolve) -> list[NodeSettings]:
         """Return the settings of every node."""
-        layers, found = self._layers(self.arm.strategy), []
-        tasks = list(task_list(self.swarm()))
+        presets, found = {"experiment": PRESET, "arm": self._given(self.arm.strategy)}, []
+        common = self.swarm()
+        tasks = list(task_list(common.task, common.model.model))
         for number in range(1, self.count + 1):
             own = {name: value for name, value in self.each.get(str(number), {}).items() if name != "tasks"}
-            given = {
-                **self.settings,
-                **own,
-                "tasks": tasks,
-            }  # the manifest names a specialist's tasks
-            found.append(_playable(resolve(layers, SettingsLayer("flag", given)).settings, number))
+            given = {**self.settings, **own, "tasks": tasks}  # the manifest names a specialist's tasks
+            found.append(_playable(resolve(presets, given), number))
         return found
 
     def identities(self) -> list[Identity]:
@@ -168,7 +167,8 @@ class Job(msgspec.Struct, frozen=True):
 
     def specialists(self) -> dict[str, list[int]]:
         """Return the task numbers of nodes that are asked some tasks only, by peer id."""
-        names = [task.name for task in task_list(self.members()[0])]
+        common = self.swarm()
+        names = [task.name for task in task_list(common.task, common.model.model)]
         found = {}
         for identity, number in zip(self.identities(), range(1, self.count + 1), strict=True):
             wanted = self.each.get(str(number), {}).get("tasks")
@@ -281,26 +281,26 @@ def nodes_given(assignments: Sequence[str], nodes: int) -> dict[str, dict[str, o
     return found
 
 
-def _playable(settings: Settings, number: int) -> Settings:
+def _playable(settings: NodeSettings, number: int) -> NodeSettings:
     """Return the settings of a node; raise if it could not run in lock-step in one process."""
     wrong = {
-        "round_end": settings.round_end != "lockstep",
-        "publish_frequency": settings.publish_frequency == "round",
-        "local_groups": settings.local_groups == 0,
-        "devices_per_node": settings.devices_per_node > 1,
-        "model": settings.model == "auto",
+        "round_end": settings.swarm.round_end != "lockstep",
+        "publish_frequency": settings.sharing.publish_frequency == "round",
+        "local_groups": settings.learning.local_groups == 0,
+        "devices_per_node": settings.model.devices_per_node > 1,
+        "model": settings.model.model == "auto",
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise UserError(
-            f"{name}={getattr(settings, name)} of node {number}: the nodes of an experiment run in lock-step in one "
+            f"{name}={settings.flat()[name]} of node {number}: the nodes of an experiment run in lock-step in one "
             "process, publish before they train, and answer at least one question each on one device, with a model "
             "that is named: `rl-swarm models` lists those that fit."
         )
-    kind = environments.named(settings.environment)
+    kind = environments.named(settings.task.environment)
     if kind.stages > 1 or len(kind.roles) > 1:
         raise UserError(
-            f"environment={settings.environment}: an experiment compares nodes that answer once a round. Environments "
-            "with stages or roles run with `rl-swarm up`."
+            f"environment={settings.task.environment}: an experiment compares nodes that answer once a round. "
+            "Environments with stages or roles run with `rl-swarm up`."
         )
     return settings
 

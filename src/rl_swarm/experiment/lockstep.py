@@ -31,6 +31,7 @@ from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.node.round import question_seeds
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
@@ -38,7 +39,6 @@ from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, seal, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.storage.shared_log import SharedLog
@@ -123,7 +123,7 @@ def score_key(question: Question, text: str) -> ScoreKey:
 @dataclass(frozen=True)
 class RunMember:
     identity: Identity
-    settings: Settings
+    settings: NodeSettings
 
 
 class LockstepSwarm:
@@ -134,17 +134,17 @@ class LockstepSwarm:
         files: LocalFiles,
         members: Sequence[RunMember],
         owner: Identity,
-        user: Settings,
+        user: NodeSettings,
         specialists: Mapping[str, list[int]] | None = None,
         engine: Callable[[Sequence[Policy]], ModelEngine] | None = None,
     ) -> None:
         """Set up the nodes. The seed gives the owner's key to everyone, so checkpoints are signed with the user's
         key."""
         self.files, self.owner, self.settings = files, owner, members[0].settings
-        self.signer = Identity.load_or_create(Path(user.identity_path))
+        self.signer = Identity.load_or_create(Path(user.network.identity_path))
         self.manifest = self._manifest(specialists or {})
-        self.private = swarm_folder(user, files.root, self.manifest.swarm())
-        use_threads(self.settings.threads, pick_device(self.settings))
+        self.private = swarm_folder(user.storage, files.root, self.manifest.swarm())
+        use_threads(self.settings.model.threads, pick_device(self.settings.model))
         self.environment = SharedEnvironment.of(self.manifest)
         # The clock stands still: in lock-step no node can be late.
         self.swarm = LocalSwarm(self.manifest, len(members), clock=lambda: 0.0)
@@ -160,7 +160,7 @@ class LockstepSwarm:
             self._introduce(node)
         if found:
             self.swarm.state = found[0]
-        held_out = self.environment.held_out(self.settings.held_out_questions)
+        held_out = self.environment.held_out(self.settings.evaluation.held_out_questions)
         for node in self.nodes:
             node.held_out = held_out
 
@@ -176,7 +176,7 @@ class LockstepSwarm:
                     self.save()
                 return False
             self.round()
-            every = self.settings.checkpoint_every
+            every = self.settings.checkpoint.checkpoint_every
             if every and self.done % every == every - 1 and self.swarm.state.phase == "running":
                 self.save()
             running = self.swarm.state.phase == "running"  # the end is written after the last evaluation
@@ -261,7 +261,7 @@ class LockstepSwarm:
         try:
             return read_manifest(self.files)
         except FileNotFoundError:
-            stages = environments.named(self.settings.environment).stages
+            stages = environments.named(self.settings.task.environment).stages
             name = self.files.root.name
             manifest = new_manifest(self.settings, name, self.owner.peer_id, time.time(), stages)
             if specialists:
@@ -305,13 +305,13 @@ class LockstepSwarm:
 
     def _checkpoints(self, member: RunMember) -> Checkpoints:
         # A checkpoint counts once all nodes have it, so a node keeps the previous one until then.
-        node, keep = member.identity.node, max(2, member.settings.keep_checkpoints)
+        node, keep = member.identity.node, max(2, member.settings.checkpoint.keep_checkpoints)
         folder = self.private / node / "checkpoints"
         return Checkpoints(folder, self.signer, node, self.files, keep, keep_private=2)
 
     def _node(self, member: RunMember, written: tuple[Path, Place] | None) -> Node:
         identity, settings, never = member.identity, member.settings, threading.Event()
-        sharing, path = self.sharing.get(settings.model), written[0] if written else None
+        sharing, path = self.sharing.get(settings.model.model), written[0] if written else None
         policy = Policy.load(settings, self.environment.system_prompt, path, sharing)
         node = Node(
             name=identity.node,
@@ -321,7 +321,7 @@ class LockstepSwarm:
             environment=self.environment,
             role=Role(self.environment),
             policy=policy,
-            exchange=LocalExchange(self.swarm, never, settings.fetch_max_peers),
+            exchange=LocalExchange(self.swarm, never, settings.sharing.fetch_max_peers),
             coordinator=LocalCoordinator(self.swarm, never),
             journal=Journal(self.private / identity.node / "logs", files=self.files, folder=f"logs/{identity.node}"),
             checkpoints=self._checkpoints(member),
@@ -365,9 +365,9 @@ class LockstepSwarm:
 
 def sharing(members: Sequence[RunMember]) -> dict[str, SharedDevice]:
     """Return what nodes with one model share on a GPU."""
-    if pick_device(members[0].settings).type != "cuda":
+    if pick_device(members[0].settings.model).type != "cuda":
         return {}
-    models = Counter(member.settings.model for member in members)
+    models = Counter(member.settings.model.model for member in members)
     return {model: SharedDevice(count, threads=False) for model, count in models.items() if count > 1}
 
 

@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rl_swarm.experiment.arms import Job
 from rl_swarm.experiment.measures import Run
 from rl_swarm.node.evaluation import mean
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.plural import counted
 
 SETTLED = 20.0  # seconds after which the estimate follows the pace instead of the plan
@@ -28,33 +29,41 @@ class Costs:
 
     @classmethod
     def of(
-        cls, run: Run, evaluating: float, evaluations: float, start: float = 0.0, rounds: int = 0, took: float = 0.0
+        cls,
+        run: Run,
+        settings: NodeSettings,
+        evaluating: float,
+        evaluations: float,
+        start: float = 0.0,
+        rounds: int = 0,
+        took: float = 0.0,
     ) -> "Costs":
         """Estimate costs from the last `rounds` of a run, which took so long together, or from its nodes' own times."""
         lines = [line for node in run.nodes for line in node.rounds[-rounds:]]
-        arm, settings = run.job.arm, run.job.members()[0]
+        arm = run.job.arm
 
         def spent(*phases: str) -> float:
             return mean([sum(getattr(line.seconds, phase) or 0.0 for phase in phases) for line in lines])
 
         noted = mean([line.seconds.total for line in lines]) * len(run.nodes) * rounds
         more = took / noted if noted and took else 1.0  # time spent for all nodes is in no node's log
-        local = more * spent("questions", "generate", "score", "publish", "report") / settings.local_groups
-        answers = settings.held_out_questions * (settings.held_out_samples + 1)
+        local = more * spent("questions", "generate", "score", "publish", "report") / settings.learning.local_groups
+        answers = settings.evaluation.held_out_questions * (settings.evaluation.held_out_samples + 1)
         return cls(
             local,
             more * spent("collect"),
-            more * spent("train") / (arm.epochs * (settings.local_groups + arm.external_groups)),
-            evaluating / evaluations / len(run.nodes) if evaluations else local * answers / settings.generations,
+            more * spent("train") / (arm.epochs * (settings.learning.local_groups + arm.external_groups)),
+            evaluating / evaluations / len(run.nodes)
+            if evaluations
+            else local * answers / settings.sampling.generations,
             start,
         )
 
-    def seconds(self, job: Job, played: int = 0) -> float:
+    def seconds(self, job: Job, settings: NodeSettings, played: int = 0) -> float:
         """Estimate the seconds that are left of a run."""
-        settings = job.members()[0]
-        each = self.local * settings.local_groups + self.external * (job.arm.external_groups > 0)
-        each += self.train * job.arm.epochs * (settings.local_groups + job.arm.external_groups)
-        evaluations = job.evaluations(played, job.rounds) + 1  # the last one comes after all rounds
+        each = self.local * settings.learning.local_groups + self.external * (job.arm.external_groups > 0)
+        each += self.train * job.arm.epochs * (settings.learning.local_groups + job.arm.external_groups)
+        evaluations = job.evaluations(settings, played, job.rounds) + 1  # the last one comes after all rounds
         return self.start + job.count * (each * (job.rounds - played) + self.evaluation * evaluations)
 
 
@@ -93,9 +102,10 @@ class ProgressBars:
         self.all = self.display.add_task(counted(len(jobs), what), total=1.0, says="")
         self.tasks: dict[str, TaskID] = {}
 
-    def expect(self, costs: Costs, at_once: int) -> None:
+    def expect(self, seconds: Callable[[Job], float], at_once: int) -> None:
+        """Begin to say how much time is left, from how long each run takes."""
         self.at_once = at_once
-        self.whole = {job.name: costs.seconds(job) for job in self.jobs}
+        self.whole = {job.name: seconds(job) for job in self.jobs}
         self.since = (time.monotonic(), makespan(self._planned(), at_once))
 
     def show(self, running: Mapping[str, int]) -> None:

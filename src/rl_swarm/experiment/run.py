@@ -20,17 +20,17 @@ from rich.console import Console
 
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import report
-from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, differences, files_of
+from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, Resolve, differences, files_of
 from rl_swarm.experiment.measures import Run, Tuned
 from rl_swarm.experiment.plan import Costs, ProgressBars, duration, makespan
 from rl_swarm.network.folder import read_manifest, read_state
 from rl_swarm.node.evaluation import mean
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.swarm import SHARED, uses_gpu
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.logs import start_logging
 
@@ -63,13 +63,14 @@ class Experiment:
     seeds: Sequence[int]
     nodes: int
     rounds: int
+    resolve: Resolve
     settings: Mapping[str, object] = field(default_factory=dict)  # given by the user
     each: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     rates: Sequence[float] = ()
     tune_seeds: int = 2
     tune_rounds: int = 100
     at_once: int = 0  # runs; 0: as many as fit
-    user: Settings = field(default_factory=Settings)  # whose key and private directory are used
+    user: NodeSettings = field(default_factory=NodeSettings)  # whose key and private directory are used
     keep_models: bool = False
 
     def job(self, arm: Arm, seed: int, rounds: int, rate: float | None, tuning: bool = False) -> Job:
@@ -88,6 +89,10 @@ class Experiment:
     def runs(self, rates: Mapping[str, float]) -> list[Job]:
         return [self.job(arm, seed, self.rounds, rates.get(arm.label)) for seed in self.seeds for arm in self.arms]
 
+    def node(self, job: Job) -> NodeSettings:
+        """Return the settings of a run's first node."""
+        return job.members(self.resolve)[0]
+
     def folder(self, job: Job) -> Path:
         return self.out / _kind(job) / job.name
 
@@ -98,6 +103,7 @@ class Experiment:
 @dataclass
 class RunProcess:
     job: Job
+    settings: NodeSettings  # of its first node
     process: ChildProcess
     status: RunStatus = field(default_factory=RunStatus)
     began: float = field(default_factory=time.monotonic)
@@ -122,13 +128,15 @@ class RunProcess:
     def costs(self, run: Run) -> Costs:
         """Estimate costs from the rounds since it was warm, or from all rounds if it has ended before."""
         begun = self.ready[1].done if self.ready else 0
-        evaluations = run.job.evaluations(begun, run.played)
+        evaluations = run.job.evaluations(self.settings, begun, run.played)
         if self.ready is None or self.warm is None or self.warm[1].done >= self.status.done:
-            return Costs.of(run, self.status.evaluation_seconds, evaluations)
+            return Costs.of(run, self.settings, self.status.evaluation_seconds, evaluations)
         since, status = self.warm
         took = time.monotonic() - since - (self.status.evaluation_seconds - status.evaluation_seconds)
         start = self.ready[0] - self.began - self.ready[1].evaluation_seconds
-        return Costs.of(run, self.status.evaluation_seconds, evaluations, start, self.status.done - status.done, took)
+        return Costs.of(
+            run, self.settings, self.status.evaluation_seconds, evaluations, start, self.status.done - status.done, took
+        )
 
 
 class Runner:
@@ -138,8 +146,7 @@ class Runner:
         self.all: list[Job] = []  # planned runs
         self.at_once = experiment.at_once
         self.failures: dict[str, int] = {}
-        settings = experiment.job(experiment.arms[0], 0, 1, None).members()[0]
-        self.on_gpu = uses_gpu(settings)
+        self.on_gpu = uses_gpu(experiment.node(experiment.job(experiment.arms[0], 0, 1, None)).model)
         self.context = context_for(self.on_gpu)
 
     def run(self, only_plan: bool = False) -> Path | None:
@@ -151,6 +158,7 @@ class Runner:
         for job in tuning:
             self._check(job)
         for job in self.all:  # raises on impossible specialists and strategies, before anything is started
+            experiment.node(job)
             job.specialists()
         LocalFiles(experiment.out).make()
         if not self._play(tuning, only_plan):
@@ -211,7 +219,7 @@ class Runner:
                         if only_plan:
                             return False
                     if self.costs and bars.since is None:
-                        bars.expect(self.costs, self.at_once)
+                        bars.expect(self._seconds, self.at_once)
                     room = 1 if self.costs is None else max(1, self.at_once)
                     while pending and len(running) < room:
                         running.append(self._start(pending.pop(0)))
@@ -232,7 +240,7 @@ class Runner:
         run = Run.read(folder(child.job))
         if run is None:
             return
-        self.costs = costs = child.costs(run)
+        self.costs = child.costs(run)
         need = child.status.memory + (CUDA_BYTES if self.on_gpu else SCORER_BYTES)
         fits = max(1, int(child.status.free * 0.9 // need))
         left = sorted((job for job in self.all if not is_finished(folder(job))), key=self._turn)
@@ -240,7 +248,7 @@ class Runner:
             most = min(os.cpu_count() or 1, fits)
             self.at_once = max(1, min(most, len(left)))  # the last may have finished by now
         played = self._played(left)
-        seconds = [costs.seconds(job, played.get(job.name, 0)) for job in left]
+        seconds = [self._seconds(job, played.get(job.name, 0)) for job in left]
         tuning = sum(job.tuning for job in left)
         short = f" ({tuning} short ones for learning rates)" if tuning else ""
         self.say(
@@ -248,6 +256,10 @@ class Runner:
             f"{child.status.memory / 2**30:.1f} of {child.status.free / 2**30:.1f} GiB: about "
             f"{duration(makespan(seconds, self.at_once))}, if the machine is otherwise idle."
         )
+
+    def _seconds(self, job: Job, played: int = 0) -> float:
+        assert self.costs is not None
+        return self.costs.seconds(job, self.experiment.node(job), played)
 
     def _played(self, jobs: Sequence[Job]) -> dict[str, int]:
         """Return the rounds of the runs that have begun, by name."""
@@ -273,8 +285,9 @@ class Runner:
     def _start(self, job: Job) -> RunProcess:
         files = self.experiment.files(job)
         job.write(files)
-        arguments = (job, files, self.experiment.user, self.experiment.keep_models)
-        return RunProcess(job, ChildProcess(self.context, job.name, _child_main, *arguments))
+        members = job.members(self.experiment.resolve)
+        arguments = (job, members, files, self.experiment.user, self.experiment.keep_models)
+        return RunProcess(job, members[0], ChildProcess(self.context, job.name, _child_main, *arguments))
 
     def _receive(self, running: Sequence[RunProcess]) -> list[RunProcess]:
         """Receive the runs' reports; return the runs that have ended."""
@@ -333,8 +346,9 @@ def is_finished(folder: Path) -> bool:
 
 def play(
     job: Job,
+    settings: Sequence[NodeSettings],
     files: LocalFiles,
-    user: Settings,
+    user: NodeSettings,
     stop: threading.Event,
     keep_models: bool,
     pipe: Connection | None = None,
@@ -344,7 +358,7 @@ def play(
     from rl_swarm.learning.devices import hardware, peak_memory
     from rl_swarm.learning.memory import available
 
-    members = [lockstep.RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    members = [lockstep.RunMember(*both) for both in zip(job.identities(), settings, strict=True)]
     owner = Identity.derived("experiment", job.seed, 0)
     swarm = lockstep.LockstepSwarm(files, members, owner, user, job.specialists())
     device = swarm.nodes[0].policy.device
@@ -369,14 +383,21 @@ def play(
     return finished
 
 
-def _child_main(job: Job, files: LocalFiles, user: Settings, keep_models: bool, pipe: Connection) -> None:
+def _child_main(
+    job: Job,
+    members: Sequence[NodeSettings],
+    files: LocalFiles,
+    user: NodeSettings,
+    keep_models: bool,
+    pipe: Connection,
+) -> None:
     # The runs share the cores, so a few texts must not occupy all of them.
     wanted = {**SHARED, "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     stop = obey_parent(pipe)
     try:
-        start_logging(user, files, job.name, terminal=False)
-        play(job, files, user, stop, keep_models, pipe)
+        start_logging(user.telemetry, user.storage, files, job.name, terminal=False)
+        play(job, members, files, user, stop, keep_models, pipe)
     except UserError as error:
         log.error("%s", error)
         pipe.send_bytes(msgspec.json.encode(RunStatus(error=str(error))))

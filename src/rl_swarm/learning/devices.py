@@ -12,11 +12,14 @@ from typing import Any
 import psutil
 import torch
 
-from rl_swarm import __version__, settings
+from rl_swarm import __version__
+from rl_swarm.environments.settings import TaskSettings
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import memory
 from rl_swarm.learning.cpu import precision
+from rl_swarm.learning.settings import BUNDLED as BUNDLED_MODELS
+from rl_swarm.learning.settings import ModelSettings, PolicySettings
 from rl_swarm.learning.sizes import ModelShape
-from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.machine import GIB, machine
 
 log = logging.getLogger(__name__)
@@ -26,7 +29,7 @@ LARGE_POOL_FROM = 40 * GIB  # of GPU memory
 OVERHEAD = 1.5  # of a round over its matrix products, as a factor
 MIN_WIDTH = 256  # hidden size below which converting to bfloat16 costs a CPU more than it saves
 
-BUNDLED = {name: Path(__file__).parent / "models" / name for name in settings.BUNDLED}
+BUNDLED = {name: Path(__file__).parent / "models" / name for name in BUNDLED_MODELS}
 TINY = BUNDLED["tiny"]
 
 
@@ -52,7 +55,7 @@ CATALOGUE = (
 )
 
 
-def pick_device(settings: Settings) -> torch.device:
+def pick_device(settings: ModelSettings) -> torch.device:
     if settings.cpu_only or settings.device == "cpu":
         return torch.device("cpu")
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -71,7 +74,7 @@ def use_threads(count: int, device: torch.device) -> None:
     torch.set_num_threads(max(1, count) if device.type == "cpu" else 1)
 
 
-def devices_of(device: torch.device, settings: Settings) -> list[torch.device]:
+def devices_of(device: torch.device, settings: ModelSettings) -> list[torch.device]:
     """Return all devices that a node uses."""
     if device.type != "cuda" or settings.devices_per_node == 1:
         return [device]
@@ -104,20 +107,20 @@ def total_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def pick_model(settings: Settings, device: torch.device) -> str:
+def pick_model(settings: PolicySettings, device: torch.device) -> str:
     """Return the model that the settings name; for `auto`, the first that fits, else a bundled one."""
-    if settings.model != "auto":
-        return settings.model
-    coding = settings.environment == "coding"
-    free = memory.available(device, memory.processes_on_device(settings, device))
+    if settings.model.model != "auto":
+        return settings.model.model
+    coding = settings.task.environment == "coding"
+    free = memory.available(device, memory.processes_on_device(settings.model, device))
     fitting = (
         card.name
-        for pool in _pools(settings, device)
+        for pool in _pools(settings.task, device)
         for card in CATALOGUE
         if card.pool == pool and memory.plan(card.shape, free, settings, device.type).fits
     )
     if coding:  # `auto` is the default there, and must not need the hub
-        fitting = (name for name in fitting if is_available(name, settings.hf_token))
+        fitting = (name for name in fitting if is_available(name, settings.model.hf_token))
     picked = next(fitting, None)
     if picked is None and not coding:
         log.warning("no model of the pools fits here: tiny, which can do the tasks of `--tasks tiny` and no others")
@@ -138,7 +141,7 @@ def is_available(name: str, token: str | None) -> bool:
     return True
 
 
-def _pools(settings: Settings, device: torch.device) -> tuple[str, ...]:
+def _pools(settings: TaskSettings, device: torch.device) -> tuple[str, ...]:
     """Return the pools that `auto` searches, in order. Coding needs a GPU, and a better model for evaluators."""
     if settings.environment == "coding":
         if device.type != "cuda":
@@ -161,10 +164,13 @@ def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:
     return 2.0 * rows * width * width * done / (time.perf_counter() - started)
 
 
-def round_seconds(shape: ModelShape, settings: Settings, sampling: float, training: float) -> float:
+def round_seconds(shape: ModelShape, settings: PolicySettings, sampling: float, training: float) -> float:
     """Estimate how long a round takes at these speeds with completions of full length."""
-    group = memory.prompt_tokens(settings) + settings.generations * settings.completion_tokens()
-    sampled, trained = settings.local_groups * group, (settings.local_groups + settings.external_groups) * group
+    group = memory.prompt_tokens(settings.model) + settings.sampling.generations * settings.completion_tokens()
+    sampled, trained = (
+        settings.learning.local_groups * group,
+        (settings.learning.local_groups + settings.learning.external_groups) * group,
+    )
     return OVERHEAD * shape.parameters * (2 * sampled / sampling + 6 * trained / training)
 
 
@@ -243,7 +249,7 @@ def memory_table() -> str:
     for card in CATALOGUE:
         cells = []
         for _, kind, rank in kinds:
-            settings = Settings(model=card.name, lora_rank=rank)
+            settings = PolicySettings.of(model=card.name, lora_rank=rank)
             plans = [memory.plan(card.shape, free, settings, kind) for free in (0, 1 << 50)]
             cells.append(" to ".join(f"{plan.needed / GIB:.1f}" for plan in plans))
         rows.append((f"`{card.name}`", f"{card.shape.parameters / 1e6:,.0f} M", *cells))

@@ -5,7 +5,7 @@ import os
 
 from rl_swarm.errors import ModelError
 from rl_swarm.learning import smollm2
-from rl_swarm.settings import BUNDLED
+from rl_swarm.learning.settings import BUNDLED
 
 HUB_SECONDS = 10.0  # for the hub to answer
 OFFLINE_NAMES = (*BUNDLED, smollm2.NAME, "auto")

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning.checkpoints import CheckpointError
-from rl_swarm.settings import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from rl_swarm.learning.settings import LearningSettings, ModelSettings, PolicySettings
 from rl_swarm.learning.sizes import ModelShape
-from rl_swarm.settings import Settings
 
 GIB = 1 << 30
 BASE = GIB // 2  # interpreter, libraries and their workspaces
@@ -28,18 +28,18 @@ LARGE_BATCH = 3 * GIB  # of GPU memory: up to twice `MAX_TOKENS`, if they fit in
 MAX_TRAINING_SLOTS = 2  # nodes of one process that train at the same time, where memory allows it
 
 
-def resident_bytes(shape: ModelShape, settings: Settings) -> int:
+def resident_bytes(shape: ModelShape, settings: LearningSettings) -> int:
     """Return the bytes that a node always holds: weights and moments in float32, and the bfloat16 copy for sampling."""
     reference = 4 * shape.parameters if settings.kl_weight > 0 else 0
     return 6 * shape.parameters + 8 * shape.trained(settings.lora_rank) + reference
 
 
-def training_slot_bytes(shape: ModelShape, settings: Settings) -> int:
+def training_slot_bytes(shape: ModelShape, settings: LearningSettings) -> int:
     """Return the bytes that training needs beside a micro-batch: gradients, and weights in bfloat16."""
     return 4 * shape.trained(settings.lora_rank) + 2 * shape.parameters
 
 
-def micro_batch_bytes(shape: ModelShape, settings: Settings, device_type: str, tokens: int) -> int:
+def micro_batch_bytes(shape: ModelShape, settings: LearningSettings, device_type: str, tokens: int) -> int:
     """Return the bytes of a micro-batch: activations kept for the backward pass, and a chunk of logits."""
     query_size = shape.heads * shape.head_size
     all_heads = query_size + 2 * shape.key_heads * shape.head_size
@@ -58,7 +58,7 @@ def micro_batch_bytes(shape: ModelShape, settings: Settings, device_type: str, t
     return tokens * shape.layers * layer + bytes_each * copies * logits + head
 
 
-def max_batch_tokens(shape: ModelShape, settings: Settings, device_type: str) -> int:
+def max_batch_tokens(shape: ModelShape, settings: LearningSettings, device_type: str) -> int:
     """Return the most tokens of a micro-batch that a GPU with enough memory uses."""
     if device_type != "cuda":
         return MAX_TOKENS
@@ -66,18 +66,20 @@ def max_batch_tokens(shape: ModelShape, settings: Settings, device_type: str) ->
     return next((n for n in steps if micro_batch_bytes(shape, settings, device_type, n) <= LARGE_BATCH), MAX_TOKENS)
 
 
-def sampling_bytes(shape: ModelShape, settings: Settings, device_type: str, sequences: int) -> int:
+def sampling_bytes(shape: ModelShape, settings: PolicySettings, device_type: str, sequences: int) -> int:
     """Return the bytes that sequences take: the KV cache, and the logits of the next token."""
     per_token = 2 * shape.layers * shape.key_heads * shape.head_size
     room = settings.completion_tokens()
     if device_type == "cuda":  # completions share the cache of their prompt
-        tokens = room + prompt_tokens(settings) / settings.generations
+        tokens = room + prompt_tokens(settings.model) / settings.sampling.generations
         return int(sequences * (2 * per_token * tokens + 4 * shape.vocabulary))
     half_again = 1.5  # compacting copies the unfinished sequences
-    return int(sequences * (4 * per_token * half_again * (prompt_tokens(settings) + room) + 4 * 4 * shape.vocabulary))
+    return int(
+        sequences * (4 * per_token * half_again * (prompt_tokens(settings.model) + room) + 4 * 4 * shape.vocabulary)
+    )
 
 
-def prompt_tokens(settings: Settings) -> int:
+def prompt_tokens(settings: ModelSettings) -> int:
     """Return the tokens of a long question with its instruction."""
     return {"tiny": 24, "coder": 48}.get(settings.model, 256)
 
@@ -106,7 +108,7 @@ class Plan:
         )
 
 
-def plan(shape: ModelShape, available: int, settings: Settings, device_type: str, nodes: int = 1) -> Plan:
+def plan(shape: ModelShape, available: int, settings: PolicySettings, device_type: str, nodes: int = 1) -> Plan:
     """Choose the largest sizes that fit.
 
     A second training slot is dropped first, then micro-batches shrink to `MAX_TOKENS`. After that the larger of
@@ -120,26 +122,33 @@ def plan(shape: ModelShape, available: int, settings: Settings, device_type: str
     return small if small.fits else _plan(shape, available, usable, settings, device_type, nodes)
 
 
-def _plan(shape: ModelShape, available: int, usable: float, settings: Settings, device_type: str, nodes: int) -> Plan:
-    longest = prompt_tokens(settings) + settings.completion_tokens()
-    groups, count = max(1, settings.local_groups + settings.external_groups), settings.generations
-    whole = groups * (prompt_tokens(settings) + count * settings.completion_tokens())
-    in_a_round = max(1, settings.local_groups) * count  # a held-out score samples more
-    tokens = settings.batch_tokens or max_batch_tokens(shape, settings, device_type)
+def _plan(
+    shape: ModelShape, available: int, usable: float, settings: PolicySettings, device_type: str, nodes: int
+) -> Plan:
+    longest = prompt_tokens(settings.model) + settings.completion_tokens()
+    groups, count = (
+        max(1, settings.learning.local_groups + settings.learning.external_groups),
+        settings.sampling.generations,
+    )
+    whole = groups * (prompt_tokens(settings.model) + count * settings.completion_tokens())
+    in_a_round = max(1, settings.learning.local_groups) * count  # a held-out score samples more
+    tokens = settings.learning.batch_tokens or max_batch_tokens(shape, settings.learning, device_type)
     sequences = in_a_round if nodes > 1 else max(1, MAX_SEQUENCES // count) * count
     training_slots = min(MAX_TRAINING_SLOTS, nodes)
-    kept = BASE + nodes * resident_bytes(shape, settings)
-    per_slot = training_slot_bytes(shape, settings)
+    kept = BASE + nodes * resident_bytes(shape, settings.learning)
+    per_slot = training_slot_bytes(shape, settings.learning)
     if nodes > 1:
         kept += nodes * NODE_OVERHEAD
-        per_slot += 4 * shape.trained(settings.lora_rank)  # the weights of the node that trains in it
+        per_slot += 4 * shape.trained(settings.learning.lora_rank)  # the weights of the node that trains in it
     combined = sum if device_type == "cuda" else max  # on CUDA the sampler keeps its memory during training
     while True:
         fixed = kept + training_slots * per_slot
-        train = training_slots * micro_batch_bytes(shape, settings, device_type, max(longest, min(tokens, whole)))
+        train = training_slots * micro_batch_bytes(
+            shape, settings.learning, device_type, max(longest, min(tokens, whole))
+        )
         sample = nodes * sampling_bytes(shape, settings, device_type, sequences)
         fits = fixed + combined([train, sample]) <= usable
-        less_tokens = tokens > longest and not settings.batch_tokens
+        less_tokens = tokens > longest and not settings.learning.batch_tokens
         less_sequences = sequences > count
         if fits or not (training_slots > 1 or less_tokens or less_sequences):
             sample = nodes * sampling_bytes(shape, settings, device_type, min(sequences, in_a_round))
@@ -170,7 +179,7 @@ def available(device: torch.device, nodes: int = 1) -> int:
     return int(min(free + used_here, total / nodes))
 
 
-def processes_on_device(settings: Settings, device: torch.device) -> int:
+def processes_on_device(settings: ModelSettings, device: torch.device) -> int:
     """Return how many processes share the device's memory; on a CPU, the ranks of a node do too."""
     ranks = settings.devices_per_node if device.type != "cuda" else 1
     return max(1, settings.nodes_per_device) * ranks

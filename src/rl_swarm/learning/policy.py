@@ -23,13 +23,13 @@ from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
 from rl_swarm.learning.likelihood import max_span_nll
 from rl_swarm.learning.sampler import Sample, SamplingParams, sample
+from rl_swarm.learning.settings import PolicySettings
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
 from rl_swarm.learning.word_probability import word_probability
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Policy:
         tokenizer: Any,
         name: str,
         system_prompt: str,
-        settings: Settings,
+        settings: PolicySettings,
         shared: "SharedDevice | None" = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
@@ -70,7 +70,7 @@ class Policy:
                 name,
                 *limit,
             )
-        free = memory.available(device, 1 if shared else memory.processes_on_device(settings, device))
+        free = memory.available(device, 1 if shared else memory.processes_on_device(settings.model, device))
         nodes = shared.nodes if shared else 1
         shape = replace(ModelShape.of(model.config), packed=support.refusal(model) is None)
         self.plan = memory.plan(shape, free, settings, device.type, nodes)
@@ -81,32 +81,36 @@ class Policy:
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.tokenization = CachedTokenizer.of(tokenizer, system_prompt)
         self.tokenizer_hash = self.tokenization.hash
-        planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
+        planned = msgspec.structs.replace(
+            settings.learning, learning_rate=settings.step_size(), batch_tokens=self.plan.batch_tokens
+        )
         if shared:
-            self.trainer = shared.make_trainer(model, self.pad, planned, self.plan)
+            self.trainer = shared.make_trainer(model, self.pad, planned, self.plan, settings.sampling.temperature)
         else:
-            self.trainer = self.trainer_class(model, self.pad, planned)
+            self.trainer = self.trainer_class(model, self.pad, planned, settings.sampling.temperature)
 
     @classmethod
     def load(
         cls,
-        settings: Settings,
+        settings: PolicySettings,
         system_prompt: str,
         path: Path | None = None,
         shared: "SharedDevice | None" = None,
     ) -> "Policy":
         """Load the model that the settings name, or the checkpoint in `path`."""
-        device = pick_device(settings)
+        device = pick_device(settings.model)
         name = pick_model(settings, device)
-        settings = msgspec.structs.replace(settings, model=name)  # the length of answers depends on it
-        model, tokenizer = load_model(name if settings.lora_rank else str(path or name), settings.hf_token)
-        if settings.lora_rank:
-            lora.adapt(model, settings.lora_rank, settings.seed)
+        settings = settings.changed(model=name)  # the length of answers depends on it
+        model, tokenizer = load_model(
+            name if settings.learning.lora_rank else str(path or name), settings.model.hf_token
+        )
+        if settings.learning.lora_rank:
+            lora.adapt(model, settings.learning.lora_rank, settings.sampling.seed)
         if path:
             lora.load_adapters(model, path)
         policy = cls(model.to(device), tokenizer, name, system_prompt, settings, shared)
         if path and policy.trainer.reference is not None:
-            policy.trainer.reference = load_model(name, settings.hf_token)[0].to(device).eval()
+            policy.trainer.reference = load_model(name, settings.model.hf_token)[0].to(device).eval()
         return policy
 
     @property
@@ -153,9 +157,9 @@ class Policy:
             settings.completion_tokens(),
             self.eos,
             self.pad,
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
+            settings.sampling.temperature,
+            settings.sampling.top_p,
+            settings.sampling.top_k,
             greedy,
         )
 
@@ -193,15 +197,14 @@ class Policy:
         found = (self._training_group(group) for group in groups if group.has_signal)
         return [group for group in found if group.completions]  # none where claimed rewards are not numbers
 
-    def max_span_nlls(self, groups: Sequence[Group]) -> list[list[float]]:
+    def max_span_nlls(self, groups: Sequence[Group], allowance: float) -> list[list[float]]:
         """Return the excess negative log-likelihood, in nats, of the least likely span of every completion."""
-        allowance = self.settings.likelihood_allowance
         found = self.trainer.excess_nll([self._tokens(group) for group in groups])
         return [[max_span_nll([value - allowance for value in ids]) for ids in group] for group in found]
 
     def _training_group(self, group: Group) -> TrainingGroup:
         """Weigh a group, and scale the negative advantages of an external one."""
-        tokens, negatives = self._tokens(group), self.settings.negative_scale
+        tokens, negatives = self._tokens(group), self.settings.learning.negative_scale
         if group.weight != 1:
             tokens = replace(tokens, advantages=[group.weight * a for a in tokens.advantages])
         return tokens.scale_negatives(negatives) if group.external and negatives < 1 else tokens
@@ -222,14 +225,14 @@ class Policy:
             encoded.append(ids[:limit])
             logprobs.append((completion.logprobs or ())[:limit])
             complete.append(completion.ended and len(ids) <= limit)
-        use_claims = settings.external_correction == "capped"
+        use_claims = settings.learning.external_correction == "capped"
         return TrainingGroup(
             prompt=self.prompt_ids(group.question.prompt),
             completions=encoded,
-            advantages=grpo.advantages(group.rewards, settings.normalize_advantages),
+            advantages=grpo.advantages(group.rewards, settings.learning.normalize_advantages),
             logprobs=logprobs if known and (use_claims or not group.external) else None,
             claimed=group.external and known and use_claims,
-            trained=complete if settings.mask_truncated else (),
+            trained=complete if settings.learning.mask_truncated else (),
         )
 
     def _own_tokens(self, completion: Completion) -> tuple[int, ...] | None:
@@ -422,6 +425,6 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def other_models(settings: Settings) -> Callable[[str], Policy]:
+def other_models(settings: PolicySettings) -> Callable[[str], Policy]:
     """Return a function that loads another model by its name, with these settings, for inference alone."""
-    return lambda name: Policy.load(msgspec.structs.replace(settings, model=name, lora_rank=0), "")
+    return lambda name: Policy.load(settings.changed(model=name, lora_rank=0), "")

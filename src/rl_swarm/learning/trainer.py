@@ -32,8 +32,8 @@ from rl_swarm.learning.sequences import (
     run_prompts,
     whole_logits,
 )
+from rl_swarm.learning.settings import LEARNING_RATE, LearningSettings
 from rl_swarm.learning.support import shares_prompts
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
@@ -92,14 +92,14 @@ class PartialStepError(RuntimeError):
 
 
 class Trainer:
-    def __init__(self, model: Model, pad: int, settings: Settings) -> None:
-        self.model, self.pad, self.settings = model, pad, settings
+    def __init__(self, model: Model, pad: int, settings: LearningSettings, temperature: float = 1.0) -> None:
+        self.model, self.pad, self.settings, self.temperature = model, pad, settings, temperature
         self.batch_tokens = settings.batch_tokens or MAX_TOKENS
         self.checkpointed = False  # whether layers recompute activations in the backward pass
         self.metrics = torch.zeros(len(UPDATE_METRICS), device=model.device)
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
-            lr=settings.step_size(),
+            lr=settings.learning_rate or LEARNING_RATE,
             betas=(0.9, 0.99),
             weight_decay=0.0,
             fused=model.device.type != "mps",
@@ -237,7 +237,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
         """Run the forward and backward pass of a model of a known family."""
-        temperature, reference_M = self.settings.temperature, None
+        temperature, reference_M = self.temperature, None
         if self.reference is not None:
             decoder = Decoder(self.reference)
             reference_M, _ = packed_logprobs(decoder, batch, attend, positions_N, temperature)
@@ -276,7 +276,7 @@ class Trainer:
         batch, shape = Batch.of(groups, 1)
         decoder = Decoder(self.model)
         attention = attention_of(decoder, shape)
-        return packed_logprobs(decoder, batch.to(self.model.device), *attention, self.settings.temperature)
+        return packed_logprobs(decoder, batch.to(self.model.device), *attention, self.temperature)
 
     def _plain_reference(self, groups: Sequence[TrainingGroup]) -> Tensor | None:
         if self.reference is None:
@@ -299,12 +299,12 @@ class Trainer:
             else:
                 logits_BTV = whole_logits(model, [groups[row].prompt for row in rows], completions, self.pad)
         used_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
-        logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
+        logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.temperature)
         return logprobs_BT[used_BT], entropy_BT[used_BT]
 
 
 def token_losses(
-    batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None, settings: Settings
+    batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None, settings: LearningSettings
 ) -> tuple[Tensor, Tensor]:
     """Return the share of every token in the loss and in the metrics."""
     detached_M, weights_M = logprobs_M.detach(), batch.weights_M

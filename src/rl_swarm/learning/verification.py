@@ -20,9 +20,9 @@ from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import low_precision, out_of_memory, prefers_bfloat16, release_memory
 from rl_swarm.learning.lora import is_adapted
 from rl_swarm.learning.sequences import Model
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
-from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _difference(model: Model, pad: int) -> str | None:
     groups = [TrainingGroup(p, ids, [1.0] * EACH, None) for p, ids in zip(prompts, completions, strict=True)]
     found = {
         "sampler": torch.tensor([value for group in drawn for sample in group for value in sample.logprobs]),
-        "trainer": Trainer(model, pad, Settings(temperature=1.0)).logprobs(groups)[0].cpu(),
+        "trainer": Trainer(model, pad, LearningSettings()).logprobs(groups)[0].cpu(),
     }
     off = {part: float((logprobs - exact).abs().mean()) for part, logprobs in found.items()}
     part = max(off, key=lambda part: math.inf if math.isnan(off[part]) else off[part])

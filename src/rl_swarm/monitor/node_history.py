@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
 from rl_swarm.monitor.series import Curves, number
-from rl_swarm.settings import public_settings
+from rl_swarm.node.settings import public_settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord

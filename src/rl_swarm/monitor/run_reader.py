@@ -12,11 +12,11 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
-from rl_swarm.config.resolve import load
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import Address, locate
 from rl_swarm.network.folder import RECORD_BYTES, Listing, read_manifest, read_state
 from rl_swarm.network.p2p.observer import observed
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
@@ -318,12 +318,12 @@ def _id_of(node: NodeView) -> str:
 
 
 @contextmanager
-def open_view(address: str) -> Iterator[RunView]:
+def open_view(address: str, network: Callable[[], NetworkSettings] = NetworkSettings) -> Iterator[RunView]:
     """Open the run at an address, on whatever network, for as long as it is refreshed."""
     if not address.startswith("p2p://"):
         yield RunView.found(address)
         return
-    with observed(address, load().settings) as (place, clock):
+    with observed(address, network()) as (place, clock):
         view = RunView(place, clock)
         view.refresh_swarm()
         yield view

@@ -25,8 +25,8 @@ from rl_swarm.monitor.series import combined, number, padded, stride_for
 from rl_swarm.network.address import is_url
 from rl_swarm.node import run_settings
 from rl_swarm.node.evaluation import mean
+from rl_swarm.node.settings import public_settings
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import public_settings
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MAX_TASKS = 256

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TypeVar
 
-from rl_swarm.config.resolve import load
 from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, check_size
 from rl_swarm.network.folder import read_access_list, read_manifest, read_state, report_path, rollouts_path
 from rl_swarm.network.p2p.observer import asked, observed
 from rl_swarm.network.round_server import read_history
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rollouts import Publication
@@ -26,10 +26,15 @@ NEWEST = 3  # rounds whose documents are asked for
 MAX_ASKED = 64  # members, drawn at random
 
 
-def validate(address: str, rounds: int | None = None, nodes: int | None = None) -> tuple[Verdict, ValidatedRun]:
+def validate(
+    address: str,
+    rounds: int | None = None,
+    nodes: int | None = None,
+    network: NetworkSettings = NetworkSettings(),
+) -> tuple[Verdict, ValidatedRun]:
     """Check the swarm at a peer's address; `rescore` scores what its members published."""
     verdict = Verdict()
-    with observed(address, load().settings) as (place, clock):
+    with observed(address, network) as (place, clock):
         manifest = read_manifest(place.files)
         run = ValidatedRun(place, manifest, State(swarm=manifest.swarm()), [], published=[])
         if clock is not None:

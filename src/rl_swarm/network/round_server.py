@@ -39,6 +39,7 @@ from rl_swarm.network.folder import (
     report_folder,
     report_path,
 )
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
@@ -47,10 +48,10 @@ from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import PeerInfo, Refusal, Report, Rules, StageRecord, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Incomplete, Rejected, seal, unseal, unseal_with_digest
-from rl_swarm.settings import Settings
 from rl_swarm.storage.beneath import Misplaced
 from rl_swarm.storage.files import MAX_NAMES, ROUND_FOLDER, Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
+from rl_swarm.storage.settings import StorageSettings
 from rl_swarm.storage.shared_log import SharedLog
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,13 @@ MAX_REPLAYED = 10_000  # introductions that are read when the history is ahead o
 
 class RoundServer:
     def __init__(
-        self, files: Files, manifest: Manifest, identity: Identity, settings: Settings, stop: threading.Event
+        self,
+        files: Files,
+        manifest: Manifest,
+        identity: Identity,
+        settings: NetworkSettings,
+        storage: StorageSettings,
+        stop: threading.Event,
     ) -> None:
         if identity.peer_id != manifest.peer_id:
             raise NetworkError(
@@ -86,7 +93,7 @@ class RoundServer:
         )
         self.rules = Rules.of(manifest, settings.min_peers)
         self.swarm = manifest.swarm()
-        self.private = LocalFiles(swarm_folder(settings, files.root, self.swarm) / "coordinator")
+        self.private = LocalFiles(swarm_folder(storage, files.root, self.swarm) / "coordinator")
         self.history = SharedLog(self.private.root / "history.jsonl", files, HISTORY)
         self._digests: dict[str, str] = {}  # peer id -> digest of its report in this stage
         self._refused: dict[str, tuple[int, ...] | None] = {}  # by path: the stamp of what was refused

@@ -39,7 +39,7 @@ def evaluate(
     return HeldOut(
         questions=len(questions),
         samples=samples,
-        temperature=policy.settings.temperature,
+        temperature=policy.settings.sampling.temperature,
         sampled=mean(rewards),
         greedy=mean(likeliest) if greedy else None,
         well_formed=mean([float(good) for good in formed]),

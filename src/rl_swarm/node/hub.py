@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rl_swarm import __version__
+from rl_swarm.learning.settings import BUNDLED
 from rl_swarm.node.model_card import Trained, card, prompting
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import BUNDLED, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 
@@ -43,9 +44,9 @@ FILES = [  # a checkpoint holds more, which stays private
 class Push:
     """Pushes one checkpoint at a time, in the background. A newer one takes the place of one that waits."""
 
-    def __init__(self, settings: Settings, aside: Path, journal: Journal, stop: threading.Event) -> None:
+    def __init__(self, settings: NodeSettings, aside: Path, journal: Journal, stop: threading.Event) -> None:
         self.settings, self.aside, self.journal, self.stop = settings, aside, journal, stop
-        self.repo = settings.hub_repo or ""
+        self.repo = settings.checkpoint.hub_repo or ""
         self.delays, self.endpoint = DELAYS, os.environ.get("HF_ENDPOINT") or None
         self.failures = self.number = 0
         self.lock, self.busy, self.ended = threading.Lock(), False, False
@@ -54,12 +55,12 @@ class Push:
         self._tidy()  # after a process that was killed
 
     @classmethod
-    def wanted(cls, settings: Settings, aside: Path, journal: Journal, stop: threading.Event) -> "Push | None":
+    def wanted(cls, settings: NodeSettings, aside: Path, journal: Journal, stop: threading.Event) -> "Push | None":
         """Return a push if the settings ask for one; `aside` is the folder for what is not uploaded yet."""
-        if settings.hub_repo and settings.hf_token:
+        if settings.checkpoint.hub_repo and settings.model.hf_token:
             return cls(settings, aside, journal, stop)
-        if settings.hub_repo:
-            log.warning("HUB_REPO=%s without HF_TOKEN: the model will not be pushed", settings.hub_repo)
+        if settings.checkpoint.hub_repo:
+            log.warning("HUB_REPO=%s without HF_TOKEN: the model will not be pushed", settings.checkpoint.hub_repo)
         return None
 
     def __call__(self, folder: Path, policy: "Policy", manifest: Manifest) -> None:
@@ -141,7 +142,9 @@ class Push:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        api = HfApi(self.endpoint, token=self.settings.hf_token, library_name="rl-swarm", library_version=__version__)
+        api = HfApi(
+            self.endpoint, token=self.settings.model.hf_token, library_name="rl-swarm", library_version=__version__
+        )
         text = card(trained, license_of(trained.base, trained.base_is, api))
         (staged / "README.md").write_text(text, encoding="utf-8")
         url = api.create_repo(self.repo, exist_ok=True)

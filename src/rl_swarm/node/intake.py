@@ -19,6 +19,7 @@ from rl_swarm.network.base import Exchange, OnReject
 from rl_swarm.node import strategies
 from rl_swarm.node.conversation import Conversation, check_prompt
 from rl_swarm.node.reputation import PeerReputation, max_groups_per_source, source_by_source
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.strategies import CandidateGroup, Strategy
 from rl_swarm.protocol.manifest import Manifest, derive_seed, question_seed
 from rl_swarm.protocol.questions import Question
@@ -26,7 +27,6 @@ from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Group, Publication, PublicationId, Rollout, RolloutId, unpack
 from rl_swarm.protocol.rounds import Member, State
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Intake:
 
     peer_id: str
     role: str  # whose publications the node trains on; empty for the ordinary one
-    settings: Settings
+    settings: NodeSettings
     manifest: Manifest
     environment: Environment
     exchange: Exchange
@@ -70,43 +70,39 @@ class Intake:
     conversations: dict[int, Conversation] = field(default_factory=dict)  # by round
 
     def __post_init__(self) -> None:
-        self.reputation = PeerReputation(self.settings.max_peer_failures, self.settings.ban_rounds)
-        self.strategy = strategies.named(self.settings.strategy)
+        self.reputation = PeerReputation(self.settings.sharing.max_peer_failures, self.settings.sharing.ban_rounds)
+        self.strategy = strategies.named(self.settings.sharing.strategy)
 
     def begin_stage(self, state: State) -> None:
         """Take the members of a new stage and forget rounds that are too old."""
         self.members = state.members
         self.rejected.clear()
-        oldest = state.round - self.settings.max_rollout_age - 1
+        oldest = state.round - self.settings.sharing.max_rollout_age - 1
         self.conversations = {number: kept for number, kept in self.conversations.items() if number >= oldest}
 
     def collect(self, state: State, own: Sequence[Group] = ()) -> Accepted:
         """Collect peers' rollouts and keep those that pass every check, cheapest check first."""
         settings, sources = self.settings, self.sources(state)
         rng = random.Random(derive_seed(self.manifest.seed, "select", self.peer_id, state.round, state.stage))
-        accepted = select(
-            self.fetch(state, rng, sources),
-            self.strategy.wanted(settings.external_groups, own),
-            Checks(
-                self.manifest,
-                self.environment,
-                self.reject,
-                self.conversation,
-                used=self.used,
-                sources={peer: source for peer, source in sources.items() if peer != self.peer_id},
-                max_source_share=settings.max_source_share,
-                max_completions=settings.generations,
-                max_span_nlls=self.max_span_nlls,
-                likelihood_threshold=settings.likelihood_threshold,
-            ),
-            self.strategy,
-            rng,
+        checks = Checks(
+            self.manifest,
+            self.environment,
+            self.reject,
+            self.conversation,
+            used=self.used,
+            sources={peer: source for peer, source in sources.items() if peer != self.peer_id},
+            max_source_share=settings.sharing.max_source_share,
+            max_completions=settings.sampling.generations,
+            max_span_nlls=self.max_span_nlls,
+            likelihood_threshold=settings.sharing.likelihood_threshold,
         )
+        wanted = self.strategy.wanted(settings.learning.external_groups, own)
+        accepted = Selection(wanted, checks, self.strategy, rng).run(self.fetch(state, rng, sources))
         for peer_id, failed in accepted.asked.items():
             if self.reputation.record(peer_id, failed, state.round):
-                self.journal.event("not_asked", peer=peer_id, rounds=settings.ban_rounds)
-                log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.ban_rounds)
-        oldest = state.round - settings.max_rollout_age
+                self.journal.event("not_asked", peer=peer_id, rounds=settings.sharing.ban_rounds)
+                log.warning("%s keeps failing and is not asked for %d rounds", peer_id, settings.sharing.ban_rounds)
+        oldest = state.round - settings.sharing.max_rollout_age
         self.refused = {name for name in self.refused | accepted.refused if name[1] >= oldest}
         self.used = {name for name in self.used if name[1] >= oldest} | set(accepted.ids)
         return accepted
@@ -119,9 +115,9 @@ class Intake:
             if peer_id != self.peer_id and not self.is_silent(member, state)
         }
         nodes = {peer: node for peer, node in nodes.items() if self.reputation.should_ask(peer, state.round, rng)}
-        asked = [nodes[peer] for peer in source_by_source(nodes, sources, rng)[: self.settings.fetch_max_peers]]
+        asked = [nodes[peer] for peer in source_by_source(nodes, sources, rng)[: self.settings.sharing.fetch_max_peers]]
         lockstep = self.manifest.round_end == "lockstep"
-        oldest = state.round if lockstep else max(0, state.round - self.settings.max_rollout_age)
+        oldest = state.round if lockstep else max(0, state.round - self.settings.sharing.max_rollout_age)
         for number in range(state.round, oldest - 1, -1):
             if lockstep:
                 found = self._wait(number, state.stage, asked)
@@ -208,15 +204,8 @@ class Checks:
     likelihood_threshold: float = 0.0  # nats
 
 
-def select(
-    publications: Iterable[Publication], wanted: int, checks: Checks, strategy: Strategy, rng: random.Random
-) -> Accepted:
-    """Check publications until `wanted` groups are found, or all of them; the strategy chooses among those."""
-    return Selection(wanted, checks, strategy, rng).run(publications)
-
-
 class Selection:
-    """Takes the publications of one stage through all checks."""
+    """Takes the publications of one stage through all checks, until `wanted` groups are found; the strategy chooses."""
 
     def __init__(self, wanted: int, checks: Checks, strategy: Strategy, rng: random.Random) -> None:
         self.wanted, self.checks, self.strategy, self.rng = wanted, checks, strategy, rng

@@ -9,9 +9,10 @@ import msgspec
 import yaml
 
 from rl_swarm import __version__
+from rl_swarm.node.settings import NodeSettings, public_settings
 from rl_swarm.plural import counted
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.settings import Settings, all_settings, public_settings
+from rl_swarm.sections import settings_of
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (
@@ -30,7 +31,7 @@ class Trained(msgspec.Struct, frozen=True):
     base_is: Literal["bundled", "local", "hub"]
     prompting: Literal["system", "user", "plain"]  # where the instruction stands in a prompt
     system_prompt: str
-    settings: Settings
+    settings: NodeSettings
     manifest: Manifest
     rounds: int  # that this node played
     held_out: list[dict[str, Any]]  # the node's own measurements, oldest first
@@ -87,19 +88,19 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def shown_settings(settings: Settings, manifest: Manifest) -> dict[str, object]:
+def shown_settings(settings: NodeSettings, manifest: Manifest) -> dict[str, object]:
     """Return the important settings and those that differ from their defaults.
 
     Free text is never among them: it may be a secret or a path.
     """
     values = {
-        **msgspec.to_builtins(settings),
+        **settings.flat(),
         **{name: getattr(manifest, name) for name in OF_SWARM},
         "learning_rate": settings.step_size(),
         "max_new_tokens": settings.completion_tokens(),
     }
     told, shown = public_settings(values), {}
-    for setting in all_settings():
+    for setting in settings_of(type(settings)):
         value = values[setting.name]
         changed = setting.name in told and value != setting.default and setting.name not in NEVER
         if setting.name in ALWAYS or changed:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -17,11 +18,11 @@ from rl_swarm.node.evaluation import evaluate
 from rl_swarm.node.hub import Push
 from rl_swarm.node.intake import Intake
 from rl_swarm.node.round import StageContext
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rounds import State
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Journal, Stopwatch
 from rl_swarm.telemetry.machine import LoadMeter
 from rl_swarm.telemetry.schema import HeldOutRecord
@@ -41,7 +42,7 @@ class Node:
 
     name: str  # in what it sends
     identity: Identity
-    settings: Settings
+    settings: NodeSettings
     manifest: Manifest
     environment: Environment
     role: Role
@@ -60,6 +61,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch()  # of the stage at hand
+        sharing = self.settings.sharing
         self.intake = self.intake_type(
             self.peer_id,
             self.role_name,
@@ -68,7 +70,9 @@ class Node:
             self.environment,
             self.exchange,
             self.journal,
-            self.policy.max_span_nlls if self.settings.check_likelihood else None,
+            partial(self.policy.max_span_nlls, allowance=sharing.likelihood_allowance)
+            if sharing.check_likelihood
+            else None,
         )
 
     @property
@@ -78,7 +82,7 @@ class Node:
     def prepare(self) -> None:
         """Do what takes time before the first round, so that a node that has joined is ready to play."""
         if self.role.learns:
-            self.held_out = self.environment.held_out(self.settings.held_out_questions)
+            self.held_out = self.environment.held_out(self.settings.evaluation.held_out_questions)
         if self.done == (-1, -1):
             self.measure("start")
 
@@ -93,9 +97,9 @@ class Node:
             if state.stage + 1 < self.manifest.stages:
                 continue
             self.measure_if_due(state)
-            every = self.settings.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
+            every = self.settings.checkpoint.hub_every if self.push and state.round + 1 < self.manifest.rounds else 0
             push = every > 0 and state.round % every == every - 1
-            every = self.settings.checkpoint_every
+            every = self.settings.checkpoint.checkpoint_every
             if push or (every and state.round % every == every - 1):
                 self.save(push)
         finished = state is not None and state.phase == "finished"
@@ -120,7 +124,7 @@ class Node:
 
     def measure_if_due(self, state: State) -> None:
         """Measure the held-out score after the rounds in which it is due."""
-        every = self.settings.held_out_every
+        every = self.settings.evaluation.held_out_every
         if every and state.round % every == every - 1 and state.round + 1 < self.manifest.rounds:
             self.measure("now")
 
@@ -128,7 +132,9 @@ class Node:
         """Measure the held-out score, at the start and the end with greedy answers too."""
         if not self.held_out:
             return
-        result = evaluate(self.policy, self.environment, self.held_out, self.settings.held_out_samples, when != "now")
+        result = evaluate(
+            self.policy, self.environment, self.held_out, self.settings.evaluation.held_out_samples, when != "now"
+        )
         record = HeldOutRecord(when=when, round=self.done[0], **msgspec.structs.asdict(result))
         self.journal.metrics(record)
         log.info("held-out score %.3f (%s)", result.sampled, when)

@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_swarm.environments.base import Environment, ModelRequest
-from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest, update_batches
+from rl_swarm.learning.policy import Published, SampleRequest, TrainRequest, update_batches
 from rl_swarm.learning.trainer import Update
 from rl_swarm.node.intake import Accepted
 from rl_swarm.node.report import best_peer, report, write_metrics
@@ -12,7 +12,6 @@ from rl_swarm.protocol.manifest import derive_seed, question_seed
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import State
-from rl_swarm.telemetry.journal import Stopwatch
 
 if TYPE_CHECKING:
     from rl_swarm.node.node import Node
@@ -29,12 +28,12 @@ def play_round(node: "Node", state: State) -> Iterator[ModelRequest]:
         questions = own_questions(node, state)
 
     own: list[Group] = []
-    for batch in question_batches(questions, settings.publish_frequency):
+    for batch in question_batches(questions, settings.sharing.publish_frequency):
         node.check_stop()
         yield (sampling := sample_request(node, state, batch, start=len(own)))
         with watch("score"):
             own += score(node.environment, node.peer_id, batch, sampling.completions)
-        if settings.publish_frequency != "round":
+        if settings.sharing.publish_frequency != "round":
             with watch("publish"):
                 node.exchange.publish(publication(node, state, own))
     yield Published()
@@ -44,11 +43,11 @@ def play_round(node: "Node", state: State) -> Iterator[ModelRequest]:
         accepted = node.intake.collect(state, own)
 
     training, update = [*own, *accepted.chosen], Update()
-    for groups in update_batches(training, settings.groups_per_update) * settings.epochs:
+    for groups in update_batches(training, settings.learning.groups_per_update) * settings.learning.epochs:
         yield (learning := TrainRequest(node.policy, groups, watch))
         update.add(learning.update)
 
-    if settings.publish_frequency == "round":
+    if settings.sharing.publish_frequency == "round":
         with watch("publish"):
             node.exchange.publish(publication(node, state, own))
     with watch("report"):
@@ -67,7 +66,7 @@ def own_questions(node: "Node", state: State, count: int | None = None) -> list[
 
 def question_seeds(node: "Node", state: State, count: int | None = None) -> list[int]:
     """Return the seeds of this node's questions in a round."""
-    numbers = range(node.settings.local_groups if count is None else count)
+    numbers = range(node.settings.learning.local_groups if count is None else count)
     return [question_seed(node.manifest, state.round, node.peer_id, number) for number in numbers]
 
 
@@ -87,7 +86,7 @@ def sample_request(
 ) -> SampleRequest:
     """Ask this node's model for `count` completions of each question; `start` is the number of the first one."""
     seed = derive_seed(node.manifest.seed, "sample", node.peer_id, state.round, state.stage, start)
-    return SampleRequest(node.policy, questions, count or node.settings.generations, seed, node.watch, greedy)
+    return SampleRequest(node.policy, questions, count or node.settings.sampling.generations, seed, node.watch, greedy)
 
 
 def score(
@@ -120,9 +119,16 @@ def publication(node: "Node", state: State, groups: Sequence[Group]) -> Publicat
         timestamp=node.clock(),
         model=node.policy.name,
         policy_version=node.policy.version,
-        sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.completion_tokens()),
-        tokenizer=node.policy.tokenizer_hash if settings.share_logprobs else "",
-        rollouts={str(number): to_answers(group, settings.share_logprobs) for number, group in enumerate(groups)},
+        sampling=Sampling(
+            settings.sampling.temperature,
+            settings.sampling.top_p,
+            settings.sampling.top_k,
+            settings.completion_tokens(),
+        ),
+        tokenizer=node.policy.tokenizer_hash if settings.sharing.share_logprobs else "",
+        rollouts={
+            str(number): to_answers(group, settings.sharing.share_logprobs) for number, group in enumerate(groups)
+        },
         heard=list(map(list, context)),
         parents={number: digests for number, digests in parents.items() if digests},
         role=node.role_name,
@@ -134,26 +140,8 @@ class StageContext:
 
     def __init__(self, node: "Node", state: State) -> None:
         self._node, self._state = node, state
-
-    @property
-    def round(self) -> int:
-        return self._state.round
-
-    @property
-    def stage(self) -> int:
-        return self._state.stage
-
-    @property
-    def peer_id(self) -> str:
-        return self._node.peer_id
-
-    @property
-    def model(self) -> Policy:
-        return self._node.policy
-
-    @property
-    def watch(self) -> Stopwatch:
-        return self._node.watch
+        self.round, self.stage, self.peer_id = state.round, state.stage, node.peer_id
+        self.model, self.watch = node.policy, node.watch
 
     def questions(self, count: int | None = None) -> list[Question]:
         return own_questions(self._node, self._state, count)
@@ -174,7 +162,7 @@ class StageContext:
         conversation = node.intake.conversation(round)
         order = conversation.peer_order(node.peer_id)
         roles = () if role is None else (role,)
-        publishers = conversation.publishers(stage, order, node.settings.fetch_max_peers, roles)
+        publishers = conversation.publishers(stage, order, node.settings.sharing.fetch_max_peers, roles)
         return [message for peer_id in publishers for message in conversation.messages_of(stage, peer_id)]
 
     def train(self) -> Iterator[ModelRequest]:

@@ -12,11 +12,12 @@ import msgspec
 
 from rl_swarm.errors import UserError
 from rl_swarm.network.folder import MANIFEST, read_manifest
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.wire import Id, Rejected, convert, decode, seal, unseal
-from rl_swarm.settings import SECRETS, Settings
+from rl_swarm.sections import settings_of
 from rl_swarm.storage.files import Files, LocalFiles, Refused
 from rl_swarm.storage.private import remember_swarm, started_swarm, swarm_folder
 
@@ -35,27 +36,26 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, object]
 
 
-def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) -> None:
+def keep(settings: NodeSettings, root: Path, manifest: Manifest, owner: Identity) -> None:
     """Write the settings of a run, privately and into its folder."""
-    values: dict[str, object] = msgspec.to_builtins(settings)
-    for name in SECRETS:
-        values.pop(name)
-    values["identity_path"] = str(Path(settings.identity_path).absolute())
+    secrets = {known.name for known in settings_of(type(settings)) if known.secret}
+    values = {name: value for name, value in settings.flat().items() if name not in secrets}
+    values["identity_path"] = str(Path(settings.network.identity_path).absolute())
     data = seal(RunSettings(swarm=manifest.swarm(), settings=values), owner, limit=SETTINGS_BYTES)
-    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    own = LocalFiles(swarm_folder(settings.storage, root, manifest.swarm()))
     own.write(SETTINGS_FILE, data)
     own.write(MANIFEST, seal(manifest, owner))
-    remember_swarm(settings, root, manifest.swarm())
+    remember_swarm(settings.storage, root, manifest.swarm())
     LocalFiles(root).write(SETTINGS_FILE, data)
 
 
-def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None:
+def manifest_of(files: Files, root: Path, settings: NodeSettings) -> Manifest | None:
     """Return the manifest of a run that this user started, also if its file was exchanged; None for other swarms."""
-    swarm = started_swarm(settings, root)
+    swarm = started_swarm(settings.storage, root)
     if not swarm:
         return None
     try:
-        kept = read_manifest(LocalFiles(swarm_folder(settings, root, swarm)))
+        kept = read_manifest(LocalFiles(swarm_folder(settings.storage, root, swarm)))
         if read_manifest(files).peer_id == kept.peer_id:  # the same, or a later run of the same user
             return None
     except (FileNotFoundError, Refused):
@@ -66,24 +66,24 @@ def manifest_of(files: Files, root: Path, settings: Settings) -> Manifest | None
     return kept
 
 
-def resumed(run: Path, user: Settings) -> dict[str, object]:
+def resumed(run: Path, user: NodeSettings) -> dict[str, object]:
     """Return the settings that a run was started with; raise `UserError` where none are this user's own."""
     files = LocalFiles(run)
     try:
         manifest = read_manifest(files)
     except (OSError, Rejected) as error:
         raise UserError(f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours.") from error
-    if started_swarm(user, run) not in ("", manifest.swarm()):
+    if started_swarm(user.storage, run) not in ("", manifest.swarm()):
         raise UserError(
             f"--resume {run}: its manifest.json is not the one of the run that you started there. It was "
             "exchanged, or another run was copied over it."
         )
-    private = LocalFiles(swarm_folder(user, run, manifest.swarm()))
+    private = LocalFiles(swarm_folder(user.storage, run, manifest.swarm()))
     try:
         return convert(decode(private.read(SETTINGS_FILE, SETTINGS_BYTES)), RunSettings).settings
     except (OSError, Rejected):  # another machine, or a directory that was moved
         pass
-    key = Path(user.identity_path)
+    key = Path(user.network.identity_path)
     try:
         found = read(files, manifest)
     except (OSError, Rejected) as error:

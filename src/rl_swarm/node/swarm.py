@@ -21,14 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from rl_swarm import environments
 from rl_swarm.errors import UserError
+from rl_swarm.learning.settings import ModelSettings
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.worker import coordinate, join, join_together
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.logs import start_logging
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ SHARED = {
 class NodeProcess:
     name: str
     role: Role
-    members: dict[str, Settings]  # by their names
+    members: dict[str, NodeSettings]  # by their names
     environ: dict[str, str] = field(default_factory=dict)
     process: ChildProcess | None = None
     started: float = 0.0
@@ -69,14 +68,14 @@ class NodeProcess:
 class SwarmProcesses:
     """Runs a coordinator and its nodes, each in its own process."""
 
-    def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
+    def __init__(self, address: Path, coordinator: NodeSettings, workers: dict[str, NodeSettings]) -> None:
         self.address = address
         self.children = [NodeProcess("coordinator", "coordinator", {"coordinator": coordinator})]
-        gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
+        gpus = visible_gpus(os.environ) if uses_gpu(coordinator.model) else []
         for number, (name, settings) in enumerate(workers.items()):
-            each = settings.devices_per_node
-            sharing = settings.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
-            settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
+            each = settings.model.devices_per_node
+            sharing = settings.model.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
+            settings = settings.changed(nodes_per_device=sharing)
             child = NodeProcess(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
             others = [c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1]
             if others:
@@ -86,7 +85,7 @@ class SwarmProcesses:
             else:
                 self.children.append(child)
         self.restarts = 0
-        self.context = context_for(uses_gpu(coordinator))
+        self.context = context_for(uses_gpu(coordinator.model))
 
     def start(self, stop: threading.Event) -> None:
         """Start the children one after the other until told to stop."""
@@ -154,7 +153,7 @@ class SwarmProcesses:
         self._start(child)
 
 
-def uses_gpu(settings: Settings) -> bool:
+def uses_gpu(settings: ModelSettings) -> bool:
     """Tell whether nodes may use a GPU, without importing torch."""
     if settings.cpu_only or settings.device == "cpu":
         return False
@@ -194,12 +193,12 @@ def gpu_environ(node: int, gpus: Sequence[str], each: int) -> dict[str, str]:
 
 
 def _child_main(
-    role: Role, members: dict[str, Settings], address: Path, environ: dict[str, str], pipe: Connection
+    role: Role, members: dict[str, NodeSettings], address: Path, environ: dict[str, str], pipe: Connection
 ) -> None:
     os.environ.update(environ)
     stop = obey_parent(pipe)
     name, settings = next(iter(members.items()))
-    private = start_logging(settings, address, name, terminal=False)
+    private = start_logging(settings.telemetry, settings.storage, address, name, terminal=False)
     faulthandler.enable(private.open("a"))  # where a library brings the process down
     try:
         if role == "coordinator":
@@ -217,21 +216,20 @@ def _child_main(
         os._exit(1)
 
 
-def worker_settings(settings: Settings) -> dict[str, Settings]:
+def worker_settings(settings: NodeSettings) -> dict[str, NodeSettings]:
     """Make one set of settings per node: own key, share of the cores, repository and role; one owner for all."""
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
-    base = Path(settings.identity_path).absolute()
+    threads = settings.model.threads or max(1, (os.cpu_count() or 1) // settings.swarm.nodes)
+    base = Path(settings.network.identity_path).absolute()
     owner = Identity.load_or_create(base).peer_id
-    roles = environments.named(settings.environment).assign_roles(settings.nodes)
+    roles = environments.named(settings.task.environment).assign_roles(settings.swarm.nodes)
     workers = {}
-    for number in range(1, settings.nodes + 1):
-        first = number == 1 and settings.network == "folder"  # among peers the coordinator is one of its own
+    for number in range(1, settings.swarm.nodes + 1):
+        first = number == 1 and settings.swarm.network == "folder"  # among peers the coordinator is one of its own
         key = base if first else base.with_name(f"{base.stem}-{number}{base.suffix}")
         node = Identity.load_or_create(key).node
-        shared = settings.hub_repo is not None and settings.nodes > 1
-        repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo
-        workers[node] = msgspec.structs.replace(
-            settings,
+        shared = settings.checkpoint.hub_repo is not None and settings.swarm.nodes > 1
+        repo = f"{settings.checkpoint.hub_repo}-{node}" if shared else settings.checkpoint.hub_repo
+        workers[node] = settings.changed(
             node_id=node,
             identity_path=str(key),
             threads=threads,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.errors import ModelError, UserError
+from rl_swarm.environments.settings import ROLES, TaskSettings
+from rl_swarm.errors import ConfigError, ModelError, UserError
 from rl_swarm.network import owners
 from rl_swarm.network.address import Address, is_url, known_addresses, locate
 from rl_swarm.network.base import NetworkError
@@ -26,11 +27,11 @@ from rl_swarm.network.presence import Watch, only_one_here
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import run_settings
 from rl_swarm.node.founding import new_manifest
+from rl_swarm.node.settings import NodeSettings, public_settings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
-from rl_swarm.settings import ROLES, ConfigError, Settings, public_settings
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
@@ -50,19 +51,21 @@ SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has fa
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
 
-def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None" = None) -> None:
+def join(
+    address: Path | str, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None" = None
+) -> None:
     """Join the swarm at the address and train until it has finished or `stop` is set."""
     with explained(address):
         _join(locate(address), settings, stop, sharing)
 
 
-def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
+def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop: threading.Event) -> None:
     """Run several nodes that share a GPU, each in a thread. When one fails, all stop and save."""
     from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 
     sharing, failures = SharedDevice(len(workers)), list[Exception]()
 
-    def run(settings: Settings) -> None:
+    def run(settings: NodeSettings) -> None:
         try:
             with own_stream():
                 join(address, settings, stop, sharing)
@@ -88,7 +91,7 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
         raise failures[0]
 
 
-def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
+def coordinate(address: Path | str, settings: NodeSettings, stop: threading.Event) -> None:
     """Coordinate the swarm at the address, and found it if there is none."""
     with explained(address):
         place = locate(address)
@@ -99,19 +102,19 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
                 raise UserError(
                     f"{address} cannot be made: {error.strerror}. Choose a directory that can be written."
                 ) from error
-        identity = Identity.load_or_create(Path(settings.identity_path))
+        identity = Identity.load_or_create(Path(settings.network.identity_path))
         manifest = run_settings.manifest_of(place.files, place.here, settings)
         manifest = manifest or found(place.files, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
-        if settings.network == "p2p":
+        if settings.swarm.network == "p2p":
             _lead_among_peers(place, settings, identity, manifest, stop)
             return
-        state = RoundServer(place.files, manifest, identity, settings, stop).run()
+        state = RoundServer(place.files, manifest, identity, settings.network, settings.storage, stop).run()
         log.info("%s at round %d", state.phase, state.round)
 
 
 def _lead_among_peers(
-    place: Address, settings: Settings, identity: Identity, manifest: Manifest, stop: threading.Event
+    place: Address, settings: NodeSettings, identity: Identity, manifest: Manifest, stop: threading.Event
 ) -> None:
     """Coordinate over the peer-to-peer network.
 
@@ -121,22 +124,22 @@ def _lead_among_peers(
 
     signed = place.files.read(MANIFEST, MAX_BYTES)
     with (
-        joining.engine_of(identity, [], settings, place.here) as engine,
+        joining.engine_of(identity, [], settings.network, place.here) as engine,
         joining.among_peers(engine, identity, manifest, signed, place.here) as files,
     ):
         joining.tell(engine, place.here)
         for address in engine.addresses:
             log.info("other nodes join at p2p://%s", address)
         if manifest.round_end == "interval":
-            coordinator = coordinator_of(files, manifest, identity, "", stop, settings.poll_interval)
+            coordinator = coordinator_of(files, manifest, identity, "", stop, settings.network.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
             return
-        state = RoundServer(files, manifest, identity, settings, stop).run()
+        state = RoundServer(files, manifest, identity, settings.network, settings.storage, stop).run()
         log.info("%s at round %d", state.phase, state.round)
         stop.wait(joining.LAST_WORDS)  # nodes still ask how it ended
 
 
-def found(files: Files, settings: Settings, name: str, identity: Identity) -> Manifest:
+def found(files: Files, settings: NodeSettings, name: str, identity: Identity) -> Manifest:
     """Return the swarm's manifest; write it if this is a new swarm."""
     try:
         return read_manifest(files)
@@ -146,7 +149,7 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
                 f"{files.root} holds a swarm, but no {MANIFEST}. Wait until the drive has synced it, or start in "
                 "another folder."
             ) from None
-        stages = environments.named(settings.environment).stages
+        stages = environments.named(settings.task.environment).stages
         manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages)
         files.write(MANIFEST, seal(manifest, identity))
         return manifest
@@ -154,27 +157,30 @@ def found(files: Files, settings: Settings, name: str, identity: Identity) -> Ma
         raise NetworkError(f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder.") from error
 
 
-def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
-    identity = Identity.load_or_create(Path(settings.identity_path))
-    name = settings.node_id or identity.node
-    wanted = sinks.requested(settings, os.environ)
+def _join(address: Address, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
+    identity = Identity.load_or_create(Path(settings.network.identity_path))
+    name = settings.network.node_id or identity.node
+    wanted = sinks.requested(settings.telemetry, os.environ)
     with opened(address, settings, identity, stop) as (address, manifest):
         if manifest is None:
             return
-        owners.check(manifest, address.text, settings)
+        owners.check(manifest, address.text, settings.network)
         settings = with_role(settings, manifest)
-        if settings.publish_frequency == "round" and manifest.round_end == "lockstep":
+        if settings.sharing.publish_frequency == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each "
                 "other's rollouts before they learn. Use `stage` or `generation`."
             )
-        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
+        if settings.sharing.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
                 "in earlier ones: all nodes must see the same. Use `stage`."
             )
-        private = swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
-        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
+        private = (
+            swarm_folder(settings.storage, address.text if address.is_url else address.here, manifest.swarm()) / name
+        )
+        public = {"model": settings.model.model} | public_settings(settings.flat())
+        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, public)
         with only_one_here(identity, manifest.swarm()), sinks.sink_threads(wanted, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
@@ -187,18 +193,18 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
 
 @contextmanager
 def opened(
-    address: Address, settings: Settings, identity: Identity, stop: threading.Event
+    address: Address, settings: NodeSettings, identity: Identity, stop: threading.Event
 ) -> Iterator[tuple[Address, Manifest | None]]:
     """Open the address; yield it with its swarm's files and manifest, or None when told to stop before there is one."""
-    if settings.network == "folder" and not address.text.startswith("p2p://"):
+    if settings.swarm.network == "folder" and not address.text.startswith("p2p://"):
         kept = run_settings.manifest_of(address.files, address.here, settings)
-        yield address, kept or await_manifest(address.files, stop, settings.poll_interval)
+        yield address, kept or await_manifest(address.files, stop, settings.network.poll_interval)
         return
     from rl_swarm.network.p2p import joining
 
     known = known_addresses(address.text) if address.text.startswith("p2p://") else joining.told(address.here, stop)
-    with joining.engine_of(identity, known, settings, address.here) as engine:
-        found = joining.await_manifest(engine, settings, stop)
+    with joining.engine_of(identity, known, settings.network, address.here) as engine:
+        found = joining.await_manifest(engine, settings.network, stop)
         if found is None:
             yield address, None
             return
@@ -209,7 +215,7 @@ def opened(
 
 def _take_part(
     address: Address,
-    settings: Settings,
+    settings: NodeSettings,
     stop: threading.Event,
     sharing: "SharedDevice | None",
     identity: Identity,
@@ -219,10 +225,10 @@ def _take_part(
     private: Path,
 ) -> None:
     files, here = address.files, address.here
-    coordinator = coordinator_of(files, manifest, identity, name, stop, settings.poll_interval)
+    coordinator = coordinator_of(files, manifest, identity, name, stop, settings.network.poll_interval)
     shown = coordinator.node  # to peers; files on this machine have the node's own name
-    ticket = coordinator.request_admission(settings.invitation)
-    owners.remember(manifest, address.text, settings)
+    ticket = coordinator.request_admission(settings.network.invitation)
+    owners.remember(manifest, address.text, settings.network)
     check_name(coordinator.current(), identity, shown)
     watch = Watch(files, shown, identity, manifest.swarm())
 
@@ -233,21 +239,23 @@ def _take_part(
     from rl_swarm.node.node import Node
     from rl_swarm.telemetry.machine import LoadMeter
 
-    threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
-    use_threads(threads, pick_device(settings))
-    checkpoints = Checkpoints(private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints)
+    threads = (settings.model.threads or os.cpu_count() or 1) // settings.model.devices_per_node
+    use_threads(threads, pick_device(settings.model))
+    checkpoints = Checkpoints(
+        private / "checkpoints", identity, name, LocalFiles(here), settings.checkpoint.keep_checkpoints
+    )
     kind = environments.of_swarm(manifest)
-    role_kind, role_name = role_of(settings, kind)
+    role_kind, role_name = role_of(settings.task, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
     known = coordinator.current().members.get(identity.peer_id)
     if place is None and known is not None and known.participation:
         log.warning("no checkpoint of this node can be used: it starts again from the base model, %s", policy.name)
-    settings = policy.settings  # `auto` has become a model
+    settings = settings.changed(model=policy.name)  # `auto` has become a model
     environment = environments.made(manifest)
-    environment.configure(settings, other_models(settings))
+    environment.configure(settings.task, settings.model.hf_token, other_models(settings))
     role = role_kind(environment)
-    devices = devices_of(policy.device, settings)
+    devices = devices_of(policy.device, settings.model)
     node = Node(
         name=shown,
         role=role,
@@ -264,8 +272,8 @@ def _take_part(
             shown,
             stop,
             lambda *why: node.intake.reject(*why),
-            settings.poll_interval,
-            settings.fetch_max_peers,
+            settings.network.poll_interval,
+            settings.sharing.fetch_max_peers,
             coordinator.refusal,
             getattr(files, "subnets", dict),
         ),
@@ -287,7 +295,7 @@ def _take_part(
         model=policy.name,
         pid=os.getpid(),
         hardware=hardware(devices),
-        settings=public_settings(msgspec.to_builtins(settings)),
+        settings=public_settings(settings.flat()),
     )
     log.info(
         "%s (%s) %s with %s on %s",
@@ -332,21 +340,20 @@ def _take_part(
         raise coordinator.not_admitted(coordinator.turned_away)
 
 
-def with_role(settings: Settings, manifest: Manifest) -> Settings:
+def with_role(settings: NodeSettings, manifest: Manifest) -> NodeSettings:
     """Return the settings with those of the node's role, where the user has left the defaults."""
     kind = environments.of_swarm(manifest)
-    if settings.role not in (*ROLES, *kind.roles):
+    if settings.task.role not in (*ROLES, *kind.roles):
         raise ConfigError(
-            f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be "
-            f"used: worker, {', '.join(kind.roles)}."
+            f"role={settings.task.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can "
+            f"be used: worker, {', '.join(kind.roles)}."
         )
-    role, defaults = role_of(settings, kind)[0], Settings()
-    theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
-    theirs["environment"] = manifest.environment
-    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings)
+    role, given, defaults = role_of(settings.task, kind)[0], settings.flat(), NodeSettings().flat()
+    theirs = {name: value for name, value in role.settings.items() if given[name] == defaults[name]}
+    return settings.changed(**{**theirs, "environment": manifest.environment})
 
 
-def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":
+def role_of(settings: TaskSettings, kind: "type[Environment]") -> "tuple[type[Role], str]":
     """Return the role that the settings name, and its name on the wire: empty for the ordinary role, the first."""
     ordinary, *others = kind.roles
     named = settings.role in others
@@ -382,7 +389,7 @@ def check_name(state: State, identity: Identity, name: str) -> None:
 def _restored(
     checkpoints: "Checkpoints",
     swarm: str,
-    settings: Settings,
+    settings: NodeSettings,
     system_prompt: str,
     sharing: "SharedDevice | None",
 ) -> "tuple[Policy, Place | None]":
@@ -391,11 +398,11 @@ def _restored(
     from rl_swarm.learning.parallel.data_parallel import DataParallelPolicy
     from rl_swarm.learning.policy import Policy
 
-    load = DataParallelPolicy.load if settings.devices_per_node > 1 else partial(Policy.load, shared=sharing)
+    load = DataParallelPolicy.load if settings.model.devices_per_node > 1 else partial(Policy.load, shared=sharing)
     for saved in checkpoints.written(swarm):
         place = saved.place
-        model = place.model if settings.model == "auto" else settings.model
-        same = msgspec.structs.replace(settings, model=model)  # what fits now may be another
+        model = place.model if settings.model.model == "auto" else settings.model.model
+        same = settings.changed(model=model)  # what fits now may be another
         try:
             folder = checkpoints.fetch(saved)
             if not place.files:  # of a model that does not learn

@@ -18,6 +18,7 @@ from types import TracebackType
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from rl_swarm.config.resolve import user_network
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.drawing import Drawing, plain
 from rl_swarm.monitor.run_reader import RunView, open_view
@@ -58,7 +59,7 @@ def coordinate(address: str | Path, **settings: object) -> None:
 def watch(address: str | Path) -> None:
     """Show a swarm below the cell until it has finished or the cell is interrupted."""
     cell = Cell()
-    with contextlib.suppress(KeyboardInterrupt), open_view(str(address)) as view:
+    with contextlib.suppress(KeyboardInterrupt), open_view(str(address), user_network) as view:
         drawing = Drawing(view)
         while True:
             drawing.refresh()
@@ -168,7 +169,7 @@ class Command:
 def _open_drawing(address: str | Path) -> Iterator[Drawing]:
     """Draw the swarm at an address, which may not be founded yet."""
     if str(address).startswith("p2p://"):
-        with open_view(str(address)) as view:
+        with open_view(str(address), user_network) as view:
             yield Drawing(view)
     else:
         yield Drawing(RunView(address))

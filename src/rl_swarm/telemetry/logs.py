@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import log_file
+from rl_swarm.storage.settings import StorageSettings
 from rl_swarm.storage.shared_log import MAX_LOG
+from rl_swarm.telemetry.settings import TelemetrySettings
 
 SWARM_LOG = "logs/swarm.log"
 REPAIR_SECONDS = 30.0  # between two attempts to replace a damaged copy
@@ -60,7 +61,9 @@ class SwarmLog(logging.FileHandler):
             return
 
 
-def start_logging(settings: Settings, root: Path | LocalFiles, who: str, terminal: bool) -> Path:
+def start_logging(
+    settings: TelemetrySettings, storage: StorageSettings, root: Path | LocalFiles, who: str, terminal: bool
+) -> Path:
     """Set up the package's loggers for this process, and return the private log file behind `logs/swarm.log`.
 
     A line names the thread that wrote it: a process of several nodes has one for each.
@@ -68,7 +71,7 @@ def start_logging(settings: Settings, root: Path | LocalFiles, who: str, termina
     threading.current_thread().name = who
     # A plain path may be the user's current directory, where nothing is repaired.
     files = root if isinstance(root, LocalFiles) else LocalFiles(root, repair=False)
-    private = log_file(settings, files.root)
+    private = log_file(storage, files.root)
     logging.raiseExceptions = False  # a log line that cannot be written must not fill the terminal
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     package = logging.getLogger("rl_swarm")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_swarm.settings import ConfigError
+from rl_swarm.errors import ConfigError
 from rl_swarm.telemetry.export import Source, scalars
 
 if TYPE_CHECKING:

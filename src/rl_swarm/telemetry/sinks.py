@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import msgspec
-
-from rl_swarm.settings import ConfigError, Settings, public_settings
+from rl_swarm.errors import ConfigError
 from rl_swarm.telemetry import otlp, trackers
 from rl_swarm.telemetry.export import Sink, Source
+from rl_swarm.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class SinkThread:
             self.off = True
 
 
-def requested(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+def requested(settings: TelemetrySettings, environ: Mapping[str, str]) -> list[str]:
     """Return the sinks that are asked for; raise if a package that one needs is missing."""
     asked = dict.fromkeys(settings.sinks(), f"METRICS_SINKS={settings.metrics_sinks}")
     for variable in otlp.endpoints(environ).values():
@@ -125,8 +124,3 @@ def open_sink(name: str, source: Source) -> Sink:
         "wandb": trackers.WandB,
     }
     return kinds[name](source)
-
-
-def public(settings: Settings) -> dict[str, object]:
-    """Return the public settings and the model."""
-    return {"model": settings.model} | public_settings(msgspec.to_builtins(settings))

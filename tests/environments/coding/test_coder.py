@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 from make_coder import STYLES, imitate, judge, make_sheets, make_texts
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
@@ -12,7 +13,6 @@ from rl_swarm.learning.devices import BUNDLED, CATALOGUE
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.node.evaluation import evaluate
-from rl_swarm.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def coding():
 
 @pytest.fixture(scope="module")
 def policy():
-    policy = Policy.load(Settings(model="coder", device="cpu"), prompts.SOLVER)
+    policy = Policy.load(Settings.of(model="coder", device="cpu"), prompts.SOLVER)
     yield policy
     policy.close()
 

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding, _key, _name
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
+from rl_swarm.environments.coding.proposals import HELD_OUT, CheckedProposal, as_json, read
 from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.experiment.lockstep import SharedEnvironment
@@ -22,7 +23,6 @@ from rl_swarm.node.round import score
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.settings import Settings
 
 SLOW = "def solve(*given):\n    slow = {} + 1 + 2 + 3\n    return slow"
 HOSTILE = {
@@ -126,8 +126,8 @@ def test_solvers_are_asked_what_was_proposed(coding):
 
 
 def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
-    unsound = json.dumps({"question": "solve(n)", "solution": "def solve(n):\n    return 1", "tests": []})
-    questions = coding.follow_up(follow_ups([proposal(unsound)]))
+    invalid = json.dumps({"question": "solve(n)", "solution": "def solve(n):\n    return 1", "tests": []})
+    questions = coding.follow_up(follow_ups([proposal(invalid)]))
     assert {question.task for question in questions} <= set(LEVELS)
     assert not any(question.parents for question in questions)
     first = coding.questions([one.seed for one in follow_ups([])])
@@ -146,9 +146,11 @@ def test_who_finds_other_proposals_sound_agrees_on_all_other_questions(coding):
     messages = proposed(5)
     questions = coding.follow_up(follow_ups(messages))
     disputed = questions[1].parents[0]
-    other = Coding(coding.tasks)  # to which the second one is unsound: its solution may throw dice
+    other = Coding(coding.tasks)  # finds the second one invalid: its solution may be random
     other.check([one for one in messages if one != disputed])
-    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = Checked(None, "its solution fails its tests")
+    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = CheckedProposal(
+        None, "its solution fails its tests"
+    )
     assert other.follow_up(shown(questions, messages)) == questions
     right = [(question, fenced(question.answer)) for question in questions]
     assert coding.score(right, 60.0) == [1.0] * 4 and other.score(right, 60.0) == [1.0, 0.0, 1.0, 1.0]
@@ -266,7 +268,7 @@ def test_a_swarm_of_few_nodes_still_has_solvers():
 
 
 def test_nodes_of_one_process_can_share_it():
-    settings = Settings(environment="coding", tasks="easy,medium")
+    settings = Settings.of(environment="coding", tasks="easy,medium")
     shared = SharedEnvironment.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
     alone = Coding([Task("easy"), Task("medium")])
     assert shared.questions(range(4)) == alone.questions(range(4))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from processes import QUICK, run, status
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
@@ -18,7 +19,6 @@ from rl_swarm.learning.checkpoints import PLACE_BYTES
 from rl_swarm.learning.policy import other_models
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.wire import decode
-from rl_swarm.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_a_proposer_takes_drafts_that_count_once_and_else_makes_a_task(coding):
 
 def test_where_programs_must_not_run_a_guess_is_the_verdict():
     environment = Coding(Coding.preset("coder"))
-    settings = Settings(evaluator_model="coder", device="cpu")
-    environment.configure(settings, other_models(settings))
+    settings = Settings.of(evaluator_model="coder", device="cpu")
+    environment.configure(settings.task, None, other_models(settings))
     questions = environment.held_out(40)
     right = environment.score([(question, fenced(question.answer)) for question in questions])
     wrong = environment.score([(question, fenced("def solve(x):\n    return x")) for question in questions])

@@ -1,7 +1,7 @@
 """Finds the fenced program in a solver's answer, and decides what it earns."""
 
 NOT_TEXT, NO_CODE, WRONG, RIGHT = -1.2, -1.0, 0.0, 1.0
-ENDED = 0.2  # on top where the answer ended by itself; less where it was cut
+ENDED = 0.2  # added if the answer ended by itself, subtracted if it was cut
 MAX_PROGRAM = 8192  # characters
 _OPENING = ("```python", "```py", "```")
 

@@ -22,11 +22,11 @@ from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS, CodingTask, digest_of_words
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test
-from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MAX_CHECKED = 2048  # proposals whose check is remembered
 MAX_PROPOSED = 8192  # digests of what was proposed, remembered
 MAX_PROPOSALS = 8  # of one peer in a round
 
-Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
+Key: TypeAlias = tuple[str, str, str]  # text, level and subject of a proposal
 
 
 class Coding(Environment):
@@ -63,12 +63,12 @@ class Coding(Environment):
         self.level = LEVELS[1]  # of this node's proposals
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
-        self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
+        self._checked: OrderedDict[str, proposals.CheckedProposal] = OrderedDict()
         # Digests of solutions and descriptions that were proposed, to that of the first message with them.
         self.proposed: dict[str, str] = {}
-        self._measured: set[str] = set()  # digests of held-out descriptions that were asked here
+        self._measured: set[str] = set()  # digests of the held-out descriptions that measure this node
         self._sandbox: Sandbox | None = None
-        self.guesser: LanguageModel | None = None  # it predicts verdicts where no program may run
+        self.evaluator: LanguageModel | None = None  # it predicts verdicts where no program may run
 
     @classmethod
     def preset(cls, model: str) -> Sequence[Task]:
@@ -80,11 +80,11 @@ class Coding(Environment):
         others = ["proposer", "evaluator"][: max(0, nodes - 1)]
         return ["solver"] * (nodes - len(others)) + others
 
-    def configure(self, settings: Settings, load_model: ModelLoader) -> None:
-        self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
+    def configure(self, settings: TaskSettings, hf_token: str | None, load_model: ModelLoader) -> None:
+        self.data, self.token = Path(settings.data_path).expanduser(), hf_token
         if settings.evaluator_model is not None:
-            self.guesser = load_model(settings.evaluator_model)
-            log.warning("no program is run here: %s guesses whether they are right", self.guesser.name)
+            self.evaluator = load_model(settings.evaluator_model)
+            log.warning("no program is run here: %s predicts whether they are right", self.evaluator.name)
         for number, task in enumerate(self.tasks):
             if task.name in sources.FORMATS:
                 self.loaded(number)
@@ -129,7 +129,7 @@ class Coding(Environment):
         """Ask proposers for tasks, and solvers what was proposed.
 
         A solver's k-th question is the k-th proposal in an order that follows from proposer and solver. Where that
-        proposal is not sound, it is a task of the sources. Nodes may disagree on what is sound, since a solution may
+        proposal is not valid, it is a task of the sources. Nodes may disagree on what is valid, since a solution may
         throw dice. So a peer is believed which of the two it was asked, and `score` decides what answers earn.
         """
         if follow_ups and follow_ups[0].role == "proposer":
@@ -139,12 +139,12 @@ class Coding(Environment):
         first = follow_ups[0]
         tasks = _readable(first.messages)
         ranked = sorted(tasks, key=lambda proposal: _rank(first.peer_id, proposal.question.seed))
-        sound = set() if first.claimed else self._sound(ranked, seconds or 2 * PEER_SECONDS)
+        valid = set() if first.claimed else self._valid(ranked, seconds or 2 * PEER_SECONDS)
         questions = self.questions([one.seed ^ SECOND for one in follow_ups], seconds)
         for number, (one, own) in enumerate(zip(follow_ups, questions, strict=False) if ranked else ()):
             proposal = ranked[one.number % len(ranked)]
             task = tasks[proposal]
-            chosen = one.claimed == task.prompt if one.claimed else proposal in sound
+            chosen = one.claimed == task.prompt if one.claimed else proposal in valid
             if chosen and task.prompt != own.prompt:
                 questions[number] = Question(
                     "proposed", len(self.tasks), one.seed, task.prompt, task.reference, parents=(proposal,)
@@ -180,14 +180,14 @@ class Coding(Environment):
         return [text if text is not None and self.credit(next(rewards)) else None for text in completions]
 
     def _verdicts(self, asked: Sequence[tuple[Question, str]], seconds: float | None) -> list[bool | None]:
-        """Tell whether programs are right; None where time was up. To an unsound proposal no program is."""
+        """Tell whether programs are right; None where time was up. To an invalid proposal no program is."""
         tasks = self.tasks_of([question for question, _ in asked], seconds)
         known = [(*pair, task) for pair, task in zip(asked, tasks, strict=True) if task is not None]
         found: list[bool | None]
-        if self.guesser is None:
+        if self.evaluator is None:
             found = self.judge([(code, task.tests) for _, code, task in known], seconds)
         else:
-            stated = probabilities(self.guesser, [(question.prompt, code) for question, code, _ in known], seconds)
+            stated = probabilities(self.evaluator, [(question.prompt, code) for question, code, _ in known], seconds)
             found = [*(p > 0.5 for p in stated), *[None] * (len(known) - len(stated))]
         verdicts = iter(found)
         return [False if task is None else next(verdicts) for task in tasks]
@@ -200,12 +200,12 @@ class Coding(Environment):
         return [verdict.right if verdict.judged else None for verdict in verdicts]
 
     def tasks_of(self, questions: Sequence[Question], seconds: float | None = None) -> list[CodingTask | None]:
-        """Make the tasks of questions again; None for a proposal that this node does not find sound."""
+        """Make the tasks of questions again; None for a proposal that this node does not find valid."""
         parents = list(dict.fromkeys(question.parents[0] for question in questions if question.parents))
         checked = dict(zip(parents, self.check(parents, seconds), strict=True))
         return [checked[one.parents[0]].task if one.parents else self.drawn(one.number, one.seed) for one in questions]
 
-    def check(self, messages: Sequence[PeerMessage], seconds: float | None = None) -> list[proposals.Checked]:
+    def check(self, messages: Sequence[PeerMessage], seconds: float | None = None) -> list[proposals.CheckedProposal]:
         """Judge proposals, each once.
 
         Proposers have equal parts of the time, and what one leaves is for the next. A proposal for which its part is
@@ -225,7 +225,7 @@ class Coding(Environment):
         """Judge what was not judged yet: nothing if there is no time, or where no program may run."""
         until = _until(seconds)
         fresh = [key for key in dict.fromkeys(keys) if _name(key) not in self._checked]
-        if not fresh or self.guesser is not None or time.monotonic() > until:
+        if not fresh or self.evaluator is not None or time.monotonic() > until:
             return
         found = proposals.check(fresh, lambda programs: self.judge(programs, until - time.monotonic()))
         for key, result in zip(fresh, found, strict=True):
@@ -234,18 +234,18 @@ class Coding(Environment):
         while len(self._checked) > MAX_CHECKED:
             self._checked.popitem(last=False)
 
-    def _sound(self, messages: Sequence[PeerMessage], seconds: float) -> set[PeerMessage]:
-        """Return the messages that propose something sound and new, in this round and before."""
-        sound = set()
+    def _valid(self, messages: Sequence[PeerMessage], seconds: float) -> set[PeerMessage]:
+        """Return the messages that propose something valid and new, in this round and before."""
+        valid = set()
         for one, checked in zip(messages, self.check(messages, seconds), strict=True):
             if checked.task is not None:
                 texts, this = (checked.task.reference, checked.task.description), one.digest[:DIGITS]
                 first = {self.proposed.setdefault(digest_of_words(text), this) for text in texts}
                 if first == {this}:
-                    sound.add(one)
+                    valid.add(one)
         for oldest in list(self.proposed)[:-MAX_PROPOSED]:
             del self.proposed[oldest]
-        return sound
+        return valid
 
     def _score_proposals(self, answered: Sequence[tuple[Question, str]], seconds: float | None) -> list[float]:
         """Reward a proposal that counts with 1."""

@@ -1,11 +1,11 @@
-"""Joins steps into a task: a clause of English beside the Python that does it.
+"""Joins steps into a task: each is a clause of English with the Python that does it.
 
-A step takes a value of one type and gives one of another. Its text has places for parameters: `$k` (2 to 9),
+A step takes a value of one type and returns one of another. Its text has placeholders for parameters: `$k` (2 to 9),
 `$j` (10 to 20), `$i` (1 to 3), `$c` and `$e` (letters), and in code `$v` for the value it takes. A chain of steps is a
-task: their clauses in a row describe it, their lines in a row are a solution.
+task: the joined clauses describe it, the joined lines are a solution.
 
-Nothing here draws from Python's own methods on sequences, whose results may change between versions: `Draw` uses
-only `random()`, which is promised to stay.
+Python's methods that choose from sequences may change between versions, so `Draw` uses only `random()`, which is
+guaranteed to stay.
 """
 
 import random
@@ -121,15 +121,15 @@ class Piece:
         return own + [letter for part in self.parts for letter in part.letters]
 
     def neighbours(self) -> Iterator["Piece"]:
-        """Yield the piece with one parameter off by one, as a slip would make it."""
+        """Yield the piece with one parameter off by one, as a mutant would make it."""
         for at, (place, value) in enumerate(self.values):
             if value.isdigit():
-                slip = str(int(value) + 1)
+                mutant = str(int(value) + 1)
             elif place in ("$c", "$e"):
-                slip = LETTERS[(LETTERS.index(value) + 1) % len(LETTERS)]
+                mutant = LETTERS[(LETTERS.index(value) + 1) % len(LETTERS)]
             else:
                 continue
-            yield replace(self, values=(*self.values[:at], (place, slip), *self.values[at + 1 :]))
+            yield replace(self, values=(*self.values[:at], (place, mutant), *self.values[at + 1 :]))
         for at, part in enumerate(self.parts):
             for other in part.neighbours():
                 yield replace(self, parts=(*self.parts[:at], other, *self.parts[at + 1 :]))
@@ -155,7 +155,7 @@ def branch(condition: Piece, then: Piece, otherwise: Piece) -> Piece:
 
 def solution(pieces: Sequence[Piece], arguments: Sequence[str]) -> str:
     """Write the program that does one piece after the other."""
-    if len(pieces) == len(arguments) == 1 and pieces[0].helper:  # the helper does it all, under the asked-for name
+    if len(pieces) == len(arguments) == 1 and pieces[0].helper:  # the helper is the whole solution
         return pieces[0].helper.replace("$f", "solve")
     lines, variable = [f"def solve({', '.join(arguments)}):"], arguments[0]
     helpers: list[str] = []

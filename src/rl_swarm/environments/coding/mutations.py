@@ -46,12 +46,12 @@ SWAPS = {
 }
 _PLACES = re.compile(r"\[::-1\]|\[::2\]|not in|[=!<>+]=|\*\*|//|(?<![\w*/])'[a-z]'|\b\d{1,4}\b|[-+*%<>]|\b[A-Za-z]+\b")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LONGEST = 4000  # characters of a program that is changed
+MAX_LENGTH = 4000  # characters of a program that are mutated
 
 
-def slips(program: str) -> Iterator[str]:
+def mutants(program: str) -> Iterator[str]:
     """Yield every program that one small mistake makes of this one, first to last."""
-    for match in _PLACES.finditer(program[:LONGEST]):
+    for match in _PLACES.finditer(program[:MAX_LENGTH]):
         found = match.group()
         if found.isdigit():
             others: tuple[str, ...] = (str(int(found) + 1), str(max(int(found) - 1, 0)))

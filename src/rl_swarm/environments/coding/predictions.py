@@ -32,7 +32,7 @@ class Quality:
     accuracy: float
     balanced: float  # mean of the accuracies on right and on wrong programs; 0.5 where there is one kind alone
     disagreement: float
-    calibration: float  # how far the stated probabilities are off, on average (ECE, ten bins)
+    calibration: float  # expected calibration error, ten bins
     brier: float
 
     def metrics(self) -> dict[str, float]:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
-MAX_TRIES = 64  # at a task of the generator that counts and is new
-MAX_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
-MAX_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
-MAX_GUESSES = 512  # that an evaluator's metrics are of
-FEW_ANSWERS = 64  # judged by an evaluator in a stage
+MAX_TRIES = 64  # to draw a task of the generator that counts and is new
+MAX_REMEMBERED = 2048  # digests of a proposer's own proposals, in its checkpoint
+MAX_KEPT = 1024  # digests of proposals that a solver got, in its checkpoint
+MAX_GUESSES = 512  # predictions in an evaluator's metrics
+MAX_ANSWERS = 64  # that an evaluator judges in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
 
@@ -54,7 +54,7 @@ class Proposer(Role):
         super().__init__(environment)
         self.coding = environment
         self.difficulty = Difficulty()
-        self.known: dict[str, None] = {}  # digests of what was proposed, the oldest first
+        self.known: dict[str, None] = {}  # digests of its proposals, the oldest first
         self.written = [0, 0]  # proposals by the model, and all
 
     def play_stage(self, context: RoleContext) -> Iterator[ModelRequest]:
@@ -178,7 +178,7 @@ class Evaluator(Role):
             stated = probabilities(context.model, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
         with context.watch("score"):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
-        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for
+        for p, reward in zip(stated, rewards, strict=False):  # as many as were run in time
             self.guesses.append((p, bool(self.coding.credit(reward))))
         metrics = quality(list(self.guesses)).metrics() if self.guesses else {}
         yield from context.publish([], **metrics)
@@ -200,7 +200,7 @@ class Evaluator(Role):
         found: dict[tuple[str, str], tuple[Question, str]] = {}
         for question, text in _in_turn([_in_turn(theirs) for theirs in by_peer.values()]):
             code = answers.program(text) if answers.is_text(text) else None
-            if code is not None and len(found) < FEW_ANSWERS:
+            if code is not None and len(found) < MAX_ANSWERS:
                 found.setdefault((question.prompt, code), (question, code.rstrip("\n")))
         return list(found.values())
 

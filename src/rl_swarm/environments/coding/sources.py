@@ -25,11 +25,11 @@ from rl_swarm.scoring.sandbox.sandbox import Test
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 20_000  # of a source
-MAX_BYTES = 1 << 30  # of its files, and of its rows when they are unpacked
-LONGEST_ROW = 8 << 20  # bytes
-FEW_ROWS = 16  # of a Parquet file, unpacked at a time
-LONGEST_TEXT = 6000  # characters of a description
-LONGEST_TEST = 2000
+MAX_BYTES = 1 << 30  # of its files, and of its unpacked rows
+MAX_ROW = 8 << 20  # bytes
+BATCH_ROWS = 16  # of a Parquet file, unpacked at a time
+MAX_TEXT = 6000  # characters of a description
+MAX_TEST = 2000
 MAX_TESTS = 12
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(jsonl|parquet)")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
@@ -39,7 +39,7 @@ SETTINGS = ("file", "dataset", "edition", "split", "sha256")
 class MbppRow(msgspec.Struct, frozen=True):
     test_list: list[str]
     text: str = ""
-    prompt: str = ""  # the sanitized edition calls it so
+    prompt: str = ""  # the name of `text` in the sanitized edition
     code: str = ""
     challenge_test_list: list[str] = []
     test_setup_code: str = ""
@@ -64,8 +64,8 @@ def from_mbpp(row: MbppRow) -> CodingTask | None:
     """Make a task that shows one test, which names the function, and hides the rest."""
     tests = [test for text in (*row.test_list, *row.challenge_test_list) if (test := read_assert(text))]
     description = (row.text or row.prompt).strip()
-    needs = "".join((row.test_setup_code, *row.test_imports)).strip()  # which a call cannot bring along
-    if len(tests) < 2 or not description or needs:
+    setup = "".join((row.test_setup_code, *row.test_imports)).strip()  # which a call cannot contain
+    if len(tests) < 2 or not description or setup:
         return None
     reference = row.code.replace("\r\n", "\n")
     return _task(f"mbpp/{row.task_id}", "mbpp", description, tests[:1], tests[1:], reference)
@@ -90,7 +90,7 @@ def _cases(cases: Cases) -> list[Test]:
     return [
         Test(f"solve({given!r}).split()", repr(printed.split()))
         for given, printed in pairs
-        if max(len(given), len(printed)) <= LONGEST_TEST
+        if max(len(given), len(printed)) <= MAX_TEST
     ]
 
 
@@ -98,7 +98,7 @@ def _task(
     name: str, subject: str, description: str, shown: Sequence[Test], hidden: Sequence[Test], reference: str
 ) -> CodingTask | None:
     texts = [description, *(text for test in shown for text in (test.call, test.expected))]
-    if max(len(description), len(reference)) > LONGEST_TEXT or not all(map(is_plain, texts)):
+    if max(len(description), len(reference)) > MAX_TEXT or not all(map(is_plain, texts)):
         return None
     return CodingTask(
         name=name,
@@ -118,13 +118,13 @@ def read_assert(text: str) -> Test | None:
     compared beside the code, where an object that equals everything would be right.
     """
     body = text.strip().removeprefix("assert").strip()
-    if not text.strip().startswith("assert") or len(text) > LONGEST_TEST:
+    if not text.strip().startswith("assert") or len(text) > MAX_TEST:
         return None
     at, end = _top_level(body)
     if at is None:
         return Test(f"bool({body[:end].strip()})", "True")
     call, expected = body[:at].strip(), body[at + 2 : end].strip()
-    if not call or call.startswith("not "):  # which would be about the comparison
+    if not call or call.startswith("not "):  # `not` would apply to the comparison
         return None
     try:
         read(expected)
@@ -223,7 +223,7 @@ def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | No
         sizes = {file.path: file.size for file in islice(files, 10_000) if hasattr(file, "size")}
         chosen = choose(sizes, split, edition)
         return [Path(hf_hub_download(dataset, path, repo_type="dataset", token=token)) for path in chosen]
-    except Exception as error:  # the hub's client raises what the library below it raises
+    except Exception as error:  # the hub's client raises errors of many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason[:300].rstrip(".")
         raise TaskError(
@@ -290,9 +290,9 @@ def _lines(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]]:
     """Yield the size of every row, and the row."""
     decode = msgspec.json.Decoder(kind).decode
     with file.open("rb") as lines:
-        while line := lines.readline(LONGEST_ROW + 1):
-            if len(line) > LONGEST_ROW:
-                raise TaskError(f"{file} has a line of more than {LONGEST_ROW >> 20} MiB")
+        while line := lines.readline(MAX_ROW + 1):
+            if len(line) > MAX_ROW:
+                raise TaskError(f"{file} has a line of more than {MAX_ROW >> 20} MiB")
             if line.strip():
                 try:
                     row = decode(line)
@@ -311,10 +311,10 @@ def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(FEW_ROWS, columns=list(kind.__struct_fields__)):
+            for batch in opened.iter_batches(BATCH_ROWS, columns=list(kind.__struct_fields__)):
                 for row in (batch.slice(number, 1) for number in range(len(batch))):
                     size = row.nbytes
-                    yield size, _converted(row.to_pylist()[0], kind) if size <= LONGEST_ROW else None
+                    yield size, _converted(row.to_pylist()[0], kind) if size <= MAX_ROW else None
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskError(f"{file.name} cannot be read: {str(error)[:200]}") from error
 

@@ -1,4 +1,4 @@
-"""Describes a task: what to write, and the tests that tell whether it was written."""
+"""Defines a coding task: a description, tests, and a reference solution."""
 
 import hashlib
 import re
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.scoring.sandbox.sandbox import Test
 
-# What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
+# Text that could be a control token of some tokenizer, end a turn of a chat, or open a fence.
 _CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")
 LEVELS = ("beginner", "easy", "medium", "hard", "expert")
-DIGITS = 10  # of digests that are remembered
+DIGITS = 10  # of stored digests
 
 
 @dataclass(frozen=True)

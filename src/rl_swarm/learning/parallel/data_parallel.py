@@ -33,13 +33,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning.batches import TrainingGroup, subgroup
 from rl_swarm.learning.devices import out_of_memory, pick_device
 from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.settings import PolicySettings
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import ConfigError, Settings
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class DataParallelError(RuntimeError):
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    settings: Settings
+    settings: PolicySettings
     system_prompt: str
     rank: int
     threads: int
@@ -143,7 +144,7 @@ class DataParallelRank(Policy):
 
     def join_group(self, rank: int, folder: str) -> None:
         """Join the process group through a file in the folder, and take over the state of rank 0."""
-        size = self.settings.devices_per_node
+        size = self.settings.model.devices_per_node
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
@@ -177,12 +178,12 @@ class DataParallelPolicy(DataParallelRank):
     @classmethod
     def load(
         cls,
-        settings: Settings,
+        settings: PolicySettings,
         system_prompt: str,
         path: Path | None = None,
         shared: SharedDevice | None = None,
     ) -> "DataParallelPolicy":
-        device, wanted = pick_device(settings), settings.devices_per_node
+        device, wanted = pick_device(settings.model), settings.model.devices_per_node
         if device.type == "cuda":
             check_devices(wanted, torch.cuda.device_count())
             torch.cuda.set_device(0)
@@ -198,7 +199,7 @@ class DataParallelPolicy(DataParallelRank):
             return
         self.folder = tempfile.TemporaryDirectory(prefix="rl-swarm-ranks-")
         threads = torch.get_num_threads()  # equal in all ranks: sums depend on it
-        for rank in range(1, self.settings.devices_per_node):
+        for rank in range(1, self.settings.model.devices_per_node):
             self.workers.append(_start_worker(rank, self.folder.name))
             self._send(self.workers[-1], WorkerSetup(self.settings, self.system_prompt, rank, threads))
         for worker in self.workers:
@@ -207,7 +208,7 @@ class DataParallelPolicy(DataParallelRank):
             self.join_group(0, self.folder.name)
         for worker in self.workers:
             self._receive(worker)
-        log.info("%d devices partition the work", self.settings.devices_per_node)
+        log.info("%d devices partition the work", self.settings.model.devices_per_node)
 
     def sample(self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False) -> list[list[Completion]]:
         """Sample a part of the prompts on each rank, with the draws that one device makes for that part."""
@@ -361,7 +362,7 @@ def _worker_main(pipe: Connection, folder: str) -> None:
     try:
         start = msgspec.msgpack.decode(commands.get(), type=WorkerSetup)
         torch.set_num_threads(start.threads)
-        if pick_device(start.settings).type == "cuda":
+        if pick_device(start.settings.model).type == "cuda":
             torch.cuda.set_device(start.rank)
         policy = DataParallelRank.load(start.settings, start.system_prompt)
         assert isinstance(policy, DataParallelRank)

@@ -20,9 +20,9 @@ from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.memory import Plan
 from rl_swarm.learning.sequences import Model
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.engine import CudaEngine
@@ -40,10 +40,12 @@ class SharedDevice:
         self.engines = dict[Hashable, "CudaEngine"]()
         self.lock = threading.Lock()
 
-    def make_trainer(self, model: Model, pad: int, settings: Settings, plan: Plan) -> Trainer:
+    def make_trainer(
+        self, model: Model, pad: int, settings: LearningSettings, plan: Plan, temperature: float = 1.0
+    ) -> Trainer:
         """Return the trainer of one more node. The plan of the first node of a kind decides the number of slots."""
         design = (alike(model), settings.lora_rank)
-        kind = (design, settings.temperature, settings.clip_low, settings.clip_high, settings.kl_weight)
+        kind = (design, temperature, settings.clip_low, settings.clip_high, settings.kl_weight)
         with self.lock:
             if kind not in self.slots:
                 self.slots[kind] = queue.LifoQueue()
@@ -56,7 +58,7 @@ class SharedDevice:
                 if design not in self.engines:
                     self.engines[design] = CudaEngine(self.nodes, sequences=plan.sequences, threads=self.threads)
             sampler.use_engine(model, self.engines[design])
-        return SharedTrainer(model, pad, settings, self.slots[kind])
+        return SharedTrainer(model, pad, settings, temperature, self.slots[kind])
 
 
 @dataclass
@@ -68,8 +70,15 @@ class TrainingSlot:
 class SharedTrainer(Trainer):
     """Computes the gradients of its updates in a training slot."""
 
-    def __init__(self, model: Model, pad: int, settings: Settings, slots: "queue.LifoQueue[TrainingSlot]") -> None:
-        super().__init__(model, pad, settings)
+    def __init__(
+        self,
+        model: Model,
+        pad: int,
+        settings: LearningSettings,
+        temperature: float,
+        slots: "queue.LifoQueue[TrainingSlot]",
+    ) -> None:
+        super().__init__(model, pad, settings, temperature)
         self.graphs = None
         self.slots = slots
         self.slot_trainer: Trainer | None = None
@@ -107,7 +116,7 @@ class SharedTrainer(Trainer):
             self.slots.put(slot)
 
     def _new_trainer(self) -> Trainer:
-        trainer = Trainer(copy.deepcopy(self.model), self.pad, self.settings)
+        trainer = Trainer(copy.deepcopy(self.model), self.pad, self.settings, self.temperature)
         trainer.reference = self.reference
         return trainer
 

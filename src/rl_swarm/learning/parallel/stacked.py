@@ -65,7 +65,7 @@ def stacking_key(trainer: Trainer) -> Hashable | None:
         or any(p.dtype != torch.float32 for p in parameters)
     ):
         return None
-    losses = (settings.temperature, settings.clip_low, settings.clip_high, settings.max_grad_norm)
+    losses = (trainer.temperature, settings.clip_low, settings.clip_high, settings.max_grad_norm)
     return alike(model), losses, str(model.device)
 
 
@@ -113,6 +113,7 @@ class ModelStack:
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         self.trainers, self.settings = list(trainers), trainers[0].settings
+        self.temperature = trainers[0].temperature
         self.models = [trainer.model for trainer in trainers]
         self.device = self.models[0].device
         self.batch_tokens = min(MAX_TOKENS, *(trainer.batch_tokens for trainer in trainers))
@@ -220,7 +221,7 @@ class ModelStack:
 
         with warnings.catch_warnings():  # the slices of a parameter lie apart, which costs nothing here
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
-            add_gradients(self.decoder, batch, attend, positions_N, self.settings.temperature, loss_of)
+            add_gradients(self.decoder, batch, attend, positions_N, self.temperature, loss_of)
 
     def _attention_by_model(self, shapes: Sequence[BatchShape], tokens: int) -> tuple[Attend, Tensor]:
         """Return attention that runs model by model, where there are no kernels."""

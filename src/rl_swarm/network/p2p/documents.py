@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OWNERS = {MANIFEST, ADMISSION, STATE, HISTORY}  # which only the owner writes, and everybody hands on
+HANDED_KINDS = {ADMISSION: "roll", STATE: "state"}  # of the documents that peers keep to hand them on
 OF_A_ROUND = ("rollouts/", "rewards/")
 OF_NODES = ("peers", "rewards/")  # folders in which a document is called as its node
 MAX_OF_ROUNDS = 400  # documents of single rounds that a peer hands out: as far back as anybody asks
@@ -68,6 +69,8 @@ class Signed(msgspec.Struct, frozen=True):
     """What is looked at in a document of the owner before it is handed on."""
 
     peer_id: Id
+    kind: str = ""
+    swarm: str = ""
     number: Count = 0
 
 
@@ -389,7 +392,9 @@ class PeerFiles:
             before = unseal(self.handed[path], Signed).number if path in self.handed else 0
         except Rejected:  # or a history, which only the owner hands out
             return
-        if found.peer_id == self.owner and found.number >= before:
+        # The owner signs other documents too, and those of other swarms.
+        right = path == MANIFEST or (found.kind, found.swarm) == (HANDED_KINDS.get(path), self.swarm)
+        if right and found.peer_id == self.owner and found.number >= before:
             self.handed[path] = data
 
     def _know(self, data: bytes) -> None:

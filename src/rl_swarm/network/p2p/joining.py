@@ -20,10 +20,10 @@ from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import DhtRecord, acceptable, key_of
 from rl_swarm.network.presence import only_one_here
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, decode, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)
@@ -42,14 +42,16 @@ REMEMBER_SECONDS = 5.0  # between looks at who is there
 
 
 @contextmanager
-def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[PeerEngine]:
+def engine_of(identity: Identity, known: Sequence[str], settings: NetworkSettings, here: Path) -> Iterator[PeerEngine]:
     """A running engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
     with only_one_here(identity, "p2p"):  # two daemons of one identity would take each other's messages
         yield from _engine(identity, known, settings, local)
 
 
-def _engine(identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles) -> Iterator[PeerEngine]:
+def _engine(
+    identity: Identity, known: Sequence[str], settings: NetworkSettings, local: LocalFiles
+) -> Iterator[PeerEngine]:
     first = [*known, *(known_addresses(settings.p2p_initial_peers) if settings.p2p_initial_peers else [])]
     engine = PeerEngine(
         identity,
@@ -129,7 +131,9 @@ class Candidate:
     authors: set[str]  # of the notices
 
 
-def await_manifest(engine: PeerEngine, settings: Settings, stop: threading.Event) -> tuple[Manifest, bytes] | None:
+def await_manifest(
+    engine: PeerEngine, settings: NetworkSettings, stop: threading.Event
+) -> tuple[Manifest, bytes] | None:
     """The manifest of the swarm that the peers there are in, signed as it is; None when told to stop.
 
     That of a peer whose address was given counts. Where those have none (a bootnode), the one that most peers tell of.

@@ -17,10 +17,10 @@ from rl_swarm.network.folder import MANIFEST, RECORD_BYTES, report_path
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerFiles
 from rl_swarm.network.p2p.joining import await_manifest, engine_of
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, State
 from rl_swarm.protocol.wire import Rejected, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files, LocalFiles
 
 OBSERVE_SECONDS = 15.0  # for somebody to tell which swarm it is
@@ -31,7 +31,7 @@ KEPT_ROUNDS = 100  # of reports that are counted
 
 
 @contextmanager
-def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
+def observed(text: str, settings: NetworkSettings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
     """A swarm's documents, and its state by the clock where nobody conducts it."""
     identity, stop = Identity.generate(), threading.Event()
     with (
