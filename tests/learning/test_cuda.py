@@ -33,7 +33,7 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
 )
 
 from rl_swarm.config.settings import Settings
-from rl_swarm.learning import decoder, logprobs, lora
+from rl_swarm.learning import decoder, lora, trainer
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine
 from rl_swarm.learning.cuda import graphs as graphs
@@ -243,7 +243,7 @@ def passes(model, how, batch, attend, positions_N):
         chunks.append((logprobs_M.detach(), entropy_M))
         return (logprobs_M * batch.advantages_M[here] * batch.weights_M[here]).sum()
 
-    logprobs.add_gradients(how, batch, attend, positions_N, 1.3, loss_of)
+    trainer.add_gradients(how, batch, attend, positions_N, 1.3, loss_of)
     logprobs_M, entropy_M = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return logprobs_M, entropy_M, [p.grad.clone() for p in model.parameters()]
 
@@ -261,14 +261,14 @@ def same_pass(found, expected):
 @pytest.mark.parametrize("kind", often(DISTINCT, "gpt2", "gemma3"))  # of which gemma3 has a sliding window
 def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
     model = small_model(kind)
-    monkeypatch.setattr(logprobs, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
+    monkeypatch.setattr(trainer, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
     batch, shape = Batch.of(training_groups(), 28)
     plain, fused = Decoder(model, fused=False), Decoder(model, fused=True)
-    expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
-    how = logprobs.attention_of(fused, shape)
+    expected = passes(model, plain, batch, *trainer.attention_of(plain, shape))
+    how = trainer.attention_of(fused, shape)
     found = passes(model, fused, batch, *how)
     same_pass(found, expected)
-    for a, b in zip(logprobs.packed_logprobs(fused, batch, *how, 1.3), found, strict=False):
+    for a, b in zip(trainer.packed_logprobs(fused, batch, *how, 1.3), found, strict=False):
         torch.testing.assert_close(a, b)
 
 
@@ -279,7 +279,7 @@ def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothi
     model = small_model(kind)
     batch, shape = Batch.of(training_groups(), 28)
     plain, checkpointed = Decoder(model, fused=False), Decoder(model, fused=True, checkpointed=True)
-    expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
+    expected = passes(model, plain, batch, *trainer.attention_of(plain, shape))
     tokens = 4 * attention.BLOCK
     assert tokens > max(len(batch.ids_N), len(batch.targets_M))
 
