@@ -134,6 +134,7 @@ def warm_up(out: Path, tasks: str) -> None:
     warmup("tiny", Settings.of(cpu_only=True, tasks=tasks), out, 16, 1, questions=10, samples=1, as_json=False)
 
 
+@pytest.mark.processes
 def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm_up(tmp_path / "new" / "warm", "gcd,rush_hour")
     output = capsys.readouterr().out
@@ -141,6 +142,7 @@ def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.Capture
     assert "left out: rush_hour" in output and "→" in output and "well-formed" in output
 
 
+@pytest.mark.processes
 def test_tasks_that_teach_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WarmupError, match=r"rush_hour.*--tasks"):
         warm_up(tmp_path / "warm", "rush_hour")

@@ -302,7 +302,7 @@ def test_a_program_that_takes_too_long_by_the_clock_is_ended_and_told_so(isolati
     judging = threading.Thread(target=lambda: found.extend(box.judge([program("while True: pass", ("1", "1"))])))
     try:
         judging.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (running := set(descendants(process.process.pid)) - set(waiting)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -433,7 +433,7 @@ def test_nothing_is_left_when_a_sandbox_is_closed_or_its_owner_dies(tmp_path):
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while any(Path(f"/proc/{pid}").exists() for pid in left):
         assert time.monotonic() < deadline, "a process outlived its owner"
         time.sleep(0.02)
@@ -478,6 +478,7 @@ def test_the_best_isolation_that_holds_is_taken_and_code_is_refused_where_none_d
     assert "Code of models and strangers is not run here" in unfiltered
 
 
+@pytest.mark.processes
 def test_the_doctor_says_which_isolation_is_active():
     needs("namespaces")
     lines = list(doctor.code())
