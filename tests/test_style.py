@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "rl_swarm"
-CHECKED = ("__main__.py", "plural.py", "storage")  # whose docstrings and sizes are held to the style
+# Whose docstrings and sizes are held to the style.
+CHECKED = ("__main__.py", "network", "plural.py", "protocol", "storage")
 NO_VERB = {"What", "Whether", "How", "Of", "Those", "Whoever", "Somebody"}
 MAX_LINES = 500
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
