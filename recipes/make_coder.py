@@ -52,7 +52,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import program
 from rl_swarm.environments.coding.generator import GIVEN, WORDS, generate
-from rl_swarm.environments.coding.mutations import slips
+from rl_swarm.environments.coding.mutations import mutants
 from rl_swarm.environments.coding.proposals import as_json
 from rl_swarm.environments.coding.steps import DEMANDING, SIMPLE
 from rl_swarm.environments.coding.task import LEVELS, CodingTask
@@ -103,7 +103,7 @@ def make_sheets(count: int, seed: int) -> list[Sheet]:
 
 
 def _limit() -> None:
-    """A slip may never end or want all memory, though it is a slip of our own programs."""
+    """A mutant may never end or want all memory, though it is a mutant of our own programs."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (2 << 30), now + (2 << 30)))
     signal.signal(signal.SIGVTALRM, _give_up)
@@ -119,7 +119,7 @@ def _sheets(chunk: tuple[int, int, int]) -> list[Sheet]:
     similar: dict[str, str] = {}  # the last solution of every signature
     for index in range(start, stop):
         task, rng = generate(seed, index), random.Random(index)
-        candidates = list(slips(task.reference))
+        candidates = list(mutants(task.reference))
         rng.shuffle(candidates)
         signature = task.description.partition(".")[0]
         candidates = [*candidates[:5], *([similar[signature]] if signature in similar else [])]

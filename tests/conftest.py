@@ -35,7 +35,7 @@ SPREAD = (
 )
 # What takes longest begins first, so that no worker is left with it at the end.
 LONG = (
-    *SPREAD, "test_cuda.py", "test_roles.py", "test_faults.py", "test_data_parallel.py", "test_scale.py",
+    *SPREAD, "test_cuda.py", "test_faults.py", "test_data_parallel.py", "test_scale.py",
     "test_page.py", "test_warmup.py",
     "test_disk.py", "test_peers.py", "test_benchmarks.py", "test_smollm2.py", "test_notebook.py", "test_fuzzed_api.py",
     "test_slow_clients.py", "test_sandbox.py", "test_debate.py", "test_docs_page.py", "test_memory.py", "test_api.py",

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from rl_swarm.cli.app import app
-from rl_swarm.settings import all_settings
+from rl_swarm.config.settings import all_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]

@@ -20,7 +20,7 @@ OTHERS_MODULES = {
     "scoring/sandbox/fork_server.py",
 }
 UPWARD = {
-    "at the top": "from rl_swarm.node import selection\n",
+    "at the top": "from rl_swarm.node import intake\n",
     "in a function": "def later():\n    import rl_swarm.web.api\n",
     "for types alone": "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from rl_swarm.cli import app\n",
     "torch": "import torch\n",

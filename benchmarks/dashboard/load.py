@@ -108,7 +108,7 @@ def measure_start(folder: Path, size: Size) -> dict[str, Any]:
     known, seconds, processor = known_of(history), [], []
     for _ in range(size.starts):
         for node in range(size.nodes):
-            history.sign(node)  # else they are taken for dead after a while
+            history.sign(node)  # else they count as offline after a while
         started = time.perf_counter()
         with served(history.root) as (process, port):
             until_it_listens(process, port)

@@ -29,7 +29,7 @@ PAGE = {
     "held out": "/api/curves?metric=held_out",
     "leaderboard": "/api/nodes?offset=0&limit=50",
 }
-ARRIVING_SECONDS = 2.0  # in which all of them come
+ARRIVING_SECONDS = 2.0  # seconds over which all of them connect
 SECONDS = 30.0  # for an answer
 
 
@@ -43,7 +43,7 @@ class Known:
 
     nodes: list[str]
     played: int
-    right: set[bytes] = field(default_factory=set)  # the digests of answers that were found right
+    right: set[bytes] = field(default_factory=set)  # digests of answers that passed the check
 
     @classmethod
     def of(cls, path: Path) -> "Known":
@@ -73,7 +73,7 @@ class Known:
         places = {name: k for k, name in enumerate(self.nodes)}
         for k, start in enumerate(rounds):
             if start + step > self.played:
-                continue  # a round that is going on
+                continue  # an unfinished round
             every = SCORED_EVERY if what == "held out" else 1
             self._near(told["mean"][k], mean_reward(range(len(self.nodes)), start, step, every))
             for line in told["lines"]:
@@ -139,7 +139,7 @@ class Connection:
 class Seen:
     pages: list[float] = field(default_factory=list)  # seconds
     received: Counter[str] = field(default_factory=Counter)  # bytes
-    told: int = 0  # changes that viewers were told of, all together
+    told: int = 0  # change events, of all viewers together
     wrong: Counter[str] = field(default_factory=Counter)
 
 

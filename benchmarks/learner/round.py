@@ -37,14 +37,14 @@ SHORT = 8  # tokens
 def workloads(args: argparse.Namespace, device: "torch.device") -> dict[str, Workload]:
     """Make the cases, with answers from our sampler."""
     from benchmarks.lib.gauge import check_length
-    from rl_swarm.learning.sampler import Decoding, sample
+    from rl_swarm.learning.sampler import SamplingParams, sample
 
     model, tokenizer, prompts, eos = asked(args)
     check_length(model.config, args.prompt + args.tokens)
     rewards = [[float(number % 2) for number in range(args.completions)] for _ in prompts]
     cases = {}
     for case, ends in (("natural", eos), ("fixed", frozenset[int]())):
-        decoding = Decoding(args.tokens, eos=ends, pad=pad_of(tokenizer))
+        decoding = SamplingParams(args.tokens, eos=ends, pad=pad_of(tokenizer))
         groups = sample(model.to(device).eval(), prompts, args.completions, decoding, args.seed)
         tokens = [[list(one.tokens) for one in group] for group in groups]
         logprobs = [[list(one.logprobs) for one in group] for group in groups]
@@ -54,14 +54,14 @@ def workloads(args: argparse.Namespace, device: "torch.device") -> dict[str, Wor
 
 def asked(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]], frozenset[int]]:
     """Return the model, its tokenizer, prompts of the wanted length from its tasks, and its end tokens."""
+    from rl_swarm.config.settings import Settings
     from rl_swarm.environments.reasoning import Reasoning
     from rl_swarm.learning.policy import Policy, load_model
-    from rl_swarm.settings import Settings
 
     model, tokenizer = load_model(args.model)
-    settings = Settings(model=args.model, cpu_only=True)
+    settings = Settings.of(model=args.model, cpu_only=True)
     policy = Policy(model, tokenizer, args.model, Reasoning.system_prompt, settings)
-    environment = Reasoning(task_list(settings), False)
+    environment = Reasoning(task_list(settings.task, settings.model.model), False)
     try:
         shown = environment.questions([args.seed * 1000 + number for number in range(40)])
     finally:

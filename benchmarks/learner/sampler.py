@@ -31,9 +31,9 @@ Sampler = Callable[[int], int]  # from a seed to the number of tokens made
 
 
 def ours(model: Any, tokenizer: Any, prompts: list[list[int]], args: argparse.Namespace) -> Sampler:
-    from rl_swarm.learning.sampler import Decoding, sample
+    from rl_swarm.learning.sampler import SamplingParams, sample
 
-    decoding = Decoding(args.tokens, eos=frozenset(), pad=pad_of(tokenizer))
+    decoding = SamplingParams(args.tokens, eos=frozenset(), pad=pad_of(tokenizer))
 
     def run(seed: int) -> int:
         groups = sample(model, prompts, args.completions, decoding, seed)

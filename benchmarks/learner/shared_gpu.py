@@ -3,12 +3,12 @@
     python -m benchmarks.learner.shared_gpu [--nodes 8] [--model smollm2-135m | --random gpt2] [--json FILE]
 
 A round answers 8 questions 8 times with 256 tokens each, prompts of 128 tokens, and learns from the answers. The nodes
-are threads of one process that share what `Sharing` shares, as those of `up` are, and begin every round together.
+are threads of one process that share what `SharedDevice` shares, as those of `up` are, and begin every round together.
 One node alone is a process of its own. `--random` takes a model of that family with random weights, of the size
 that is usual (135 M and 124 M parameters), so that nothing has to be downloaded. Figures are medians.
 
 `sample` ends when the last node has its answers, and `train` is the rest of the round. Memory is the most that torch
-held, the first round with its recordings included; beside it what `nvidia-smi` says of the GPU at the end, which
+held, the first round with its captured included; beside it what `nvidia-smi` says of the GPU at the end, which
 counts other processes too. On a CPU it is the most that the process held, libraries included.
 """
 
@@ -26,14 +26,12 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from benchmarks.learner.systems import pad_of
 from benchmarks.lib.command import learner_parser, print_table, progress, write_json
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.node.swarm import SHARED
 from rl_swarm.node.worker import SWITCH_SECONDS
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +73,11 @@ class Node:
 
     def __init__(self, model: Any, pad: int, number: int, args: argparse.Namespace, sharing: Any) -> None:
         from rl_swarm.learning import memory
-        from rl_swarm.learning.sampler import Decoding
+        from rl_swarm.learning.sampler import SamplingParams
         from rl_swarm.learning.sizes import ModelShape
         from rl_swarm.learning.trainer import Trainer
 
-        settings = Settings(
+        settings = Settings.of(
             model=args.random or args.model,
             learning_rate=1e-6,
             local_groups=args.questions,
@@ -88,16 +86,16 @@ class Node:
             max_new_tokens=args.tokens,
         )
         self.model, self.number, self.args = model, number, args
-        self.decoding = Decoding(args.tokens, eos=frozenset(), pad=pad)
+        self.decoding = SamplingParams(args.tokens, eos=frozenset(), pad=pad)
         draw, words = random.Random(f"{args.seed} {number}"), range(model.config.vocab_size)
         self.prompts = [draw.choices(words, k=args.prompt) for _ in range(args.questions)]
         nodes, free = sharing.nodes if sharing else 1, memory.available(model.device)
         self.plan = memory.plan(ModelShape.of(model.config), free, settings, model.device.type, nodes)
-        planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
+        planned = settings.changed(batch_tokens=self.plan.batch_tokens)
         if sharing:
-            self.trainer = sharing.admit(model, pad, planned, self.plan)
+            self.trainer = sharing.make_trainer(model, pad, planned, self.plan)
         else:
-            self.trainer = Trainer(model, pad, planned)
+            self.trainer = Trainer(model, pad, planned.learning)
 
     def sample(self, turn: int) -> list[Any]:
         from rl_swarm.learning.sampler import sample
@@ -135,9 +133,9 @@ def rounds(nodes: int, args: argparse.Namespace, device: "torch.device") -> dict
     import torch
 
     from benchmarks.lib.gauge import check_length, resident
-    from rl_swarm.learning.parallel.sharing import Sharing, own_stream
+    from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 
-    sharing = Sharing(nodes) if nodes > 1 else None
+    sharing = SharedDevice(nodes) if nodes > 1 else None
     loaded, pad = load(args)
     check_length(loaded.config, args.prompt + args.tokens)
     turns = range(args.repeats + 1)

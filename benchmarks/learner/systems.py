@@ -62,14 +62,14 @@ class Ours:
     compiles = True  # or records at its first run, which therefore has full size
 
     def __init__(self, model: str, device: "torch.device", workload: Workload, batch: int) -> None:
+        from rl_swarm.config.settings import Settings
         from rl_swarm.learning.devices import prefers_bfloat16
         from rl_swarm.learning.policy import Policy, load_model
-        from rl_swarm.settings import Settings
 
         loaded, tokenizer = load_model(model)
         self.model, self.pad = loaded.to(device), pad_of(tokenizer)
         self.precision = "bf16 over float32" if prefers_bfloat16(self.model) else "float32"
-        self.settings = Settings(model=model, learning_rate=1e-6)  # 1e-6 is also what the other two default to
+        self.settings = Settings.of(model=model, learning_rate=1e-6)  # 1e-6 is also what the other two default to
         self.trainer = Policy(self.model, tokenizer, model, "", self.settings).trainer
         self.take(workload)
 
@@ -77,9 +77,9 @@ class Ours:
         self.workload = workload
 
     def generate(self, seed: int) -> int:
-        from rl_swarm.learning.sampler import Decoding, sample
+        from rl_swarm.learning.sampler import SamplingParams, sample
 
-        decoding = Decoding(self.workload.tokens, eos=frozenset(self.workload.eos), pad=self.pad)
+        decoding = SamplingParams(self.workload.tokens, eos=frozenset(self.workload.eos), pad=self.pad)
         self.model.eval()
         groups = sample(self.model, self.workload.prompts, self.workload.count, decoding, seed)
         return sum(len(one.tokens) for group in groups for one in group)
@@ -90,7 +90,7 @@ class Ours:
 
         w = self.workload
         groups = [
-            TrainingGroup(prompt, ids, grpo.advantages(rewards, self.settings.normalize_advantages), logprobs)
+            TrainingGroup(prompt, ids, grpo.advantages(rewards, self.settings.learning.normalize_advantages), logprobs)
             for prompt, ids, rewards, logprobs in zip(w.prompts, w.completions, w.rewards, w.logprobs, strict=True)
         ]
         self.trainer.update(groups)

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.learner.shared_gpu import load
 from benchmarks.lib.command import learner_parser, positive, print_table, progress, write_json
-from rl_swarm.settings import Settings
+from rl_swarm.learning.settings import LearningSettings
 
 GIGABYTE = 10**9
 
@@ -45,7 +45,7 @@ def step(budget: int, args: argparse.Namespace, pipe: Connection) -> None:
         )
         for _ in range(args.questions)
     ]
-    trainer = Trainer(model.to(device), pad, Settings(learning_rate=1e-6, batch_tokens=budget))
+    trainer = Trainer(model.to(device), pad, LearningSettings(learning_rate=1e-6, batch_tokens=budget))
     seconds = []
     for _ in range(args.repeats + 1):
         started = time.perf_counter()

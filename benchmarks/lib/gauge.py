@@ -75,7 +75,7 @@ class Gauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         elif Path("/proc/self/clear_refs").exists():
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         self._wait()
 
     def _wait(self) -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from benchmarks.lib.paths import STATE
 from rl_swarm.config import resolve as config
+from rl_swarm.config.settings import UP_PRESET
 from rl_swarm.network.coordinator import DocumentCoordinator
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.node.worker import found
@@ -17,7 +18,6 @@ from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, Rules, State
 from rl_swarm.protocol.wire import seal
-from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, Seconds

@@ -35,23 +35,23 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lib.command import parser_of, print_table, write_json
 from benchmarks.lib.paths import STATE
 from benchmarks.network.synthetic_rollouts import QUESTIONS, Arithmetic, TimedArithmetic, plain_json
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.address import open_address
 from rl_swarm.network.coordinator import DocumentCoordinator
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.presence import Watch
 from rl_swarm.network.round_server import RoundServer
-from rl_swarm.node.worker import signs_of_life
+from rl_swarm.node.worker import heartbeats
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive_seed, question_seed
 from rl_swarm.protocol.rollouts import Group, Publication, Sampling, to_answers
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Files
 
 if TYPE_CHECKING:
-    from rl_swarm.node.selection import Key
+    from rl_swarm.protocol.rollouts import RolloutId
 
 NODES, STAGES = 4, 2
 MAX_AGE = 2  # rounds back that a node asks for, out of lock-step
@@ -144,7 +144,7 @@ class CountedFiles:
 
 @dataclass
 class Node:
-    """Does what `rl_swarm.node.node` does around a model, in the same order, without one."""
+    """Does what `rl_swarm.node.round` does around a model, in the same order, without one."""
 
     name: str
     identity: Identity
@@ -154,7 +154,7 @@ class Node:
     exchange: DocumentExchange
     coordinator: DocumentCoordinator
     tally: Tally
-    used: "set[Key]" = field(default_factory=set)
+    used: "set[RolloutId]" = field(default_factory=set)
     added: list[float] = field(default_factory=list)  # seconds per stage, not counting work
     worked: dict[tuple[int, int], float] = field(default_factory=dict)
     plain: int = 0  # bytes of what it published, as plain JSON
@@ -174,7 +174,7 @@ class Node:
         self.coordinator.register(peer)
         watch = Watch(self.coordinator.store, self.name, self.identity, self.manifest.swarm())
         life = self.manifest.peer_timeout / 4
-        with signs_of_life(self.coordinator, peer, life, self.coordinator.stop, watch):
+        with heartbeats(self.coordinator, peer, life, self.coordinator.stop, watch):
             while (state := self.coordinator.wait_for(done)) is not None and state.phase == "running":
                 noticed = time.monotonic() - max(self.tally.stages[-1], free_since)
                 done = (state.round, state.stage)
@@ -183,18 +183,16 @@ class Node:
 
     def play(self, state: State) -> float:
         """Play one stage, and return the seconds that went into the network."""
-        from rl_swarm.node import selection
+        from rl_swarm.node import intake
+        from rl_swarm.node.round import score
+        from rl_swarm.node.strategies import Strategy
 
         me, place = self.identity.peer_id, (state.round, state.stage)
         seeds = [question_seed(self.manifest, state.round, me, k) for k in range(QUESTIONS)]
         rng = random.Random(derive_seed(1, me, *place))
         questions = self.environment.questions(seeds)
         completions = self.environment.generate(len(questions), rng)
-        groups = selection.score(
-            [(me, q, c) for q, c in zip(questions, completions, strict=True)],
-            self.environment,
-            external=False,
-        )
+        groups = score(self.environment, me, questions, completions)
         publication = self.publication(groups, state)
         self.plain += len(plain_json(publication))
         self.worked[place] = rng.uniform(*self.scenario.work)
@@ -202,17 +200,11 @@ class Node:
 
         started, scoring = time.monotonic(), TimedArithmetic(self.environment, time.monotonic)
         self.exchange.publish(publication)
-        chosen = selection.select(
-            self.publications(state, rng),
-            self.scenario.external,
-            self.manifest,
-            scoring,
-            self.used,
-            rng,
-            fail,
-        )
-        self.used |= set(chosen.keys)
-        self.taken += len(chosen.chosen)
+        checks = intake.Checks(self.manifest, scoring, fail, used=self.used)
+        selection = intake.Selection(self.scenario.external, checks, Strategy(), rng)
+        accepted = selection.run(self.publications(state, rng))
+        self.used |= set(accepted.ids)
+        self.taken += len(accepted.chosen)
         self.coordinator.submit(self.report(state))
         return time.monotonic() - started - scoring.seconds
 
@@ -295,9 +287,9 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
         return Node(name, identity, scenario, manifest, environment, exchange, coordinator, tally)
 
     nodes = [node(number) for number in range(NODES)]
-    settings = Settings(min_peers=NODES, poll_interval=scenario.poll)
+    settings = Settings.of(min_peers=NODES, poll_interval=scenario.poll)
     files = CountedFiles(files_at(address), tally, scenario.latency)
-    server = RoundServer(FolderStore(files), manifest, owner, settings, stop)
+    server = RoundServer(FolderStore(files), manifest, owner, settings.network, settings.storage, stop)
     with ThreadPoolExecutor(NODES + 1) as pool:
         playing = [pool.submit(node.run) for node in nodes]
         pool.submit(server.run).result()

@@ -90,7 +90,7 @@ class Member:
             started = time.monotonic()
             try:
                 found = self.backend.all_gather_object(shared)
-            except Exception as error:  # noqa: BLE001 whatever it is, it is the result
+            except Exception as error:  # noqa: BLE001 any error is the result
                 self.failures.append(f"{type(error).__name__}: {error}"[:200])
                 continue
             if len(found) >= self.world:
@@ -101,7 +101,7 @@ class Member:
 
 def host(link: Connection, count: int, known: list[str], world: int, in_thread: bool) -> None:
     """Run a process with some of its peers."""
-    os.setpgrp()  # so that whatever it starts can be ended with it
+    os.setpgrp()  # so that its children end with it
     os.environ["HIVEMIND_WORLD_SIZE"] = str(world)
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     module, environment = backend(), Arithmetic()

@@ -39,16 +39,16 @@ from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.network.presence import Watch
 from rl_swarm.node.node import Stopped
-from rl_swarm.node.worker import signs_of_life
+from rl_swarm.node.worker import heartbeats
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import seal
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
-INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # is set in a namespace of its own
+INSIDE = "RL_SWARM_BENCHMARK_NAMESPACE"  # set inside the network namespace
 SETTLE = 6  # rounds until all peers know enough others
-READY_SECONDS = 20.0  # that a peer may take to begin, before the next does
-END_SECONDS = 30.0  # that a process may take to end
+READY_SECONDS = 20.0  # limit for a peer to start, before the next one starts
+END_SECONDS = 30.0  # limit for a process to end
 ENDLESS = 1_000_000  # rounds
 
 
@@ -149,7 +149,7 @@ class Peer:
             engine.start()
             stack.callback(engine.close)
             engine.meet(joining.MEET_SECONDS if self.known else 0.0)
-            found = self.founded or joining.await_manifest(engine, settings(1.0), self.stop)
+            found = self.founded or joining.await_manifest(engine, settings(1.0).network, self.stop)
             if found is None:
                 return
             manifest, signed = found
@@ -160,7 +160,7 @@ class Peer:
             peer = introduction(node, time.time(), platform.node(), os.getpid())
             node.coordinator.register(peer)
             self.ready.set()
-            alive = signs_of_life(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch)  # type: ignore[arg-type]
+            alive = heartbeats(node.coordinator, peer, manifest.peer_timeout / 4, self.stop, watch)  # type: ignore[arg-type]
             with alive, suppress(Stopped):
                 node.run()
 
@@ -168,17 +168,17 @@ class Peer:
         if self.node is None or self.engine is None:
             return None
         return PeerRecord(
-            [done for done in self.node.played if done.number in rounds],
+            [done for done in self.node.exchange.played if done.number in rounds],
             self.engine.asked - before[0],
             self.engine.calls - before[1],
-            self.node.problems,
+            self.node.intake.problems,
             len(self.node.coordinator.current().members),
         )
 
 
 def host(link: Connection, count: int, known: list[str], founded: tuple[float, int, float]) -> None:
     """Run a process with some peers. It sends the address of its first one, and at the end what they did."""
-    os.setpgrp()  # so that whatever it starts can be ended with it
+    os.setpgrp()  # so that its children end with it
     environment, first = Arithmetic(), not known
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         peers = [Peer(Identity.generate(), known, Path(folder) / str(k), environment) for k in range(count)]

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.lib.command import add_json, print_table, progress, write_json
 
-GROWTH, APART = 1.2, 0.2  # what bytes per node may grow by, and how far the simulation may be off
+GROWTH, APART = 1.2, 0.2  # growth of bytes per node, and error of the simulation
 KINDS = {  # of bytes in the simulation
     "bodies": "rollouts",
     "asks": "other documents",

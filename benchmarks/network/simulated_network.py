@@ -30,7 +30,7 @@ from rl_swarm.protocol.identity import Identity
 T = TypeVar("T")
 BUCKET, MODULO, WORKERS = 20, 5, 4  # the defaults of DHTNode
 LOST_SECONDS = 3.0  # until a call to an absent peer fails: DHTNode's `wait_timeout`
-BAN_SECONDS = 5.0  # for which it is then not called, twice as long every time
+BAN_SECONDS = 5.0  # then it is not called for this long, doubled every time
 # Bytes of calls and answers without what they carry, of a node in an answer, and of records beside key and value.
 FIND, ANSWER, STORE, STORED, PING = 46, 26, 64, 27, 57
 NEIGHBOUR, RECORDS, RECORD = 62, 38, 16
@@ -43,7 +43,7 @@ class Costs:
     call: float = 986.0  # a call of the table with its answer
     ask: float = 940.0  # a stream with request and answer
     connect: float = 4300.0  # two peers who were not connected
-    per_byte: float = 1.003  # of what is said
+    per_byte: float = 1.003  # of payload
     idle: float = 19.7  # a connection, per second
 
 
@@ -179,7 +179,7 @@ class SimulatedEngine:
             self.node.ping(self.network.peers[peer_id])
 
     def peers(self) -> list[str]:
-        return []  # all are in one private network, of which nothing follows
+        return []  # all peers are in one private network, so addresses mean nothing
 
     def connect(self, other: "SimulatedEngine") -> None:
         """Connect to a peer, and end the oldest of too many connections as libp2p's manager does."""

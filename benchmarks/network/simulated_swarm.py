@@ -40,7 +40,7 @@ from rl_swarm.protocol.wire import seal, unseal
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
 JOINING = 0.5  # of a round, in which all join before the first one
-CHURN_ROUNDS, CHURN_SHARE = 10, 1 / 3  # in so many rounds that part leaves, and others come
+CHURN_ROUNDS, CHURN_SHARE = 10, 1 / 3  # rounds in which that share leaves, and new peers join
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Peer:
 class Swarm:
     scenario: Scenario
     folder: Path
-    peers: list[Peer] = field(default_factory=list)  # all who ever were there
+    peers: list[Peer] = field(default_factory=list)  # all peers so far
 
     def __post_init__(self) -> None:
         scenario = self.scenario
@@ -197,7 +197,7 @@ def summary(swarm: Swarm) -> dict[str, Any]:
         messages += line.messages - before.messages
         asked += peer.engine.asked - asked_before
         loads.append((line.sent - before.sent).total() / scenario.rounds)
-    played = [done for peer in swarm.peers for done in peer.node.played if done.number >= scenario.settle]
+    played = [done for peer in swarm.peers for done in peer.node.exchange.played if done.number >= scenario.settle]
     present = [peer for peer in swarm.peers if peer.engine.online]
     return {
         **figures(scenario.peers, scenario.rounds, scenario.interval, played, asked),
@@ -210,21 +210,23 @@ def summary(swarm: Swarm) -> dict[str, Any]:
         "messages": messages.total() / each,
         "bytes_by_kind": {kind: size / each for kind, size in sorted(sent.items())},
         "messages_by_kind": {kind: count / each for kind, count in sorted(messages.items())},
-        "rejected": dict(sum((peer.node.problems for peer in swarm.peers), Counter())),
+        "rejected": dict(sum((peer.node.intake.problems for peer in swarm.peers), Counter())),
         "reach": reach(swarm),
     }
 
 
 def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
     """Tell how far the rollouts of the first measured round got."""
-    took: list[tuple[float, str, str, float]] = []  # when, who, of whom, and when that was published
+    took: list[tuple[float, str, str, float]] = []  # time, reader, author, time of publication
     published = {
-        (peer.node.identity.peer_id, done.number): done.published for peer in swarm.peers for done in peer.node.played
+        (peer.node.identity.peer_id, done.number): done.published
+        for peer in swarm.peers
+        for done in peer.node.exchange.played
     }
     read = Counter[tuple[str, int]]()
     for peer in swarm.peers:
         me = peer.node.identity.peer_id
-        for done in peer.node.played:
+        for done in peer.node.exchange.played:
             read.update({(of, number) for of, number, _ in done.read})
             at = done.published + done.collect_s
             took += [(at, me, of, published[of, number]) for of, number in set(done.took) if (of, number) in published]
@@ -244,7 +246,7 @@ def reach(swarm: Swarm, most: int = 50) -> dict[str, Any]:
                     break
     readers = [read[place] / (swarm.scenario.peers - 1) for place in first]
     return {
-        "read_by": mean(readers) if readers else 0.0,  # of the others, the rollouts themselves
+        "read_by": mean(readers) if readers else 0.0,  # peers' rollouts
         "half_reached": len(seconds) / len(first[:most]) if first else 0.0,
         "half_s": quantiles(seconds) if seconds else None,
         "half_rounds": median(seconds) / swarm.scenario.interval if seconds else None,

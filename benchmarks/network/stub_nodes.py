@@ -15,27 +15,29 @@ from typing import Any
 import torch
 
 from benchmarks.network.synthetic_rollouts import COMPLETIONS, QUESTIONS, Arithmetic, TimedArithmetic
+from rl_swarm.config.settings import Settings
+from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerStore
+from rl_swarm.node.intake import Accepted, Intake
 from rl_swarm.node.node import Node
-from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 
-EXTERNAL = 8  # groups of others that a node wants, as many as it has itself
+EXTERNAL = 8  # J, as many as its own groups
 CPU = torch.device("cpu")
 WORK = (0.25, 0.6)  # of a round that generating takes, at least and at most
 
 
 def settings(interval: float) -> Settings:
-    return Settings(
+    return Settings.of(
         local_groups=QUESTIONS,
         external_groups=EXTERNAL,
         generations=COMPLETIONS,
@@ -126,44 +128,62 @@ class Round:
     publish_s: float
     collect_s: float
     took: list[tuple[str, int]]  # peer and round of the groups that it took
-    read: list[tuple[str, int, float]]  # publications that came: of whom, of which round, when
+    read: list[tuple[str, int, float]]  # publications that were read: author, round, time
+
+
+class TimedExchange(DocumentExchange):
+    """Times the publication of each round."""
+
+    def __init__(self, *parts: Any, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        super().__init__(*parts, clock=monotonic)
+        self.now = clock
+        self.played: list[Round] = []
+
+    def publish(self, publication: Publication) -> None:
+        started = self.now()
+        super().publish(publication)
+        ended = self.now()
+        self.played.append(Round(publication.round, ended, ended - started, 0.0, [], []))
+
+
+class TimedIntake(Intake):
+    """Times the intake of each round, without the scoring, and counts rejections by reason."""
+
+    exchange: TimedExchange
+    environment: TimedArithmetic
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.problems: Counter[RejectReason] = Counter()
+
+    def collect(self, state: State, own: Sequence[Group] = ()) -> Accepted:
+        started, checking = self.exchange.now(), self.environment.seconds
+        accepted = super().collect(state, own)
+        this = self.exchange.played[-1]
+        this.collect_s = self.exchange.now() - started - (self.environment.seconds - checking)
+        this.took = [(peer_id, number) for peer_id, number, _, _ in accepted.ids]
+        return accepted
+
+    def fetch(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
+        for publication in super().fetch(state, rng, sources):
+            read = (publication.peer_id, publication.round, self.exchange.now())
+            self.exchange.played[-1].read.append(read)
+            yield publication
+
+    def reject(self, node: str, reason: RejectReason, detail: str) -> None:
+        self.problems[reason] += 1
 
 
 class StubNode(Node):
     """Keeps an account of its rounds."""
 
-    environment: TimedArithmetic
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.played: list[Round] = []
-        self.problems: Counter[str] = Counter()
+    exchange: TimedExchange
+    intake: TimedIntake
+    intake_type = TimedIntake
 
     def run(self) -> None:
         while (state := self.coordinator.wait_for(self.done)) is not None and state.phase == "running":
             self.play(state)
-
-    def publish(self, groups: list[Group], state: State) -> None:
-        started = self.clock()
-        super().publish(groups, state)
-        now = self.clock()
-        self.played.append(Round(state.round, now, now - started, 0.0, [], []))
-
-    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
-        started, checking = self.clock(), self.environment.seconds
-        found = super().collect(state, local)
-        this = self.played[-1]
-        this.collect_s = self.clock() - started - (self.environment.seconds - checking)
-        this.took = [(peer_id, number) for peer_id, number, _, _ in found.keys]
-        return found
-
-    def publications(self, state: State, rng: random.Random, sources: Mapping[str, str]) -> Iterator[Publication]:
-        for publication in super().publications(state, rng, sources):
-            self.played[-1].read.append((publication.peer_id, publication.round, self.clock()))
-            yield publication
-
-    def reject(self, node: str, reason: str, detail: str) -> None:
-        self.problems[reason] += 1
 
 
 def stub_node(
@@ -179,13 +199,14 @@ def stub_node(
 ) -> StubNode:
     """Assemble a node as `worker` does."""
     chosen, name = settings(manifest.round_interval), identity.peer_id
-    coordinator = ClockCoordinator(store, manifest, identity, stop, chosen.poll_interval, clock, rng)
+    coordinator = ClockCoordinator(store, manifest, identity, stop, chosen.network.poll_interval, clock, rng)
     node = StubNode(
         name=name,
         identity=identity,
         settings=chosen,
         manifest=manifest,
-        environment=TimedArithmetic(environment, monotonic),
+        environment=(timed := TimedArithmetic(environment, monotonic)),
+        role=Role(timed),
         policy=Policy(environment, manifest.round_interval, sleep),  # type: ignore[arg-type]
         exchange=DocumentExchange(
             store,
@@ -193,11 +214,13 @@ def stub_node(
             identity,
             name,
             stop,
-            lambda *why: node.reject(*why),
-            chosen.poll_interval,
-            chosen.fetch_max_peers,
+            lambda *why: node.intake.reject(*why),
+            chosen.network.poll_interval,
+            chosen.sharing.fetch_max_peers,
             coordinator.refusal,
-            monotonic,
+            store.subnets,
+            clock=clock,
+            monotonic=monotonic,
         ),
         coordinator=coordinator,
         journal=Journal(),  # type: ignore[arg-type]

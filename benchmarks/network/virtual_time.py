@@ -27,7 +27,7 @@ class World:
     def __init__(self, start: float) -> None:
         self.now, self.ends = start, float("inf")
         self.failure: Exception | None = None
-        self._waiting: list[tuple[float, int, Task]] = []  # by when they go on
+        self._waiting: list[tuple[float, int, Task]] = []  # by the time they continue
         self._numbers = itertools.count()
         self._running: Task | None = None
         self._done = threading.Lock()

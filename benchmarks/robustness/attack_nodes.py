@@ -14,15 +14,16 @@ from typing import Any
 from rl_swarm.environments.reasoning import Reasoning, extract
 from rl_swarm.network.documents import rollouts_key
 from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.node.intake import Accepted, Intake
 from rl_swarm.node.node import Node
-from rl_swarm.node.selection import Selection
 from rl_swarm.protocol.manifest import derive_seed
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Completion, Group, Publication
 from rl_swarm.protocol.rounds import State
 
-BARRIER_SECONDS = 300.0  # that nodes wait for each other before something must have broken
-# The original scorers, as they are, on what peers sent: in a process of its own, because it runs the answers.
+BARRIER_SECONDS = 300.0  # limit for nodes to wait for each other
+# The original scorers, unchanged, on peers' answers: in a process of its own, because they execute answers.
 ORIGINAL_SCORER = """
 import json, sys, reasoning_gym
 tasks, answers = json.load(sys.stdin)
@@ -99,37 +100,37 @@ class BarrierExchange(DocumentExchange):
         yield from super().collect(round, stage, nodes, patience, in_order)
 
 
-class Honest(Node):
+class HonestIntake(Intake):
+    """Keeps the external groups of the last round."""
+
     exchange: BarrierExchange
-    taken: Sequence[Group] = ()  # external groups of the last round
-    stream: Any = None  # on a GPU
+    taken: Sequence[Group] = ()
 
-    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
-        found = super().collect(state, local)
-        self.taken = found.chosen
-        return found
+    def collect(self, state: State, own: Sequence[Group] = ()) -> Accepted:
+        accepted = super().collect(state, own)
+        self.taken = accepted.chosen
+        return accepted
 
 
-class Gullible(Honest):
+class GullibleIntake(HonestIntake):
     """Believes every peer. A document that it cannot read costs it the round's rollouts, as a crash would."""
 
     runs_answers = False
 
-    def collect(self, state: State, local: Sequence[Group] = ()) -> Selection:
+    def collect(self, state: State, own: Sequence[Group] = ()) -> Accepted:
         self.exchange.wait_for_all()
-        rng = random.Random(derive_seed(self.manifest.seed, "select", self.identity.peer_id, state.round, state.stage))
-        nodes = [m.node for peer_id, m in sorted(state.members.items()) if peer_id != self.identity.peer_id]
+        rng = random.Random(derive_seed(self.manifest.seed, "select", self.peer_id, state.round, state.stage))
+        nodes = [m.node for peer_id, m in sorted(state.members.items()) if peer_id != self.peer_id]
         try:
             groups = [group for node in nodes for group in self.believed(node, state)]
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
-            self.reject("somebody", "crash", str(error))
+            self.reject("somebody", RejectReason.UNREADABLE, str(error))
             groups = []
         if self.runs_answers:
             self.run_answers(groups)
         pool = [group for group in groups if group.has_signal]
-        chosen = rng.sample(pool, min(self.settings.external_groups, len(pool)))
-        self.taken = chosen
-        return Selection(chosen=chosen, scored=groups)
+        self.taken = rng.sample(pool, min(self.settings.learning.external_groups, len(pool)))
+        return Accepted(chosen=list(self.taken), scored=groups)
 
     def believed(self, node: str, state: State) -> list[Group]:
         deadline = time.monotonic() + self.manifest.peer_timeout
@@ -161,3 +162,15 @@ class Gullible(Honest):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-c", ORIGINAL_SCORER]
             subprocess.run(command, input=asked.encode(), cwd=folder, timeout=300, capture_output=True)
+
+
+class Honest(Node):
+    exchange: BarrierExchange
+    intake: HonestIntake
+    intake_type = HonestIntake
+    stream: Any = None  # on a GPU
+
+
+class Gullible(Honest):
+    intake: GullibleIntake
+    intake_type = GullibleIntake

@@ -20,12 +20,12 @@ class Size:
     identities: int = 10  # per machine, at most
     rounds: int = 60
     short_rounds: int = 8  # of attacks that a few rounds show
-    long: Sequence[str] = tuple(ATTACKS)  # attacks that get all rounds, unless a few show them
+    long: Sequence[str] = tuple(ATTACKS)  # of attacks that need all rounds
     every: int = 5  # rounds between held-out evaluations
     held_out: int = 40
     samples: int = 2
     seed: int = 0
-    learning_rate: float = 3e-4  # three times the default, so that fewer rounds show something
+    learning_rate: float = 3e-4  # three times the default, so that fewer rounds suffice
     tasks: str = "auto"
     device: str = "cpu"
 
@@ -35,13 +35,13 @@ class Outcome:
     """Holds the figures of one swarm."""
 
     curve: list[dict[str, float]] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)  # why honest nodes left rollouts out
+    reasons: Counter[str] = field(default_factory=Counter)  # reasons of honest nodes to reject rollouts
     published: int = 0  # rollouts of the attack
-    learned: int = 0  # of them, that some honest node learned from
-    external: int = 0  # groups of others that honest nodes learned from
+    learned: int = 0  # of them, trained on by an honest node
+    external: int = 0  # external groups that honest nodes trained on
     hostile: int = 0  # of them, the attack's
     node_rounds: int = 0
-    empty: int = 0  # of them, those with nothing from anybody
+    empty: int = 0  # of them, those without any external group
     waited: float = 0.0  # seconds from the attackers' turn to the end of the round, per round
     canary: bool = False
 

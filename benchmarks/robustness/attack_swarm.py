@@ -26,9 +26,11 @@ from benchmarks.robustness.attack_nodes import (
 )
 from benchmarks.robustness.attack_outcome import Outcome, Size, rounds_of
 from benchmarks.robustness.attack_types import Attack, Known, identity
+from rl_swarm.config.settings import UP_PRESET, Settings
 from rl_swarm.environments import task_list
+from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
-from rl_swarm.learning.parallel.sharing import Sharing
+from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.documents import rollouts_key
 from rl_swarm.network.folder import FolderStore
@@ -39,7 +41,6 @@ from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, State
-from rl_swarm.settings import UP_PRESET, Settings
 from rl_swarm.telemetry.journal import Journal
 
 
@@ -71,9 +72,9 @@ class Swarm:
             changes["tasks"] = list(attack.tasks)
         if attack and attack.peer_timeout:
             changes["peer_timeout"] = attack.peer_timeout
-        self.settings = Settings(**changes)
+        self.settings = Settings.of(**changes)
         self.manifest = new_manifest(self.settings, "attacked", identity("owner").peer_id, 0.0, stages=1)
-        self.environment = environment or SharedScorer(task_list(self.settings))
+        self.environment = environment or SharedScorer(task_list(self.settings.task, self.settings.model.model))
         self.closes = () if environment else (self.environment,)
         self.questions = self.environment.held_out(size.held_out)
         self.files, self.stop = MemoryFiles(), threading.Event()
@@ -81,14 +82,14 @@ class Swarm:
         self.swarm = LocalSwarm(self.manifest, min_peers=1)
         self.coordinator = LocalCoordinator(self.swarm, self.stop)
         self.barrier = threading.Barrier(size.honest + 1)
-        self.sharing = Sharing(size.honest) if size.device == "cuda" else None
+        self.sharing = SharedDevice(size.honest) if size.device == "cuda" else None
         self.nodes = [self.honest_node(identity(f"honest {size.seed} {k}")) for k in range(size.honest)]
         self.liars = list(self.invite_liars())
         self.outcome, self.played = Outcome(), 0
 
     def honest_node(self, me: Identity) -> Honest:
         exchange = BarrierExchange(
-            self.store, self.manifest, me, me.node, self.stop, lambda *why: node.reject(*why), 0.05, 64
+            self.store, self.manifest, me, me.node, self.stop, lambda *why: node.intake.reject(*why), 0.05, 64
         )
         exchange.barrier = self.barrier
         node = (Honest if self.defended else Gullible)(
@@ -97,7 +98,8 @@ class Swarm:
             settings=self.settings,
             manifest=self.manifest,
             environment=self.environment,
-            policy=Policy.load(self.settings, self.environment.system_prompt, sharing=self.sharing),
+            role=Role(self.environment),
+            policy=Policy.load(self.settings, self.environment.system_prompt, shared=self.sharing),
             exchange=exchange,
             coordinator=self.coordinator,
             journal=Journal(self.folder / me.node),
@@ -106,7 +108,7 @@ class Swarm:
         )
         node.stream = torch.cuda.Stream() if self.sharing else None
         if isinstance(node, Gullible) and self.attack:
-            node.runs_answers = self.attack.aim == "canary"
+            node.intake.runs_answers = self.attack.aim == "canary"
         self.admit(me, "")
         return node
 
@@ -143,7 +145,7 @@ class Swarm:
 
     def play(self, state: State, threads: ThreadPoolExecutor) -> None:
         playing = [threads.submit(self.play_one, node, state) for node in self.nodes]
-        with suppress(threading.BrokenBarrierError):  # the thread that broke it raises below
+        with suppress(threading.BrokenBarrierError):  # the failed thread raises below
             self.barrier.wait(BARRIER_SECONDS)
         try:
             forged = self.publish_attacks(state)
@@ -204,7 +206,7 @@ class Swarm:
                         timestamp=time.time(),
                         reward=1.0,
                         training_reward=1.0,
-                        rollouts=self.settings.local_groups,
+                        rollouts=self.settings.learning.local_groups,
                     )
                 )
         return forged
@@ -213,11 +215,11 @@ class Swarm:
         outcome, liars = self.outcome, {liar.peer_id for liar in self.liars}
         learned = set()
         for node in self.nodes:
-            outcome.reasons.update(node.rejected)
-            outcome.external += len(node.taken)
+            outcome.reasons.update(node.intake.rejected)
+            outcome.external += len(node.intake.taken)
             outcome.node_rounds += 1
-            outcome.empty += not node.taken
-            for group in node.taken:
+            outcome.empty += not node.intake.taken
+            for group in node.intake.taken:
                 texts = (group.question.prompt, *(c.text for c in group.completions))
                 if group.peer_id in liars or texts in forged:
                     outcome.hostile += 1

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.network.documents import DocumentKey, DocumentStore, rollouts_key
 from rl_swarm.protocol.identity import Identity
@@ -27,7 +28,6 @@ from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, S
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import MAX_BYTES, canonical, sign, unseal
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
@@ -41,7 +41,7 @@ AIMS: dict[Aim, str] = {
     "score": "held-out score lost, as a part of what the baseline has",
     "learned": "share of the attack's rollouts that some honest node learned from",
     "cut": "share of honest nodes' answers that reach the token limit, end minus start",
-    "lost": "share of the rounds in which an honest node got nothing from anybody",
+    "lost": "share of the rounds in which an honest node accepted no external group",
     "time": "seconds lost per round, as a part of the peer timeout",
     "canary": "an answer was run as code: 1 if it left its file",
 }
@@ -105,7 +105,7 @@ class Attack:
     aim: ClassVar[Aim] = "phrase"
     identities: ClassVar[int] = 1  # per machine
     questions = 16  # four times as many as an honest node
-    invited = True  # a machine's identities came by one invitation; False: the swarm is open
+    invited = True  # a machine's identities share one invitation; False: the swarm is open
     member = True  # its identities join the swarm
     short = False  # a few rounds show it
     rounds: ClassVar[int | None] = None  # as many as other attacks
@@ -137,7 +137,7 @@ class Attack:
             round=state.round,
             stage=state.stage,
             timestamp=time.time(),
-            model=settings.model,
+            model=settings.model.model,
             policy_version=state.round,
             sampling=Sampling(1.0, 1.0, 0, settings.completion_tokens()),
             rollouts=rollouts,
@@ -150,7 +150,7 @@ class Attack:
         return [self.group(right, known) for right in rights]
 
     def group(self, right: str, known: Known) -> list[tuple[str, float]]:
-        half = known.settings.generations // 2
+        half = known.settings.sampling.generations // 2
         bad = [(f"<answer>{wrong(right, known.rng)}</answer>", 0.0) for _ in range(half)]
         return [(self.text(right, known), 1.0) for _ in range(half)] + bad
 
@@ -227,7 +227,7 @@ class Wrong(Attack):
     name, aim = "wrong answers rewarded", "score"
 
     def group(self, right: str, known: Known) -> list[tuple[str, float]]:
-        half, rng = known.settings.generations // 2, known.rng
+        half, rng = known.settings.sampling.generations // 2, known.rng
         if known.defended:
             bad = [(f"<answer>{wrong(right, rng)}</answer> <answer>{right}</answer>", 1.0) for _ in range(half)]
             return bad + [(f"<answer>{right}</answer>.", 0.0)] * half
@@ -246,7 +246,7 @@ class Negatives(Attack):
             odd = f"I guess <answer>{right}</answer>"
         else:
             good, odd = f"<answer>{right}</answer>", "I guess that depends. "
-        return [(odd, 1.0)] + [(good, 0.0)] * (known.settings.generations - 1)
+        return [(odd, 1.0)] + [(good, 0.0)] * (known.settings.sampling.generations - 1)
 
 
 class Long(Attack):
@@ -265,7 +265,7 @@ class Inflation(Attack):
 
     def groups(self, questions: Sequence[Question], known: Known) -> list[list[tuple[str, float]]]:
         sampled = known.policy.sample(
-            [q.prompt for q in questions], known.settings.generations, known.rng.randrange(2**31)
+            [q.prompt for q in questions], known.settings.sampling.generations, known.rng.randrange(2**31)
         )
         answered = []
         for question, completions in zip(questions, sampled, strict=True):
@@ -380,9 +380,11 @@ class Adaptive(Attack):
 
     def groups(self, questions: Sequence[Question], known: Known) -> list[list[tuple[str, float]]]:
         settings = known.settings
-        half = self.larger * settings.generations // 2
-        limit = settings.likelihood_threshold * self.margin if known.defended else float("inf")
-        sampled = known.policy.sample([q.prompt for q in questions], settings.generations, known.rng.randrange(2**31))
+        half = self.larger * settings.sampling.generations // 2
+        limit = settings.sharing.likelihood_threshold * self.margin if known.defended else float("inf")
+        sampled = known.policy.sample(
+            [q.prompt for q in questions], settings.sampling.generations, known.rng.randrange(2**31)
+        )
         flat = [(q, c.text) for q, own in zip(questions, sampled, strict=True) for c in own]
         rewards = iter(known.environment.score(flat))
         own = [[(c.text, next(rewards)) for c in completions] for completions in sampled]
@@ -397,8 +399,9 @@ class Adaptive(Attack):
         ]
         nothing = [(0.0,) * len(completions) for completions in tried]  # rewards do not matter to the gate
         groups = [Group("", *parts, external=True) for parts in zip(questions, tried, nothing, strict=True)]
+        nats_of = known.policy.max_span_nlls(groups, settings.sharing.likelihood_allowance)
         answered = []
-        for texts, right, completions, nats in zip(own, rights, tried, known.policy.max_span_nlls(groups), strict=True):
+        for texts, right, completions, nats in zip(own, rights, tried, nats_of, strict=True):
             passing = [c.text for c, value in zip(completions, nats, strict=True) if value <= limit]
             paid = [text for text in passing if text in loaded[len(answered)]]
             unpaid = [text for text in passing if text in bad[len(answered)]]

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 TUNSETIFF, TAP, NO_PACKET_INFO = 0x400454CA, 0x0002, 0x1000
 MAC = b"\x02\xfb\x00\x00\x00"
-OVERTAKEN = 0.03  # seconds by which a frame comes late that others overtake
+OVERTAKEN = 0.03  # delay in seconds of a frame that others overtake
 LONGEST_FRAME = 2048
-MAX_HELD = 20_000  # frames on their way; more are lost, as on a real line
+MAX_HELD = 20_000  # frames in flight; more are dropped, as on a real link
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any
 
 CONTROL, SEEN = "control.json", "seen.jsonl"
 LOOK_SECONDS = 0.1
-AGAIN_SECONDS = 1.5  # until a doubled write comes a second time
-OVERTAKEN = 1.0  # seconds at most by which a write comes late that others overtake
+AGAIN_SECONDS = 1.5  # until a duplicated write is repeated
+OVERTAKEN = 1.0  # largest delay in seconds of a write that others overtake
 here = Path()
 real_time = time.time
 
@@ -54,7 +54,7 @@ def make_drive(control: Control) -> type:
     class Drive(LocalFiles):
         def __init__(self, root: Path) -> None:
             super().__init__(root)
-            self.pending: dict[str, bytes] = {}  # written, and not there yet for others
+            self.pending: dict[str, bytes] = {}  # written, and not visible to others yet
 
         def read(self, path: str, limit: int) -> bytes:
             self._meet(path)

@@ -20,7 +20,7 @@ class Process:
 
     name: str
     folder: Path
-    prefix: list[str]  # what it takes to run in its own network
+    prefix: list[str]  # command prefix for its own network namespace
     command: list[str]
     popen: "subprocess.Popen[bytes] | None" = None
     wanted: bool = False  # to be running

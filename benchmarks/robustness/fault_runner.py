@@ -91,11 +91,11 @@ class FaultRunner:
             over = self.round >= self.rounds
             if over and last == math.inf:
                 last = time.monotonic() + LAST_SECONDS
-            if over and not self._anybody_left():
+            if over and not self._any_left():
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _anybody_left(self) -> bool:
+    def _any_left(self) -> bool:
         """Return whether nodes still end or return. Among peers no node is left to return to after the last round."""
         if self.network == "p2p":
             return any(process.runs and process.in_place for process in self.nodes.values())
@@ -167,7 +167,7 @@ class FaultRunner:
 
     def _start(self, process: Process) -> None:
         if process.name in self.nodes and not process.history.starts and not self.processes["lead"].runs:
-            process.command[1] = self._present_peers() or process.command[1]  # all peers that it was told of have gone
+            process.command[1] = self._present_peers() or process.command[1]  # all peers that it knows have left
         launcher = [sys.executable, str(Path(__file__).with_name("fault_node.py")), str(process.folder)]
         environ = {**os.environ, "NODE_ID": process.name, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environ |= {"TMPDIR": str(self.root), "PYTHONUNBUFFERED": "1"}
@@ -258,7 +258,7 @@ class FaultRunner:
     def _end_fault(self, process: Process, fault: Fault, now: float) -> None:
         process.faults.remove(fault)
         if fault.kind in (*ENDS, "join"):
-            if fault.kind == "leave" and process.runs:  # it takes its time
+            if fault.kind == "leave" and process.runs:  # a stop may take long
                 process.faults.append(fault)
                 self.active.append((now + 1, fault))
                 return

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-LATE_ROUNDS = 4  # of the swarm, that a node may miss with nothing in its way
-PATIENCE = 30.0  # seconds that it may take in any case, on a machine that has other work
+LATE_ROUNDS = 4  # rounds that a node without a fault may miss
+PATIENCE = 30.0  # seconds always allowed, on a busy machine
 START_SECONDS = 150.0  # until a node that was started takes part
 
 Moment = tuple[float, int]  # a time, and the round that began or was finished then
@@ -18,9 +18,9 @@ Moment = tuple[float, int]  # a time, and the round that began or was finished t
 @dataclass(frozen=True)
 class Start:
     time: float
-    resumed: int | None  # where it went on, -1: from nothing; None: it never got so far
-    in_place: float  # when it took part
-    lost: tuple[int, ...] = ()  # rounds that it had finished, and of which it knows nothing
+    resumed: int | None  # round it resumed from; -1: from nothing, None: it did not resume
+    in_place: float  # when it took part again
+    lost: tuple[int, ...] = ()  # finished rounds that it has lost
     put_back: bool = False  # it was given an old state
 
 
@@ -30,20 +30,20 @@ class End:
 
     time: float
     code: int
-    excuse: str  # the fault that it is due to, if any
+    excuse: str  # the fault that caused it, if any
     words: str = ""
 
 
 @dataclass
 class History:
     peer_id: str = ""
-    well: list[tuple[float, float]] = field(default_factory=list)  # when it ran and nothing was in its way
+    well: list[tuple[float, float]] = field(default_factory=list)  # times when it ran without a fault
     finished: list[Moment] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
-    members: list[tuple[float, dict[str, str]]] = field(default_factory=list)  # whom it knew, by name
+    members: list[tuple[float, dict[str, str]]] = field(default_factory=list)  # the peers it knew, by name
     accepted: list[tuple[str, int, str]] = field(default_factory=list)  # author, round, content
-    left_well: bool | None = None  # whether it ended with the swarm, None: it had left before
+    left_well: bool | None = None  # whether it ended with the swarm; None: it had left before
 
 
 @dataclass

@@ -43,9 +43,9 @@ TARGETS = {
 }
 SLICE = 3600.0  # seconds of a process; the next one of its target has another seed
 PROGRESS_SECONDS = 60.0
-STUCK_SECONDS = 300.0  # without a word of a process, beyond what a case may take
-END_SECONDS = 60.0  # for a process to end when it is told to
-MAX_SHOWN = 12  # of what was reached
+STUCK_SECONDS = 300.0  # without output of a process, beyond the limit of a case
+END_SECONDS = 60.0  # for a process to end when stopped
+MAX_SHOWN = 12  # of the counts
 
 
 def target_of(name: str, seed: int) -> Target:

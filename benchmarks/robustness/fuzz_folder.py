@@ -43,6 +43,7 @@ from benchmarks.robustness.fuzz_folder_attacker import (
 )
 from benchmarks.robustness.fuzz_records import ALICE, OWNER, RECORDS, REPORT, SWARM
 from benchmarks.robustness.fuzz_target import MEBIBYTE, Case, Harm, Target
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place
@@ -53,7 +54,6 @@ from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
@@ -130,7 +130,7 @@ class Scene:
         self.places: dict[int, list[dict[str, tuple[int, str]]]] = {}  # by round, what was to be saved
         self.exchange = DocumentExchange(self.store, OPEN_SWARM, ALICE, "alice", self.stop, lambda *said: None, 0.01)
         self.coordinator = DocumentCoordinator(self.store, OPEN_SWARM, ALICE, "alice", self.stop)
-        self.settings = Settings(private_path=str(self.private), poll_interval=0.01, min_peers=1)
+        self.settings = Settings.of(private_path=str(self.private), poll_interval=0.01, min_peers=1)
         self.round_server: RoundServer | None = None
         self.round = 0
 
@@ -213,7 +213,7 @@ class Scene:
         self.exchange._cache.clear()
         for found in self.exchange.collect(1, 0, ["alice", "bob", "../outside/secret"]):
             if found.peer_id != ALICE.peer_id or found.rollouts != PUBLICATION.rollouts:
-                raise Harm("a publication was believed that nobody signed")
+                raise Harm("an unsigned publication was accepted")
 
     def do_register(self) -> None:
         made = PeerInfo(
@@ -231,11 +231,13 @@ class Scene:
     def do_look_at_state(self) -> None:
         state = self.coordinator.current()
         if state.phase != "waiting" and state.peer_id != OWNER.peer_id:
-            raise Harm("a state was believed that the owner did not sign")
+            raise Harm("a state without the signature of the owner was accepted")
 
     def do_conduct(self) -> None:
         if self.round_server is None or self.rng.random() < 0.2:
-            self.round_server = RoundServer(self.store, OPEN_SWARM, OWNER, self.settings, self.stop)
+            self.round_server = RoundServer(
+                self.store, OPEN_SWARM, OWNER, self.settings.network, self.settings.storage, self.stop
+            )
             if self.round_server.state.phase != "finished" and self.round_server.state.round < self.round:
                 raise Harm(f"the coordinator went back from round {self.round} to {self.round_server.state.round}")
         self.round_server.step(time.time())
@@ -283,7 +285,7 @@ class Folder(Target):
 
     def next(self) -> Case:
         rng = self.rng
-        races = rng.random() < 0.1  # then nothing else strikes: the other attacks look before they act
+        races = rng.random() < 0.1  # then no other attack runs: those look before they act
         return {
             "seed": rng.getrandbits(48),
             "steps": rng.choice((3, 10, 30)),

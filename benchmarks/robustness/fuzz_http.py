@@ -36,7 +36,7 @@ SETUP = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
 from rl_swarm.web import connections, server
-connections.HEAD_SECONDS = connections.BODY_SECONDS = connections.TAKE_SECONDS = {SECONDS}.0
+connections.HEAD_SECONDS = connections.BODY_SECONDS = connections.WRITE_SECONDS = {SECONDS}.0
 connections.IDLE_SECONDS = {SECONDS}
 """
 MAIN = "\nserver._main(sys.argv[1], int(sys.argv[2]))\n"
@@ -172,7 +172,7 @@ class Http(Target):
         self.place = Path(tempfile.mkdtemp(prefix="rl-swarm-fuzz-"))
         History(self.place / "run", nodes=3, played=20)
         with server.bound("127.0.0.1", 29080) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # each connection has as little
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # each connection has such short deadlines
             self.address = listening.getsockname()
             with (self.place / "log").open("wb") as log:
                 self.process = subprocess.Popen(

@@ -279,7 +279,7 @@ class Mutator:
         if rng.random() < 0.2:  # a sealed document, altered on its way
             data = self.kept[kind][rng.random() < 0.2]
             for _ in range(rng.choice((1, 1, 2, 4))):
-                data = change_bytes(data, others[:2], rng)  # with parts of others that were signed: no other record
+                data = change_bytes(data, others[:2], rng)  # with parts of other signed records: no other record
             return Message(kind, data, RECORDS[kind])
         data = rng.choice(self.kept[kind]) if rng.random() < 0.6 else self.kept[kind][0]
         fields = self._fields(data)
@@ -316,13 +316,13 @@ def read(message: Message) -> tuple[str, str]:
     except Rejected as error:
         return error.reason, str(error)
     if message.unaltered is not None and found != message.unaltered:
-        raise Harm("a document that was altered on its way was believed")
+        raise Harm("a document that was altered on its way was accepted")
     if getattr(found, "peer_id", None) not in (*AUTHORS, message.author):
-        raise Harm("a record was believed that nobody here signed")
+        raise Harm("a record was accepted that no identity here signed")
     return "", ""
 
 
-_UNQUOTED = re.compile(r"'[^']*'|signed by .*|for round .*")  # what a message itself said
+_UNQUOTED = re.compile(r"'[^']*'|signed by .*|for round .*")  # the message's own claim
 
 
 class Messages(Target):

@@ -102,7 +102,7 @@ class HostileStream:
             self.done.append(f"ended with {type(error).__name__}")
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 its own troubles are its own
+        except Exception as error:  # noqa: BLE001 the attacker's own failures do not matter
             self.done.append(f"ended with {type(error).__name__}")
         finally:
             if self.writer is not None:

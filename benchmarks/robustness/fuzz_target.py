@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 MEBIBYTE = 1 << 20
 MAX_FAILURES = 10  # of a target, after which it ends
 MAX_REACHED = 4096  # labels that are counted
-SAMPLES = 20  # looks at the memory in a run
+SAMPLES = 20  # readings of memory in a run
 TELL_SECONDS = 5.0
 
-Case = dict[str, Any]  # JSON, and all that is needed to play it again
+Case = dict[str, Any]  # JSON with everything needed for a replay
 
 
 class Harm(AssertionError):
@@ -154,7 +154,7 @@ def written(target: str, case: Case, error: BaseException, failures_to: Path) ->
 def resident(pid: int | str = "self") -> int:
     """Return a process's resident bytes now; without /proc, the peak of this process."""
     if pid == "self":
-        with contextlib.suppress(AttributeError, OSError):  # what is free goes back, where the C library can
+        with contextlib.suppress(AttributeError, OSError):  # free memory goes back to the system, if the C library can
             ctypes.CDLL(None).malloc_trim(0)
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Besieges a swarm of real nodes in every known way at once, beside a twin that nobody attacks.
+"""Besieges a swarm of real nodes in every known way at once, beside a twin without attacks.
 
     python -m benchmarks.robustness.siege --network p2p --minutes 10 --nodes 8 --seed 0 [--json FILE]
     python -m benchmarks.robustness.siege --network folder --minutes 10 --nodes 8 --seed 0
@@ -45,7 +45,7 @@ from benchmarks.robustness.siege_verdict import Side, Siege, doubts, empty, lowe
 
 FIRST_ROUND = 2  # from which the siege begins
 LOOK_SECONDS = 0.5  # between readings of processor time, which the harmless processes follow
-WEIGH_SECONDS = 5.0  # between readings of memory and looks at the dashboard
+WEIGH_SECONDS = 5.0  # between readings of memory and requests to the dashboard
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
@@ -56,7 +56,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
         "peer_timeout": options.deadline * 2,
         "local_groups": 2,
         "external_groups": 4,
-        "negative_scale": 0.0,  # as of nodes that are not all one's own
+        "negative_scale": 0.0,  # as for nodes of several owners
         "threads": 1,
         "held_out_questions": options.questions,
         "held_out_samples": 2,

@@ -28,7 +28,7 @@ COMMAND = "$(touch ran)"  # leaves a file where a shell runs it
 HEARTBEAT_SECONDS = 10.0  # between heartbeats of a hostile member
 TICKS = os.sysconf("SC_CLK_TCK")
 LONGEST_REST = 5.0
-LOOK_SECONDS = 5.0  # between looks at what a process's children have used
+LOOK_SECONDS = 5.0  # between readings of the children's processor time
 JUNK = (b"", b"{}", b"\x00\xff" * 500, b'{"a":' * 5_000, b"[" * 60_000, b'{"round": ' + b"9" * 9_000 + b"}")
 
 
@@ -37,7 +37,7 @@ class Target:
     """Holds what a hostile process knows of the swarm that it attacks."""
 
     folder: Path  # of the swarm; among peers only this machine's processes use it
-    private: Path  # the coordinator's, where the round can be read whatever happens to the folder
+    private: Path  # the coordinator's, where the round is readable even if the folder is damaged
     manifest: bytes
     addresses: Sequence[str]  # of its coordinator, among peers
     port: int  # of its dashboard
@@ -117,7 +117,7 @@ class Pace:
         return not self.stop.wait(max(pause, min(ahead, LONGEST_REST)))
 
     def _used(self) -> float:
-        if time.monotonic() >= self.look_at + LOOK_SECONDS:  # looking for children is not cheap
+        if time.monotonic() >= self.look_at + LOOK_SECONDS:  # finding children is not cheap
             self.look_at = time.monotonic()
             self.children = max(0.0, Processes.now().used(os.getpid()) - time.process_time())
         return time.process_time() + self.children
@@ -191,12 +191,12 @@ def liar(member: HostileMember, pace: Pace) -> None:
     """Publish junk, foreign text and answer keys, each round in another way, and report in time."""
     from benchmarks.robustness import attack_types as types
     from rl_swarm import environments
+    from rl_swarm.config.settings import Settings
     from rl_swarm.learning.policy import other_models
-    from rl_swarm.settings import Settings
 
-    settings = Settings(model="tiny", generations=8)
+    settings = Settings.of(model="tiny", generations=8)
     environment = environments.made(member.manifest)
-    environment.settle(settings, other_models(settings))
+    environment.configure(settings.task, None, other_models(settings))
     ways = [
         kind()
         for kind in (
@@ -219,7 +219,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
             rng=pace.rng,
             canary=member.target.outside / "canary",
         )
-        with suppress(Exception):  # what it wants to copy is not there yet
+        with suppress(Exception):  # the file to copy does not exist yet
             made = ways[state.round % len(ways)].publish(member.identity, known)
             for key, data in made.items():
                 member.store.write(key, data)

@@ -26,7 +26,7 @@ STARTING = 3  # hostile processes at a time, beside a swarm that plays
 STOP_SECONDS = 90.0
 END_SECONDS = 20.0  # for the processes beside a swarm
 MEBIBYTE = 1 << 20
-BURN_SECONDS = 0.005  # between a harmless process's looks at what it has to burn
+BURN_SECONDS = 0.005  # between a harmless process's readings of its target
 READY_SECONDS = 120.0  # for the harmless processes to start
 VIEWER = "127.0.0.2"  # a viewer of the dashboard beside the attacker
 
@@ -198,7 +198,7 @@ class Swarm:
             self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        for pid in family:  # what has outlived it, if anything
+        for pid in family:  # processes that outlived it, if any
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -264,7 +264,7 @@ class Beside:
     children: dict[str, Any]  # by kind
     stop: Event
     before: dict[str, float] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)  # kinds that ended before they were told to
+    failed: list[str] = field(default_factory=list)  # kinds that ended early
 
     def seconds(self) -> dict[str, float]:
         now = Processes.now()

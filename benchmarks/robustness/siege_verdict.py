@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 LEAST_RATIO = 0.9  # of the control's rounds per minute
 MAX_GROWTH = 1.1  # of memory, from the first third to the last, or beyond the control's in the last
 PROCESS_GROWTH = 64.0  # MiB, of one process, more than the control's largest has
-MAX_LATE = 0.2  # of the control's rounds that may end by the deadline: else the rule sets the pace and not the nodes
+MAX_LATE = 0.2  # of the control's rounds that may end by the deadline: else the deadline sets the pace
 PACE = 0.15  # by which the harmless processes' processor time may differ from the hostile ones'
-MAX_SILENT = 0.1  # of the looks at the dashboard that may go unanswered
+MAX_SILENT = 0.1  # of the requests to the dashboard that may go unanswered
 # One-sided 97.5 % points of Student's distribution, by degrees of freedom.
 STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -21,14 +21,14 @@ class Side:
 
     rounds: int
     minutes: float
-    late_rounds: int  # that ended by the deadline, or because patience was out
+    late_rounds: int  # rounds that ended by the deadline or by a timeout
     memory: tuple[float, float]  # MiB of all its processes together, in the first and in the last third
     largest: float  # MiB of the largest process in the last third
     score: float | None  # held-out, mean of the nodes, at the round that both reached
     beside_seconds: float  # processor time of the hostile processes, or of those that burn as much
     own_seconds: tuple[float, float] = (0.0, 0.0)  # of its own processes, and of its daemons among them
     restarts: int = 0  # of nodes
-    dashboard: tuple[int, int] = (0, 0)  # looks, and how many were not answered
+    dashboard: tuple[int, int] = (0, 0)  # requests, and how many were not answered
     dashboard_worst: float = 0.0  # seconds
     refused: Mapping[str, int] = field(default_factory=dict)  # by reason
 

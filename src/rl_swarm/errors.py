@@ -9,5 +9,9 @@ class UserError(Exception):
         return [f"rl-swarm: {self}"]
 
 
+class ConfigError(UserError):
+    """A setting that cannot be used. The message names it, its value, its source and what would work."""
+
+
 class ModelError(UserError):
     """A model that cannot be loaded; the message says what would work."""

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.robustness import attack_nodes, attack_outcome, attack_swarm, attack_types, attacks
-from rl_swarm.environments import task_list
-from rl_swarm.settings import Settings
+from rl_swarm.environments.presets import PRESETS
 
 SMALL = attack_outcome.Size(
     honest=2, malicious=1, identities=2, rounds=2, short_rounds=2, every=2, held_out=4, samples=1
@@ -18,7 +17,7 @@ SMALL = attack_outcome.Size(
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = attack_nodes.SharedScorer(task_list(Settings()))
+    reasoning = attack_nodes.SharedScorer(PRESETS["tiny"])
     yield reasoning
     reasoning.close()
 
@@ -60,7 +59,7 @@ def test_rewards_are_the_own_ones_whatever_is_claimed(environment, tmp_path: Pat
     swarm = attack_swarm.Swarm(attack_types.Inflation(), True, SMALL, tmp_path, environment)
     swarm.run()
     liars = {liar.peer_id for liar in swarm.liars}
-    for group in (group for node in swarm.nodes for group in node.taken if group.peer_id in liars):
+    for group in (group for node in swarm.nodes for group in node.intake.taken if group.peer_id in liars):
         answered = [(group.question, completion.text) for completion in group.completions]
         assert list(group.rewards) == environment.score(answered)
 

@@ -11,6 +11,7 @@ from processes import RL_SWARM, SMALL, end, run, start, status, until
 
 from benchmarks.lib.paths import MANIFEST
 from rl_swarm.cli import models
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owner_documents import await_manifest
@@ -19,7 +20,6 @@ from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import swarm_name
 from rl_swarm.protocol.rollouts import Completion
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 NO_HUB = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers there

@@ -9,13 +9,13 @@ import pytest
 from processes import end, family, run, start, until
 
 from rl_swarm.cli.warmup import warmup
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.warmup import BATCH, WarmUpError, WarmupExample, make_examples, save, step_count, train
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def environment() -> Iterator[Reasoning]:
 
 
 def tiny() -> Policy:
-    return Policy.load(Settings(model="tiny", cpu_only=True), Reasoning.system_prompt)
+    return Policy.load(Settings.of(model="tiny", cpu_only=True), Reasoning.system_prompt)
 
 
 def surprise(policy: Policy, examples: list[WarmupExample]) -> float:
@@ -121,7 +121,7 @@ def test_the_command_tells_the_score_before_and_after_and_writes_a_model(tmp_pat
     warm = tmp_path / "models" / "tiny-warm"
     assert result["out"] == "models/tiny-warm"
     assert [path.name for path in warm.parent.iterdir()] == ["tiny-warm"]
-    policy = Policy.load(Settings(model=str(warm), cpu_only=True), Reasoning.system_prompt)
+    policy = Policy.load(Settings.of(model=str(warm), cpu_only=True), Reasoning.system_prompt)
     assert policy.tokenizer_hash == tiny().tokenizer_hash and bundled(str(warm)) == "tiny"
 
     written = {path: path.read_bytes() for path in warm.iterdir()}
@@ -131,7 +131,7 @@ def test_the_command_tells_the_score_before_and_after_and_writes_a_model(tmp_pat
 
 
 def warm_up(out: Path, tasks: str) -> None:
-    warmup("tiny", Settings(cpu_only=True, tasks=tasks), out, 16, 1, questions=10, samples=1, as_json=False)
+    warmup("tiny", Settings.of(cpu_only=True, tasks=tasks), out, 16, 1, questions=10, samples=1, as_json=False)
 
 
 def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,17 @@ import pytest
 import yaml
 
 from rl_swarm.config.resolve import MAX_DOTENV, environment_layer, load, read_dotenv
-from rl_swarm.config.table import settings_table
+from rl_swarm.config.settings import TEST_MODE, UP_PRESET, Settings, all_settings
+from rl_swarm.config.table import settings_tables
 from rl_swarm.environments import task_list
 from rl_swarm.environments.presets import PRESETS
+from rl_swarm.environments.settings import TaskSettings
+from rl_swarm.errors import ConfigError
+from rl_swarm.learning.settings import PolicySettings
 from rl_swarm.network.address import configured_address
+from rl_swarm.node.settings import SwarmSettings, public_settings
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import SECRETS, TEST_MODE, UP_PRESET, ConfigError, Settings, all_settings, tellable
+from rl_swarm.sections import headings
 
 DOCS = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -26,7 +31,7 @@ def empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def settings(**environ):
+def settings(**environ) -> Settings:
     return load(environ=environ).settings
 
 
@@ -42,7 +47,7 @@ def test_later_sources_win_and_are_named(tmp_path):
 
     def found():
         resolved = load(**arguments)
-        return resolved.settings.seed, resolved.sources["seed"]
+        return resolved.settings.sampling.seed, resolved.sources["seed"]
 
     assert found() == (42, "default")
     arguments["preset"] = {"seed": 1}
@@ -67,7 +72,12 @@ def test_a_source_that_says_nothing_about_a_setting_leaves_it_alone(tmp_path):
         flags={"external_groups": 2},
     )
     found = resolved.settings
-    assert (found.local_groups, found.rounds, found.seed, found.external_groups) == (3, 7, 9, 2)
+    assert (found.learning.local_groups, found.swarm.rounds, found.sampling.seed, found.learning.external_groups) == (
+        3,
+        7,
+        9,
+        2,
+    )
     assert resolved.sources["generations"] == "default"
 
 
@@ -100,27 +110,27 @@ def test_a_source_that_says_nothing_about_a_setting_leaves_it_alone(tmp_path):
     ],
 )
 def test_the_environment_variables_keep_their_meaning_and_default(variable, field, default, given, value):
-    assert getattr(settings(), field) == default
-    found = getattr(settings(**{variable: given}), field)
+    assert settings().flat()[field] == default
+    found = settings(**{variable: given}).flat()[field]
     assert found == value
     assert type(found) is type(value)
-    assert getattr(settings(**{variable: ""}), field) == default
+    assert settings(**{variable: ""}).flat()[field] == default
 
 
 def test_the_chain_is_refused_in_words_and_off_by_default():
-    assert settings(CONNECT_TO_TESTNET="False").connect_to_testnet is False
+    assert settings(CONNECT_TO_TESTNET="False").swarm.connect_to_testnet is False
     assert "CONNECT_TO_TESTNET" in refusal(environ={"CONNECT_TO_TESTNET": "True"})
 
 
 def test_one_of_two_names_for_the_token_is_enough_and_the_first_wins():
-    assert settings(HF_TOKEN="a", HUGGINGFACE_ACCESS_TOKEN="b").hf_token == "a"
-    assert settings(HF_TOKEN="", HUGGINGFACE_ACCESS_TOKEN="b").hf_token == "b"
-    assert settings(HUGGINGFACE_ACCESS_TOKEN="None").hf_token is None
+    assert settings(HF_TOKEN="a", HUGGINGFACE_ACCESS_TOKEN="b").model.hf_token == "a"
+    assert settings(HF_TOKEN="", HUGGINGFACE_ACCESS_TOKEN="b").model.hf_token == "b"
+    assert settings(HUGGINGFACE_ACCESS_TOKEN="None").model.hf_token is None
 
 
 def test_publishing_can_be_by_generation_stage_or_round():
     for value in ("generation", "stage", "round"):
-        assert settings(ROLLOUT_PUBLISH_FREQUENCY=value).publish_frequency == value
+        assert settings(ROLLOUT_PUBLISH_FREQUENCY=value).sharing.publish_frequency == value
 
 
 def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
@@ -128,7 +138,7 @@ def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
     environ = {"TEST_MODE": "True", "NUM_TRAIN_SAMPLES": "6"}
     resolved = load(UP_PRESET, tmp_path / "settings.yaml", {"generations": "2"}, environ)
     found = resolved.settings
-    assert (found.rounds, found.local_groups, found.generations) == (3, 4, 2)
+    assert (found.swarm.rounds, found.learning.local_groups, found.sampling.generations) == (3, 4, 2)
     assert resolved.sources["rounds"] == resolved.sources["local_groups"] == "TEST_MODE"
     assert resolved.sources["generations"] == "flag --generations"
 
@@ -144,13 +154,13 @@ def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
     ],
 )
 def test_a_flag_switches_test_mode_on_and_off(environ, flag, rounds):
-    assert load(flags={"test_mode": flag}, environ=environ).settings.rounds == rounds
+    assert load(flags={"test_mode": flag}, environ=environ).settings.swarm.rounds == rounds
 
 
 def test_up_is_a_swarm_for_one_machine():
     found = load(UP_PRESET, environ={}).settings
-    assert (found.local_groups, found.external_groups, found.round_end) == (4, 4, "lockstep")
-    assert found.rounds < Settings().rounds
+    assert (found.learning.local_groups, found.learning.external_groups, found.swarm.round_end) == (4, 4, "lockstep")
+    assert found.swarm.rounds < SwarmSettings().rounds
 
 
 @pytest.mark.parametrize(
@@ -257,7 +267,7 @@ def test_an_env_file_does_not_change_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("MAX_ROUNDS", raising=False)
     (tmp_path / ".env").write_text("SEED=5\nMAX_ROUNDS=6\n")
     settings = load().settings
-    assert (settings.seed, settings.rounds) == (4, 6)
+    assert (settings.sampling.seed, settings.swarm.rounds) == (4, 6)
     assert os.environ["SEED"] == "4" and "MAX_ROUNDS" not in os.environ
 
 
@@ -279,14 +289,14 @@ def test_variables_that_are_no_settings_are_left_alone():
 
 
 def test_tasks_are_a_preset_some_names_or_a_list(tmp_path):
-    assert task_list(Settings()) == PRESETS["tiny"]
-    assert task_list(Settings(model="other/model")) == PRESETS["sapo"]
-    assert task_list(load(flags={"tasks": "sapo"}, environ={}).settings) == PRESETS["sapo"]
-    assert task_list(Settings(tasks="gcd, chain_sum")) == (Task("gcd"), Task("chain_sum"))
+    assert task_list(TaskSettings(), "tiny") == PRESETS["tiny"]
+    assert task_list(TaskSettings(), "other/model") == PRESETS["sapo"]
+    assert task_list(load(flags={"tasks": "sapo"}, environ={}).settings.task, "tiny") == PRESETS["sapo"]
+    assert task_list(TaskSettings(tasks="gcd, chain_sum"), "tiny") == (Task("gcd"), Task("chain_sum"))
     (tmp_path / "settings.yaml").write_text(
         "tasks:\n- name: chain_sum\n  weight: 2\n  config: {min_terms: 2, max_terms: 3}\n- name: gcd\n"
     )
-    found = task_list(load(config_file=tmp_path / "settings.yaml", environ={}).settings)
+    found = task_list(load(config_file=tmp_path / "settings.yaml", environ={}).settings.task, "tiny")
     assert found == (Task("chain_sum", 2.0, {"min_terms": 2, "max_terms": 3}), Task("gcd"))
 
 
@@ -302,24 +312,25 @@ def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path):
     """YAML 1.1 reads 1e-6 as text."""
     (tmp_path / "settings.yaml").write_text("learning_rate: 1e-6\ntemperature: 1\n")
     found = load(config_file=tmp_path / "settings.yaml", environ={}).settings
-    assert (found.learning_rate, found.temperature) == (1e-6, 1.0)
+    assert (found.learning.learning_rate, found.sampling.temperature) == (1e-6, 1.0)
 
 
 def test_the_bundled_model_has_defaults_of_its_own():
-    tiny, other = Settings(), Settings(model="Qwen/Qwen3-0.6B")
+    tiny, other = Settings(), Settings.of(model="Qwen/Qwen3-0.6B")
     assert tiny.completion_tokens() < other.completion_tokens() == 256
     assert tiny.step_size() > other.step_size() == 5e-6
-    assert Settings(max_new_tokens=7, learning_rate=0.5).completion_tokens() == 7
-    assert Settings(max_new_tokens=7, learning_rate=0.5).step_size() == 0.5
+    assert Settings.of(max_new_tokens=7, learning_rate=0.5).completion_tokens() == 7
+    assert Settings.of(max_new_tokens=7, learning_rate=0.5).step_size() == 0.5
 
 
 def test_a_token_is_long_enough_and_never_told(tmp_path):
     for token in ("short", "with some spaces in it", "naïve-but-long-enough"):
         said = refusal(environ={"SWARM_WEB_TOKEN": token})
         assert "SWARM_WEB_TOKEN" in said and token not in said
-    token = settings(SWARM_WEB_TOKEN="correct-horse-battery").web_token
+    token = settings(SWARM_WEB_TOKEN="correct-horse-battery").web.web_token
     assert token == "correct-horse-battery"
-    assert tellable(dict.fromkeys(SECRETS, token)) == {}
+    secrets = [setting.name for setting in all_settings() if setting.secret]
+    assert public_settings(dict.fromkeys(secrets, token)) == {}
     file = tmp_path / "numbers.yaml"
     file.write_text("web_token: 123456789012")
     said = refusal(config_file=file)
@@ -327,25 +338,26 @@ def test_a_token_is_long_enough_and_never_told(tmp_path):
 
 
 def test_the_address_of_a_folder_swarm_is_its_experiment_directory():
-    assert configured_address(settings()) is None
-    found = configured_address(settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine"))
+    assert configured_address(settings().storage) is None
+    found = configured_address(settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine").storage)
     assert found == Path("/drive/experiments/mine")
     with pytest.raises(ConfigError, match="EXPERIMENT_NAME is not set"):
-        configured_address(settings(GDRIVE_PATH="/drive"))
+        configured_address(settings(GDRIVE_PATH="/drive").storage)
 
 
 def test_the_documented_table_is_the_one_in_the_code():
     text = DOCS.read_text()
-    table = text[text.index("| setting |") :]
-    assert table == settings_table(), "replace it by what `python -m rl_swarm.config.table` prints"
+    tables = text[text.index(f"## {headings(Settings)['task']}") :]
+    assert tables == settings_tables(), "replace it by what `python -m rl_swarm.config.table` prints"
     printed = subprocess.run(
         [sys.executable, "-m", "rl_swarm.config.table"], capture_output=True, text=True, check=True
     )
-    assert printed.stdout == settings_table()
+    assert printed.stdout == settings_tables()
 
 
 def test_the_table_has_a_whole_row_for_every_setting():
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in settings_table().splitlines()[2:]]
+    lines = [line for line in settings_tables().splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines]
     assert [row[0].strip("| `") for row in rows] == [setting.name for setting in all_settings()]
     assert {len(row) for row in rows} == {6}
     assert all(row[4] and row[5].removesuffix("|").strip() for row in rows)
@@ -354,14 +366,28 @@ def test_the_table_has_a_whole_row_for_every_setting():
     assert by_name["round_end"][1:3] == ['`"interval"`', '`"lockstep"`']
 
 
+def test_settings_are_flat_for_users_and_in_sections_for_the_program():
+    names = [setting.name for setting in all_settings()]
+    assert len(set(names)) == len(names) == len(Settings().flat())
+    given = Settings.of(local_groups=4, top_p="0.5", web=False, tasks=[Task("gcd")], experiment_name="mine")
+    assert (given.learning.local_groups, given.sampling.top_p, given.web.web) == (4, 0.5, False)
+    assert given.changed(rounds=3).swarm.rounds == 3 and given.swarm.rounds == 2000
+    assert Settings.of(**given.flat()) == given
+    assert given.part(PolicySettings) == PolicySettings.of(local_groups=4, top_p=0.5, tasks=[Task("gcd")])
+    with pytest.raises(ConfigError, match="There is no setting `zzz`"):
+        given.changed(zzz=1)
+    with pytest.raises(ConfigError, match=r"rounds='many' cannot be used: .*whole number, at least 1"):
+        given.changed(rounds="many")
+
+
 def test_what_the_documentation_says_about_test_mode_and_yaml_is_true(tmp_path):
     text = DOCS.read_text()
     assert ", ".join(f"`{name}` {value}" for name, value in TEST_MODE.items()) in text
     example = text.split("```yaml\n")[1].split("```")[0]
     (tmp_path / "settings.yaml").write_text(example)
     found = load(config_file=tmp_path / "settings.yaml", environ={}).settings
-    assert found.model == yaml.safe_load(example)["model"]
-    assert [task.name for task in task_list(found)] == ["chain_sum", "propositional_logic"]
+    assert found.model.model == yaml.safe_load(example)["model"]
+    assert [task.name for task in task_list(found.task, found.model.model)] == ["chain_sum", "propositional_logic"]
 
 
 def test_settings_can_be_read_without_torch():
@@ -372,4 +398,4 @@ def test_settings_can_be_read_without_torch():
 def test_names_of_tasks_may_be_a_list_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("tasks: [gcd, chain_sum]")
     settings = load({}, tmp_path / "c.yaml", environ={}).settings
-    assert [task.name for task in task_list(settings)] == ["gcd", "chain_sum"]
+    assert [task.name for task in task_list(settings.task, settings.model.model)] == ["gcd", "chain_sum"]

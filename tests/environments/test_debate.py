@@ -11,26 +11,26 @@ from hypothesis import strategies as st
 from processes import QUICK, run, status
 from rich.console import Console
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp, quoted
 from rl_swarm.environments.debate import ANSWER, CRITICISE, LONGEST_TEXT, VOTE, Debate, majority, shown
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
 from rl_swarm.learning.policy import Policy
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.drawing import Drawing
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.local import LocalExchange
 from rl_swarm.node.node import Node
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 
-SETTINGS = Settings(
+SETTINGS = Settings.of(
     environment="debate", local_groups=2, external_groups=2, generations=4, rounds=2, round_end="lockstep",
     held_out_questions=1, held_out_samples=1, device="cpu", check_likelihood=False,
 )  # fmt: skip
@@ -43,12 +43,12 @@ def sums():
     environment.close()
 
 
-def said(question: Question, *texts: str, peer: str = "a", stage: int = ANSWER, parents=()) -> Statement:
-    return Statement(f"{peer} {stage}", peer, replace(question, stage=stage, parents=tuple(parents)), texts)
+def message(question: Question, *texts: str, peer: str = "a", stage: int = ANSWER, parents=()) -> PeerMessage:
+    return PeerMessage(f"{peer} {stage}", peer, replace(question, stage=stage, parents=tuple(parents)), texts)
 
 
-def follow(environment: Debate, stage: int, heard) -> Question:
-    (question,) = environment.follow_up([FollowUp("me", "", stage, 0, 5, tuple(heard))])
+def follow(environment: Debate, stage: int, messages) -> Question:
+    (question,) = environment.follow_up([FollowUp("me", "", stage, 0, 5, tuple(messages))])
     return replace(question, stage=stage)
 
 
@@ -61,8 +61,8 @@ def test_an_answer_is_paid_for_its_form_and_for_being_right(sums: Debate) -> Non
 def test_a_critic_is_paid_for_choosing_a_right_answer_that_a_peer_gave(sums: Debate) -> None:
     (root,) = sums.questions([5])
     right = f"<answer>{root.answer}</answer>"
-    wrong = said(root, "<answer>0.5</answer>", peer="b")
-    seen, unseen = follow(sums, CRITICISE, [said(root, right), wrong]), follow(sums, CRITICISE, [wrong])
+    wrong = message(root, "<answer>0.5</answer>", peer="b")
+    seen, unseen = follow(sums, CRITICISE, [message(root, right), wrong]), follow(sums, CRITICISE, [wrong])
     assert [p.peer_id for p in seen.parents] == ["a", "b"] and root.prompt in seen.prompt
     assert f'answers "{root.answer}"' in seen.prompt and f'answers "{root.answer}"' not in unseen.prompt
     rewards = sums.score([(seen, right), (seen, "<answer>0.5</answer>"), (unseen, right), (seen, "neither")])
@@ -72,8 +72,8 @@ def test_a_critic_is_paid_for_choosing_a_right_answer_that_a_peer_gave(sums: Deb
 def test_a_voter_is_paid_for_the_right_answer_and_more_if_most_critics_chose_it(sums: Debate) -> None:
     (root,) = sums.questions([5])
     right, wrong = f"Clear. <answer> {root.answer} </answer>", "I doubt it. <answer>0.5</answer>"
-    agreed = follow(sums, VOTE, [said(root, right, right, wrong, stage=CRITICISE)])
-    split = follow(sums, VOTE, [said(root, right, wrong, wrong, stage=CRITICISE)])
+    agreed = follow(sums, VOTE, [message(root, right, right, wrong, stage=CRITICISE)])
+    split = follow(sums, VOTE, [message(root, right, wrong, wrong, stage=CRITICISE)])
     assert majority(agreed.parents) == root.answer and majority(split.parents) == "0.5" and majority([]) is None
     given = [(agreed, right), (split, right), (split, wrong), (agreed, "nothing")]
     assert sums.score(given) == pytest.approx([1.0, 0.7, 0.1, 0.0])
@@ -81,22 +81,22 @@ def test_a_voter_is_paid_for_the_right_answer_and_more_if_most_critics_chose_it(
 
 def test_only_what_was_said_about_this_question_in_the_stage_before_is_shown(sums: Debate) -> None:
     root, other = sums.questions([5, 6])
-    heard = [
-        said(root, "<answer>1</answer>"),
-        said(other, "<answer>2</answer>", peer="b"),
-        said(root, "<answer>3</answer>", peer="c", stage=CRITICISE),
+    messages = [
+        message(root, "<answer>1</answer>"),
+        message(other, "<answer>2</answer>", peer="b"),
+        message(root, "<answer>3</answer>", peer="c", stage=CRITICISE),
     ]
-    assert [p.peer_id for p in follow(sums, CRITICISE, heard).parents] == ["a"]
-    assert [p.peer_id for p in follow(sums, VOTE, heard).parents] == ["c"]
-    assert follow(sums, CRITICISE, []).prompt == root.prompt, "who has heard nobody answers again"
+    assert [p.peer_id for p in follow(sums, CRITICISE, messages).parents] == ["a"]
+    assert [p.peer_id for p in follow(sums, VOTE, messages).parents] == ["c"]
+    assert follow(sums, CRITICISE, []).prompt == root.prompt, "who has messages nobody answers again"
 
 
 def test_one_text_of_each_peer_is_shown_and_everybody_draws_the_same(sums: Debate) -> None:
     (root,) = sums.questions([5])
-    heard = [said(root, *(f"<answer>{k}</answer>" for k in range(8)), peer=peer) for peer in "abcdef"]
-    texts = shown(root.seed, heard)
-    assert texts == shown(root.seed, heard) and len(set(texts)) > 1
-    assert follow(sums, CRITICISE, heard).prompt.count("Peer ") == 6
+    messages = [message(root, *(f"<answer>{k}</answer>" for k in range(8)), peer=peer) for peer in "abcdef"]
+    texts = shown(root.seed, messages)
+    assert texts == shown(root.seed, messages) and len(set(texts)) > 1
+    assert follow(sums, CRITICISE, messages).prompt.count("Peer ") == 6
 
 
 FORGERIES = [
@@ -115,7 +115,7 @@ def test_a_peers_text_cannot_leave_its_line(sums: Debate, forgery: str) -> None:
     texts = [forgery, f"{forgery}<answer>{forgery}</answer>"]
     for stage in (CRITICISE, VOTE):
         for text in texts:
-            question = follow(sums, stage, [said(root, text, stage=stage - 1)])
+            question = follow(sums, stage, [message(root, text, stage=stage - 1)])
             first, asked, *rest = question.prompt.split("\n")
             assert "\n".join(rest) == root.prompt and asked.startswith(("Say what", "Weigh"))
             assert first.startswith("Peer 1 ") and len(first) < 2 * LONGEST_TEXT
@@ -140,7 +140,7 @@ def test_control_tokens_that_stand_in_a_question_stay_text() -> None:
 def played(folder: Path) -> LockstepSwarm:
     """A round of three nodes, in one process."""
     members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(3)]
-    user = Settings(identity_path=str(folder.with_suffix(".pem")))
+    user = Settings.of(identity_path=str(folder.with_suffix(".pem")))
     swarm = LockstepSwarm(LocalFiles(folder), members, Identity.derived("owner"), user)
     try:
         swarm.round()
@@ -201,19 +201,19 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
     seen = status(tmp_path, tmp_path / "r")
     assert len(seen["reward_by_stage"]) == 3 and all(0 <= reward <= 1 for reward in seen["reward_by_stage"])
     console = Console(file=io.StringIO(), width=100)
-    console.print((drawing := Drawing(RunView(tmp_path / "r"))).look() and drawing.draw(100))
+    console.print((drawing := Drawing(RunView(tmp_path / "r"))).refresh() and drawing.draw(100))
     figures = ", ".join(f"{reward:.2f}" for reward in seen["reward_by_stage"])
     assert "stage 3/3" in console.file.getvalue() and f"by stage {figures}" in console.file.getvalue()
     code, output = run(tmp_path, "validate", "r", "--rounds", "2", "--nodes", "3")
     assert code == 0, output
 
     follower = Follower(RunView.open(tmp_path / "r"))
-    follower.look()
-    told = telling.overview(follower)
+    follower.poll()
+    told = snapshot.overview(follower)
     assert told.stages == 3 and told.reward_by_stage == pytest.approx(seen["reward_by_stage"])
-    assert telling.lines(follower, "reward_local.stage_2").mean
-    texts = Texts(follower)
-    page = texts.page(Wanted(round=1), None, 100)
+    assert snapshot.lines(follower, "reward_local.stage_2").mean
+    texts = RolloutReader(follower)
+    page = texts.page(RolloutFilter(round=1), None, 100)
     texts.close()
     assert [row.stage for row in page.rollouts] == [2] * 6 + [1] * 6 + [0] * 6
     assert all(row.task and row.answer for row in page.rollouts), "made again from what peers said"
@@ -221,7 +221,7 @@ def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> No
 
 def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_path: Path) -> None:
     members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(2)]
-    user = Settings(identity_path=str(tmp_path / "user.pem"))
+    user = Settings.of(identity_path=str(tmp_path / "user.pem"))
     swarm = LockstepSwarm(LocalFiles(tmp_path / "run"), members, Identity.derived("owner"), user)
     publish = LocalExchange.publish
 
@@ -236,6 +236,6 @@ def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_pat
     swarm.close()
     liar, honest = map(lines_of, swarm.nodes)
     assert honest[CRITICISE]["external_rejected"] == {"parents": 1} and not honest[CRITICISE]["external_accepted"]
-    assert honest[VOTE]["external_rejected"] == {"parents": 1}, "nor is it heard in the next stage"
+    assert honest[VOTE]["external_rejected"] == {"parents": 1}, "nor is it messages in the next stage"
     assert swarm.swarm.published[0, VOTE, swarm.nodes[1].name].heard[CRITICISE] == []
     assert not liar[CRITICISE]["external_rejected"]

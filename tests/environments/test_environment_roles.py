@@ -6,66 +6,68 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Environment, Role
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
+from rl_swarm.node.round import StageContext
 from rl_swarm.node.worker import _restored, found, join
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rounds import PeerInfo
-from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, Journal
 
-SETTINGS = Settings(local_groups=2, external_groups=4, generations=4, rounds=2, round_end="everyone", device="cpu")
+SETTINGS = Settings.of(local_groups=2, external_groups=4, generations=4, rounds=2, round_end="everyone", device="cpu")
 WRITE, JUDGE = range(2)
 
 
 class Writer(Role):
-    def turn(self, node, state):
-        return node.turn(state) if state.stage == WRITE else node.show([], state)
+    def play_stage(self, context):
+        return context.train() if context.stage == WRITE else context.publish([])
 
 
 class Judge(Role):
-    """Says of every text that it heard whether it is short, once and greedily."""
+    """Says of every peer's text whether it is short, once and greedily."""
 
     learns = False
     judged = 0
 
-    def turn(self, node, state):
+    def play_stage(self, context):
         groups = []
-        if state.stage == JUDGE:
-            texts = sum(len(said.texts) for said in node.heard(state.round, WRITE))
-            groups = yield from node.answer(node.questions(state, texts), state, count=1, greedy=True)
+        if context.stage == JUDGE:
+            texts = sum(len(message.texts) for message in context.peer_messages(context.round, WRITE))
+            groups = yield from context.sample(context.questions(texts), count=1, greedy=True)
             self.judged += len(groups)
-        yield from node.show(groups, state, judged=self.judged)
+        yield from context.publish(groups, judged=self.judged)
 
-    def kept(self):
+    def snapshot(self):
         return {"judged": self.judged}
 
-    def restore(self, kept):
-        self.judged = int(kept["judged"])
+    def restore(self, snapshot):
+        self.judged = int(snapshot["judged"])
 
 
 class Reviews(Environment):
-    stages, hears = 2, 4
+    stages, context_peers = 2, 4
     roles = {"writer": Writer, "judge": Judge}  # noqa: RUF012
 
     def questions(self, seeds, seconds=None):
         return [Question("write", 0, seed, f"Calculate {seed % 50} + 1.", None) for seed in seeds]
 
-    def follow_up(self, cues, seconds=None):
-        return [self.judgement(cue) for cue in cues]
+    def follow_up(self, follow_ups, seconds=None):
+        return [self.judgement(one) for one in follow_ups]
 
-    def judgement(self, cue):
-        texts = [(said, text) for said in cue.heard for text in said.texts]
-        if cue.number >= len(texts):
-            return Question("judge", 0, cue.seed, "Nothing to judge.", None)
-        said, text = texts[cue.number]
-        return Question("judge", 0, cue.seed, f"Calculate {len(text)} + 1.", None, parents=(said,))
+    def judgement(self, one):
+        texts = [(message, text) for message in one.messages for text in message.texts]
+        if one.number >= len(texts):
+            return Question("judge", 0, one.seed, "Nothing to judge.", None)
+        message, text = texts[one.number]
+        return Question("judge", 0, one.seed, f"Calculate {len(text)} + 1.", None, parents=(message,))
 
     def score(self, answered, seconds=None):
         return [float(place % 2) for place, _ in enumerate(answered)]
@@ -73,7 +75,7 @@ class Reviews(Environment):
 
 @pytest.fixture
 def swarm():
-    settings = Settings(environment="reasoning", rounds=2, round_end="everyone")
+    settings = Settings.of(environment="reasoning", rounds=2, round_end="everyone")
     return LocalSwarm(new_manifest(settings, "test", "owner", 0.0, stages=2), min_peers=3)
 
 
@@ -108,7 +110,7 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
         for node in nodes:
             node.play(state)
     assert (swarm.state.round, swarm.state.stage) == (1, 0)
-    seen = nodes[1].transcripts[0]._in_time
+    seen = nodes[1].intake.conversations[0]._in_time
     assert seen == {(WRITE, nodes[0].identity.peer_id)}, "what was there when it looked"
     lines = {node.name: node.journal.read(METRICS) for node in nodes}
     assert [line.get("idle", False) for line in lines[nodes[0].name]] == [False, True]
@@ -120,9 +122,11 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
     published = swarm.published[0, JUDGE, judge.name]
     assert (published.role, len(published.rollouts), len(published.heard[WRITE])) == ("judge", 16, 2)
     assert all(len(given) == 1 for given in published.rollouts.values()) and len(published.parents) == 16
-    heard = nodes[0].heard(0, JUDGE)
-    assert {said.question.role for said in heard} == {"judge"} and len(heard) == 16
-    assert {parent.peer_id for said in heard for parent in said.question.parents} == set(published.heard[WRITE])
+    messages = StageContext(nodes[0], swarm.state).peer_messages(0, JUDGE)
+    assert {message.question.role for message in messages} == {"judge"} and len(messages) == 16
+    assert {parent.peer_id for message in messages for parent in message.question.parents} == set(
+        published.heard[WRITE]
+    )
     assert swarm.published[0, WRITE, judge.name].rollouts == {}, "and in a stage without work everybody says so"
 
 
@@ -142,7 +146,7 @@ def test_what_other_roles_publish_is_not_learned_from(swarm, tmp_path) -> None:
 
 def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_written(swarm, tmp_path) -> None:
     judge = player(swarm, tmp_path, 0, "judge")
-    judge.plays.judged, judge.done = 7, (3, 1)
+    judge.role.judged, judge.done = 7, (3, 1)
     judge.save()
     (saved,) = judge.checkpoints.written(swarm.manifest.swarm())
     place = saved.place
@@ -156,7 +160,7 @@ def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_writ
 
 def test_where_later_stages_hear_earlier_ones_nobody_publishes_in_pieces(tmp_path) -> None:
 
-    settings = Settings(environment="debate", identity_path=str(tmp_path / "me.pem"), publish_frequency="generation")
+    settings = Settings.of(environment="debate", identity_path=str(tmp_path / "me.pem"), publish_frequency="generation")
     found(LocalFiles(tmp_path), settings, "test", Identity.load_or_create(tmp_path / "me.pem"))
     with pytest.raises(ConfigError, match="ROLLOUT_PUBLISH_FREQUENCY=generation"):
         join(tmp_path, settings, threading.Event())

@@ -13,12 +13,13 @@ from processes import end, family, metrics, run, start, status, until
 from rich.console import Console
 
 from rl_swarm.cli.app import app
+from rl_swarm.config.resolve import layered
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import PRESETS, Arm, Job, arms
 from rl_swarm.experiment.measures import NodeLog, Run
 from rl_swarm.experiment.plan import Costs, duration, makespan
-from rl_swarm.experiment.run import Experiment, Runner, RunProcess, Told, is_finished, play
-from rl_swarm.settings import Settings
+from rl_swarm.experiment.run import Experiment, Runner, RunProcess, RunStatus, is_finished, play
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.schema import RoundRecord, Seconds
 
@@ -68,8 +69,9 @@ def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_wri
     assert job is not None
     play(
         job,
+        job.members(layered),
         LocalFiles(tmp_path / "whole"),
-        Settings(identity_path=str(tmp_path / "user.pem")),
+        Settings.of(identity_path=str(tmp_path / "user.pem")),
         threading.Event(),
         keep_models=False,
     )
@@ -106,7 +108,7 @@ def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) 
         output, _ = process.communicate(timeout=240)
     finally:
         end(process)
-    assert process.returncode == 130 and "Stopping" in output and "same command goes on" in output, output
+    assert process.returncode == 130 and "Stopping" in output and "same command resumes it" in output, output
     code, output = run(tmp_path, *command)
     assert code == 0, output
     for said in ("Plan: ", "held-out score", "fresh local", "report.md", "rl-swarm watch e"):
@@ -140,7 +142,7 @@ def test_help_is_there_without_torch() -> None:
         (["--configs", "4/4", "--strategies", "alone"], ["--strategies", "sapo"]),
         (["--model", "auto"], ["model=auto", "rl-swarm models"]),
         (["--set", "environment=debate"], ["debate", "rl-swarm up"]),
-        (["--set", "metrics_sinks=wandb"], ["metrics_sinks", "no part"]),
+        (["--set", "metrics_sinks=wandb"], ["metrics_sinks", "not a setting"]),
         (["--strategies", "spao"], ["spao", "sapo", "module:Class"]),
         (["--strategies", "nowhere:Idea"], ["nowhere:Idea", "module:Class"]),
         (["--rates", "1e-4,fast"], ["--rates", "3e-5"]),
@@ -172,7 +174,7 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_there_is_nothing_to_validate_in_an_experiment(tmp_path: Path) -> None:
     Job(Arm(4, 0, "alone"), 1, 10, 2).write(LocalFiles(tmp_path / "runs" / "4-0-seed1"))
     for address in (tmp_path, tmp_path / "runs" / "4-0-seed1"):
-        with pytest.raises(UserError, match="nothing to check"):
+        with pytest.raises(UserError, match="nothing can be checked"):
             app(["validate", str(address)], standalone_mode=False)
 
 
@@ -189,12 +191,13 @@ def test_presets_and_strategies_make_arms() -> None:
 
 
 def test_a_plan_follows_from_what_groups_cost() -> None:
-    costs = Costs(local=0.1, external=0.2, train=0.05, look=3.0)
+    costs = Costs(local=0.1, external=0.2, train=0.05, evaluation=3.0)
     alone, sharing = (Job(arm, 1, 100, 4) for arm in (Arm(4, 0, "alone"), Arm(4, 4)))
-    looks = 2 + 2 / 3  # the one after half of the rounds is not greedy too: two answers of three
-    assert costs.seconds(alone) == pytest.approx(4 * (100 * (0.4 + 0.2) + 3 * looks))
-    assert costs.seconds(sharing) == pytest.approx(4 * (100 * (0.4 + 0.2 + 0.4) + 3 * looks))
-    assert costs.seconds(alone, played=60) == pytest.approx(4 * (40 * (0.4 + 0.2) + 3))
+    node = alone.members(layered)[0]
+    evaluations = 2 + 2 / 3  # the one after half of the rounds is not greedy too: two answers of three
+    assert costs.seconds(alone, node) == pytest.approx(4 * (100 * (0.4 + 0.2) + 3 * evaluations))
+    assert costs.seconds(sharing, node) == pytest.approx(4 * (100 * (0.4 + 0.2 + 0.4) + 3 * evaluations))
+    assert costs.seconds(alone, node, played=60) == pytest.approx(4 * (40 * (0.4 + 0.2) + 3))
     assert makespan([5, 3, 1, 1], 2) == 5 and makespan([3, 1, 5], 2) == 6, "the longest is waited for"
     assert [duration(s) for s in (23, 400, 3600 + 300)] == ["20 s", "7 min", "1 h 5 min"]
 
@@ -204,33 +207,35 @@ def test_a_plan_counts_what_no_node_notes() -> None:
     line = RoundRecord(0, 0.0, 0.0, 2, 2, 0.0, seconds=Seconds(generate=2.0, train=1.0))
     nodes = [NodeLog([line] * 5) for _ in range(2)]
     job = Job(Arm(2, 2), 1, 10, 2, settings={"held_out_every": 0})
-    costs = Costs.of(Run(job, nodes), looked=4.0, looks=1, start=5.0, rounds=3, took=3 * 7.0)
-    assert costs.seconds(job) == pytest.approx(5.0 + 10 * 7.0 + 2 * 4.0)
+    node = job.members(layered)[0]
+    costs = Costs.of(Run(job, nodes), node, evaluating=4.0, evaluations=1, start=5.0, rounds=3, took=3 * 7.0)
+    assert costs.seconds(job, node) == pytest.approx(5.0 + 10 * 7.0 + 2 * 4.0)
 
 
 def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_path: Path) -> None:
     settings = {"device": "cpu", "held_out_questions": 10, "held_out_samples": 1, "generations": 4}
-    wanted = Experiment(tmp_path, arms("1/0", "sapo"), [1], 1, 3, settings=settings)
+    wanted = Experiment(tmp_path, arms("1/0", "sapo"), [1], 1, 3, layered, settings=settings)
     (job,) = wanted.runs({})
     job.write(wanted.files(job))
     play(
         job,
+        job.members(layered),
         wanted.files(job),
-        Settings(identity_path=str(tmp_path / "user.pem")),
+        Settings.of(identity_path=str(tmp_path / "user.pem")),
         threading.Event(),
         keep_models=False,
     )
     runner = Runner(wanted, Console(file=io.StringIO()), threading.Event())
     runner.all = [job]
-    runner._plan(RunProcess(job, None, Told(3, 0.1, 1 << 30, 8 << 30)))  # its process has ended
+    runner._plan(RunProcess(job, wanted.node(job), None, RunStatus(3, 0.1, 1 << 30, 8 << 30)))  # its process has ended
     assert runner.at_once == 1 and "Plan: 0 runs" in runner.console.file.getvalue()
 
 
 def test_tuning_is_done_on_other_seeds_than_those_reported(tmp_path: Path) -> None:
-    wanted = Experiment(tmp_path, arms("4/0,4/4", "sapo"), [1, 2], 4, 100, rates=[1e-4, 3e-4], tune_rounds=20)
+    wanted = Experiment(tmp_path, arms("4/0,4/4", "sapo"), [1, 2], 4, 100, layered, rates=[1e-4, 3e-4], tune_rounds=20)
     tuning, runs = wanted.tuning(), wanted.runs({"4/0": 1e-4, "4/4 sapo": 3e-4})
     assert len(tuning) == 8 and not {job.seed for job in tuning} & {job.seed for job in runs}
-    assert [(job.arm.label, job.members()[0].step_size()) for job in runs[:2]] == [
+    assert [(job.arm.label, wanted.node(job).step_size()) for job in runs[:2]] == [
         ("4/0", 1e-4),
         ("4/4 sapo", 3e-4),
     ]

@@ -8,15 +8,16 @@ import msgspec
 from processes import QUICK, metrics, run
 from small_models import save_small
 
+from rl_swarm.config.resolve import layered
+from rl_swarm.config.settings import UP_PRESET, Settings
 from rl_swarm.environments import task_list
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.lockstep import LockstepSwarm, OneByOne, RunMember, rewind
+from rl_swarm.experiment.batched_engine import BatchedEngine
+from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember, SequentialEngine, rewind
 from rl_swarm.experiment.run import is_finished, play
-from rl_swarm.experiment.together import Together
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import UP_PRESET, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
@@ -34,11 +35,13 @@ def job(arm: Arm, rounds: int = 3, nodes: int = 3, each: dict | None = None, **s
 
 
 def user(folder: Path) -> Settings:
-    return Settings(identity_path=str(folder / "user.pem"))
+    return Settings.of(identity_path=str(folder / "user.pem"))
 
 
 def played(job: Job, folder: Path) -> dict:
-    assert play(job, LocalFiles(folder), user(folder.parent), threading.Event(), keep_models=False)
+    assert play(
+        job, job.members(layered), LocalFiles(folder), user(folder.parent), threading.Event(), keep_models=False
+    )
     return metrics(folder)
 
 
@@ -46,7 +49,7 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
     code, output = run(tmp_path, "up", "--run", "r", "--nodes", "3", "--rounds", "4", "--seed", "7", *QUICK)
     assert code == 0, output
     keys = [tmp_path / name for name in ("swarm.pem", "swarm-2.pem", "swarm-3.pem")]
-    settings = Settings(
+    settings = Settings.of(
         **{**UP_PRESET, "rounds": 4, "seed": 7, "nodes": 3, "nodes_per_device": 3, "threads": 1},
         held_out_questions=16,
         held_out_samples=1,
@@ -66,7 +69,7 @@ def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> N
 def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2, "capped"), rounds=6, nodes=2, checkpoint_every=2, keep_checkpoints=1)
     whole = played(wanted, tmp_path / "whole")
-    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(layered), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
     swarm = LockstepSwarm(LocalFiles(tmp_path / "stopped"), members, owner, user(tmp_path))
@@ -86,7 +89,7 @@ def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path
 def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Path) -> None:
     wanted = job(Arm(1, 0, "alone"), rounds=5, nodes=2, checkpoint_every=1, keep_checkpoints=3)
     whole = played(wanted, tmp_path / "whole")
-    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(layered), strict=True)]
     owner = Identity.derived("experiment", wanted.seed, 0)
     stop = threading.Event()
     swarm = LockstepSwarm(LocalFiles(tmp_path / "cut"), members, owner, user(tmp_path))
@@ -108,11 +111,11 @@ def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Pat
 
 def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2), rounds=1)
-    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(layered), strict=True)]
 
     calls: list[tuple[str, int]] = []
 
-    class Counting(OneByOne):
+    class Counting(SequentialEngine):
         def sample(self, work) -> None:
             calls.append(("sample", len(work)))
             super().sample(work)
@@ -131,11 +134,11 @@ def test_an_engine_gets_the_work_of_all_nodes_at_once(tmp_path: Path) -> None:
 
 def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp_path: Path) -> None:
     wanted = job(Arm(2, 2), rounds=3, nodes=2, generations=8)
-    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(wanted.identities(), wanted.members(layered), strict=True)]
     owner, stop = Identity.derived("experiment", wanted.seed, 0), threading.Event()
     for name, last in (("whole", 9), ("stopped", 0), ("stopped", 9)):
         stop.clear()
-        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=Together)
+        swarm = LockstepSwarm(LocalFiles(tmp_path / name), members, owner, user(tmp_path), engine=BatchedEngine)
         finished = swarm.run(stop, lambda swarm, last=last: stop.set() if swarm.done == last else None)
         swarm.close()
         assert finished == (last == 9)
@@ -151,13 +154,13 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
         "2": {"local_groups": "1", "publish_frequency": "generation"},
     }
     wanted = job(Arm(2, 1), rounds=2, each=each)
-    rates = [settings.step_size() for settings in wanted.members()]
+    rates = [settings.step_size() for settings in wanted.members(layered)]
     assert rates == [3e-4, 1e-4, 1e-4]
     found = played(wanted, tmp_path)
     nodes = [identity.node for identity in wanted.identities()]
     groups = [[line["local_groups"] for line in found[node] if line["kind"] == "round"] for node in nodes]
     assert groups == [[2, 2], [1, 1], [2, 2]]
-    names = [task.name for task in task_list(wanted.members()[0])]
+    names = [task.name for task in task_list(wanted.swarm().task, "tiny")]
     manifest = read_manifest(FolderStore.at(tmp_path))
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 

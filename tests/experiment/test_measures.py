@@ -9,6 +9,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.experiment import measures, report, text
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.measures import NodeLog, Score, compared, measured
+from rl_swarm.experiment.progress import followed
 from rl_swarm.storage.files import LocalFiles
 
 
@@ -205,3 +206,83 @@ def test_scores_at_a_budget_lie_on_the_line_between_two_looks() -> None:
     assert measures.held_out_at(node, spent, 10) == pytest.approx(0.3)
     assert measures.held_out_at(node, spent, 30) == pytest.approx(0.45)
     assert measures.held_out_at(node, spent, 99) == 0.5
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    alone = {"ann": [(0.1, 0.1), (0.3, 0.3)], "bob": [(0.2, 0.2), (0.2, 0.2)]}
+    ends = {"ann": (0.1, 0.2), "bob": (0.1, 0.4)}
+    for arm in (Arm(4, 0, "alone"), Arm(4, 4, "sapo")):
+        made(tmp_path, arm, 1, alone, ends)
+    return tmp_path
+
+
+HELD_OUT = {
+    "kind": "held_out", "when": "now", "round": 0, "questions": 8, "sampled": 0.5, "greedy": 0.5,
+    "well_formed": 1.0, "accuracy_well_formed": 1.0, "by_task": {}, "greedy_by_task": {},
+    "well_formed_by_task": {}, "accuracy_well_formed_by_task": {}, "examples": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps(HELD_OUT).encode().replace(b"now", b"\xff"),
+        b'{"kind":"round","x":' + b"[" * 100_000,
+        json.dumps({**HELD_OUT, "sampled": 1e308}).encode(),
+        json.dumps({**HELD_OUT, "by_task": {"gcd": -1e308}}).encode(),
+        json.dumps({**HELD_OUT, "round": -2}).encode(),
+    ],
+)
+def test_a_line_that_no_node_writes_changes_no_figure_and_is_named_by_the_report(experiment: Path, line: bytes) -> None:
+    before = followed(experiment).state()
+    for path in experiment.glob("runs/*/logs/ann/metrics.jsonl"):
+        path.write_bytes(path.read_bytes() + line + b"\n")
+    assert followed(experiment).state() == before
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line cannot be read"):
+        report.find([experiment])
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_first_score_that_others_moved_or_emptied_ends_nothing(experiment: Path, number: int) -> None:
+    for path in experiment.glob("runs/*/logs/ann/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        for line in lines:
+            if line["kind"] == "held_out":
+                line |= {"by_task": {}, "round": 1000 if number else line["round"]}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert followed(experiment).state().phase
+    try:
+        text.whole(report.as_numbers(report.find([experiment])), {})
+    except UserError as error:
+        assert "unfinished" in str(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": 0},
+        {"rounds": 0},
+        {"rate": 1e308},
+        {"seed": -1},
+        {"arm": {"local_groups": 1, "external_groups": 1, "strategy": "\x1b[31m\n| <b>"}},
+        {"arm": {"local_groups": 1, "external_groups": 1, "epochs": 10**17}},
+        b'{"settings":{"\xff":1},',
+        b'{"settings":{"x":' + b"[" * 100_000,
+    ],
+)
+def test_an_arm_that_no_experiment_has_is_refused_in_one_line(
+    experiment: Path, change: dict[str, object] | bytes
+) -> None:
+    for path in experiment.glob("runs/*/arm.json"):
+        written = path.read_bytes()
+        new = json.dumps(json.loads(written) | change).encode() if isinstance(change, dict) else change + written[1:]
+        path.write_bytes(new)
+    for read in (lambda: followed(experiment), lambda: report.find([experiment])):
+        with pytest.raises(UserError, match=r"arm\.json cannot be read: .") as caught:
+            read()
+        assert len(str(caught.value).splitlines()) == 1 and str(caught.value).isprintable()
+
+
+def test_a_change_without_bounds_is_told() -> None:
+    assert measures.percent(float("inf")) == "+100000000"

@@ -261,7 +261,7 @@ CHEATS = {
         "os._exit(0)",
         "",
     ),
-    "speaks for the keeper": ends(
+    "writes replies for the server": ends(
         "for number in range(64):\n    try: os.write(number, b'\\0' * 12)\n    except OSError: pass\nos._exit(0)",
         "",
     ),

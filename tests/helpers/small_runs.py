@@ -11,8 +11,10 @@ from msgspec.structs import replace
 
 from benchmarks.lib.paths import STATE
 from rl_swarm.config import resolve as config
+from rl_swarm.config.settings import UP_PRESET
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.network.coordinator import DocumentCoordinator
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
@@ -23,7 +25,6 @@ from rl_swarm.protocol.manifest import Manifest, question_seed
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, State
 from rl_swarm.protocol.wire import seal
-from rl_swarm.settings import UP_PRESET
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.telemetry.journal import Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, Seconds
@@ -33,7 +34,7 @@ HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacke
 
 @cache
 def questions_of(manifest_tasks: str) -> Reasoning:
-    return Reasoning(task_list(config.load(environ={}, flags={"tasks": manifest_tasks}).settings))
+    return Reasoning(task_list(TaskSettings(tasks=manifest_tasks), "tiny"))
 
 
 class SmallRun:

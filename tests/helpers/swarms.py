@@ -23,13 +23,14 @@ from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import PeerInfo, Report
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 POLL = 0.02
 FOR_EVER = 3600.0  # longer than a test may take
@@ -171,7 +172,8 @@ class InFolder:
             self.store("coordinator"),
             self.manifest,
             OWNER,
-            Settings(min_peers=min_peers, poll_interval=POLL),
+            NetworkSettings(min_peers=min_peers, poll_interval=POLL),
+            StorageSettings(),
             self.stop,
         )
         self.thread = Background(self.conductor.run)

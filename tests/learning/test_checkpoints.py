@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from small_models import save_small
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, restore_optimizer
 from rl_swarm.learning.policy import ModelError, Policy
@@ -20,7 +21,6 @@ from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group, Publication, Sampling
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import Rejected, seal, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 ME = Identity.generate()
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(folder):
-    return Settings(model=str(folder), max_new_tokens=16, learning_rate=1e-2, cpu_only=True)
+    return Settings.of(model=str(folder), max_new_tokens=16, learning_rate=1e-2, cpu_only=True)
 
 
 def place(number, **changes):
@@ -89,7 +89,7 @@ def rounds(kept, swarm="swarm"):
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
 def test_going_on_from_a_checkpoint_is_going_on(settings, tmp_path, kl_weight):
     """To the last bit: weights, both moments of Adam and its step; and the reference is still the first model."""
-    settings = replace(settings, kl_weight=kl_weight)
+    settings = settings.changed(kl_weight=kl_weight)
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     teach(policy, "four", "nine")
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_a_model_that_anybody_can_load(settings, tmp_path):
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     where = save(policy, place(0), tmp_path, "node", keep=2)
-    loaded = Policy.load(replace(settings, model=str(where)), "")
+    loaded = Policy.load(settings.changed(model=str(where)), "")
     assert loaded.sample(["Hi"], 1, 0, greedy=True) == policy.sample(["Hi"], 1, 0, greedy=True)[:1]
     assert not list(where.glob("*.bin")) and not list(where.glob("*.pt"))  # no pickle
 
@@ -385,4 +385,4 @@ def test_folders_of_rounds_that_somebody_made_up_cost_little(settings, tmp_path,
     assert sorted(kept) == ["round_3", "round_4"], "the own ones are kept and removed as ever"
     (found, *_) = elsewhere(tmp_path).written("swarm")
     assert found.place.round == 4
-    assert sum("passed over" in record.message for record in caplog.records) <= checkpoints.MAX_LOGGED
+    assert sum("is skipped" in record.message for record in caplog.records) <= checkpoints.MAX_LOGGED

@@ -32,20 +32,21 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
     "triton was imported before tests/learning/conftest.py could ask for its interpreter"
 )
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import decoder, logprobs, lora
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine
-from rl_swarm.learning.cuda import graphs as recorder
+from rl_swarm.learning.cuda import graphs as graphs
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.decoding import transpose
-from rl_swarm.learning.cuda.engine import CudaEngine, Request, size_for
-from rl_swarm.learning.cuda.graphs import Recorder
+from rl_swarm.learning.cuda.engine import CudaEngine, Request, batch_size_for
+from rl_swarm.learning.cuda.graphs import GraphCache
 from rl_swarm.learning.decoder import Decoder
-from rl_swarm.learning.parallel import batcher as meeting
-from rl_swarm.learning.sampler import Decoding, Sample, truncated
+from rl_swarm.learning.parallel import batcher
+from rl_swarm.learning.sampler import Sample, SamplingParams, truncated
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
-from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], list(range(20, 38))]
 EOS = frozenset(range(3, VOCABULARY, 6))
@@ -56,16 +57,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 @pytest.fixture(autouse=True)
 def several_blocks_even_of_little(monkeypatch):
     """Blocks so small that a few tokens take more than one, and few words more than one stretch."""
-    monkeypatch.setattr(engine, "STRETCH", 64)
+    monkeypatch.setattr(engine, "VOCABULARY_BLOCK", 64)
     monkeypatch.setattr(engine, "MANY_PROGRAMS", 8)
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(recorder, "BLOCK", 16)
+    monkeypatch.setattr(graphs, "BLOCK", 16)
 
 
 @torch.no_grad()
-def drawn(model, prompts, count, decoding, seed=1, engine=None):
+def drawn(model, prompts, count, params, seed=1, engine=None):
     engine = engine or CudaEngine(1, torch.float32)
-    return engine.sample(model, prompts, count, decoding, seed)
+    return engine.sample(model, prompts, count, params, seed)
 
 
 @torch.no_grad()
@@ -85,30 +86,30 @@ def often(kinds, *chosen):
 def train(model):
     """One step of the real trainer, large enough to see."""
     groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
-    Trainer(model, PAD, Settings(learning_rate=0.05)).update(groups)
+    Trainer(model, PAD, LearningSettings(learning_rate=0.05)).update(groups)
 
 
 @pytest.mark.parametrize("kind", often(FAST, "gpt2", "gemma3"))
 def test_log_probabilities_are_those_of_a_plain_forward_pass(kind):
     model = small_model(kind)
-    groups = drawn(model, PROMPTS, 2, Decoding(3, frozenset(), PAD))
+    groups = drawn(model, PROMPTS, 2, SamplingParams(3, frozenset(), PAD))
     assert all(len(s.tokens) == 3 for group in groups for s in group)
     assert len({s.tokens for group in groups for s in group}) > 3
     check_logprobs(model, PROMPTS, groups)
 
 
 def test_the_temperature_counts_and_words_that_are_looked_at_in_stretches(monkeypatch):
-    monkeypatch.setattr(engine, "STRETCH", 16)
+    monkeypatch.setattr(engine, "VOCABULARY_BLOCK", 16)
     model = small_model()
-    groups = drawn(model, PROMPTS, 1, Decoding(3, EOS, PAD, temperature=0.6))
+    groups = drawn(model, PROMPTS, 1, SamplingParams(3, EOS, PAD, temperature=0.6))
     check_logprobs(model, PROMPTS, groups, 0.6)
 
 
 @pytest.mark.parametrize("kind", often(FAST, "gpt2", "gemma3"))
 def test_greedy_is_what_transformers_generates(kind, monkeypatch):
-    monkeypatch.setattr(engine, "STRETCH", 16)
+    monkeypatch.setattr(engine, "VOCABULARY_BLOCK", 16)
     model = small_model(kind, seed=3)
-    groups = drawn(model, PROMPTS[1:], 1, Decoding(4, EOS, PAD, greedy=True))
+    groups = drawn(model, PROMPTS[1:], 1, SamplingParams(4, EOS, PAD, greedy=True))
     for prompt, (found,) in zip(PROMPTS[1:], groups, strict=True):
         is_greedy(model, prompt, found.tokens, 4, EOS)
 
@@ -117,12 +118,12 @@ def test_greedy_is_what_transformers_generates(kind, monkeypatch):
 def test_an_engine_goes_on_with_other_prompts_and_with_weights_that_have_learned(kind):
     model = small_model(kind)
     one = CudaEngine(1, torch.float32)
-    drawn(model, PROMPTS[:2], 1, Decoding(2, frozenset(), PAD), engine=one)
+    drawn(model, PROMPTS[:2], 1, SamplingParams(2, frozenset(), PAD), engine=one)
     longer = [[*PROMPTS[3], *PROMPTS[1]], PROMPTS[0]]
-    check_logprobs(model, longer, drawn(model, longer, 1, Decoding(3, frozenset(), PAD), engine=one))
+    check_logprobs(model, longer, drawn(model, longer, 1, SamplingParams(3, frozenset(), PAD), engine=one))
     before = copy.deepcopy(model)
     train(model)
-    groups = drawn(model, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD), engine=one)  # less than before
+    groups = drawn(model, PROMPTS[:1], 1, SamplingParams(3, frozenset(), PAD), engine=one)  # less than before
     check_logprobs(model, PROMPTS[:1], groups)
     with pytest.raises(AssertionError):
         check_logprobs(before, PROMPTS[:1], groups)
@@ -149,12 +150,12 @@ def test_weights_are_copied_only_when_they_have_changed(monkeypatch):
 def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypatch):
     model, one = small_model(), CudaEngine(1, torch.float32)
     ends = frozenset(range(2, VOCABULARY, 3))
-    decoding = Decoding(4, ends, PAD)
-    expected = drawn(model, PROMPTS, 2, decoding, engine=one)  # too short for a look at who has ended
+    params = SamplingParams(4, ends, PAD)
+    expected = drawn(model, PROMPTS, 2, params, engine=one)  # too short for a look at who has ended
     sizes, step = [], one._step
-    monkeypatch.setattr(engine, "LOOK_EVERY", 1)
+    monkeypatch.setattr(engine, "CHECK_EVERY", 1)
     monkeypatch.setattr(one, "_step", lambda rows, how: (sizes.append(rows), step(rows, how)))
-    groups = drawn(model, PROMPTS, 2, decoding, engine=one)
+    groups = drawn(model, PROMPTS, 2, params, engine=one)
     found = [s for group in groups for s in group]
     assert [s.tokens for s in found] == [s.tokens for group in expected for s in group]
     check_logprobs(model, PROMPTS, groups)
@@ -164,27 +165,27 @@ def test_sequences_that_have_ended_leave_the_batch_and_change_no_other(monkeypat
         assert s.ended or len(s.tokens) == 4
         assert not ends & set(s.tokens[:-1])
     going = [sum(len(s.tokens) > done for s in found) for done in range(1, 4)]
-    assert sizes == [size_for(count) for count in going if count]
-    assert sizes[-1] < size_for(len(found))
+    assert sizes == [batch_size_for(count) for count in going if count]
+    assert sizes[-1] < batch_size_for(len(found))
 
 
 def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
     one = CudaEngine(1, torch.float32)
-    monkeypatch.setattr(engine, "LOOK_EVERY", 1)
+    monkeypatch.setattr(engine, "CHECK_EVERY", 1)
     monkeypatch.setattr(one, "_step", None)
-    groups = drawn(small_model(), PROMPTS, 1, Decoding(5, frozenset(range(VOCABULARY)), PAD), engine=one)
+    groups = drawn(small_model(), PROMPTS, 1, SamplingParams(5, frozenset(range(VOCABULARY)), PAD), engine=one)
     assert all(s.ended and len(s.tokens) == 1 for (s,) in groups)
 
 
 @pytest.mark.slow
 def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch():
     model = small_model()
-    decoding = Decoding(3, frozenset(), PAD)
+    params = SamplingParams(3, frozenset(), PAD)
     one = CudaEngine(1, torch.float32)
-    everyone = drawn(model, PROMPTS, 2, decoding, 5, one)
-    fewer = drawn(model, PROMPTS[:2], 2, decoding, 5, one)
-    fresh = drawn(model, PROMPTS[:1], 2, decoding, seed=5)
-    others = drawn(model, PROMPTS[:2], 2, decoding, 6, one)
+    everyone = drawn(model, PROMPTS, 2, params, 5, one)
+    fewer = drawn(model, PROMPTS[:2], 2, params, 5, one)
+    fresh = drawn(model, PROMPTS[:1], 2, params, seed=5)
+    others = drawn(model, PROMPTS[:2], 2, params, 6, one)
     tokens = [[[s.tokens for s in group] for group in groups] for groups in (everyone, fewer, fresh, others)]
     assert tokens[1] == tokens[0][:2]
     assert tokens[2] == tokens[0][:1]
@@ -193,10 +194,10 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch()
 
 def test_what_is_drawn_does_not_depend_on_what_was_drawn_before():
     model = small_model()
-    decoding = Decoding(2, frozenset(), PAD)
+    params = SamplingParams(2, frozenset(), PAD)
     fresh, used = CudaEngine(1, torch.float32), CudaEngine(1, torch.float32)
-    drawn(model, PROMPTS[:1], 1, Decoding(3, frozenset(), PAD), engine=used)
-    first, second = (drawn(model, PROMPTS[:1], 4, decoding, 5, one)[0] for one in (fresh, used))
+    drawn(model, PROMPTS[:1], 1, SamplingParams(3, frozenset(), PAD), engine=used)
+    first, second = (drawn(model, PROMPTS[:1], 4, params, 5, one)[0] for one in (fresh, used))
     assert [s.tokens for s in first] == [s.tokens for s in second]
 
 
@@ -204,7 +205,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     model, count = small_model(vocabulary=8), 160
     with torch.no_grad():
         expected = count * model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(0)
-    (group,) = drawn(model, PROMPTS[:1], count, Decoding(1, frozenset(), PAD))
+    (group,) = drawn(model, PROMPTS[:1], count, SamplingParams(1, frozenset(), PAD))
     found = torch.bincount(torch.tensor([s.tokens[0] for s in group]), minlength=8)
     assert ((found - expected) ** 2 / expected).sum() < 24.3  # chi-square of 7 degrees: once in a thousand
 
@@ -212,11 +213,11 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 4, "top_p": 0.7}])
 def test_top_k_and_top_p_leave_what_the_plain_sampler_leaves(cut):
     model = small_model(vocabulary=20)
-    decoding = Decoding(1, frozenset(), PAD, temperature=2.5, **cut)
+    params = SamplingParams(1, frozenset(), PAD, temperature=2.5, **cut)
     with torch.no_grad():
         logits_BV = model(torch.tensor([PROMPTS[0]])).logits[:, -1] / 2.5
-    kept_V = truncated(logits_BV.log_softmax(-1), decoding.top_k, decoding.top_p)[0] > -torch.inf
-    (group,) = drawn(model, PROMPTS[:1], 48, decoding)
+    kept_V = truncated(logits_BV.log_softmax(-1), params.top_k, params.top_p)[0] > -torch.inf
+    (group,) = drawn(model, PROMPTS[:1], 48, params)
     assert 1 < kept_V.sum() < 6
     assert {s.tokens[0] for s in group} == set(kept_V.nonzero()[:, 0].tolist())
     check_logprobs(model, PROMPTS[:1], [group], 2.5)  # as they are before anything is cut
@@ -271,13 +272,13 @@ def test_training_passes_and_their_gradients_are_those_without_kernels(kind, mon
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", often(["gpt2", "gemma3"], "gpt2"))  # whose layers have all that the others' have
+@pytest.mark.parametrize("kind", often(["gpt2", "gemma3"], "gpt2"))  # owner layers have all that the others' have
 @pytest.mark.slow
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
     """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
     model = small_model(kind)
     batch, shape = Batch.of(training_groups(), 28)
-    plain, frugal = Decoder(model, fused=False), Decoder(model, fused=True, frugal=True)
+    plain, checkpointed = Decoder(model, fused=False), Decoder(model, fused=True, checkpointed=True)
     expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
     tokens = 4 * attention.BLOCK
     assert tokens > max(len(batch.ids_N), len(batch.targets_M))
@@ -288,17 +289,19 @@ def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothi
     filled_batch = Batch(*(filled(values) for values in vars(batch).values()))
     segments = Segments.of(shape, tokens, 16)
     assert len(segments.table) == 16 and len(segments.positions_N) == tokens
-    same_pass(passes(model, frugal, filled_batch, segments.attention(frugal), segments.positions_N), expected)
+    same_pass(
+        passes(model, checkpointed, filled_batch, segments.attention(checkpointed), segments.positions_N), expected
+    )
 
 
 def test_a_recording_is_used_again_where_it_is_little_too_large():
     """And one that is made fits exactly."""
-    recorder = Recorder(lambda *_: None, torch.device("cpu"))
+    graphs = GraphCache(lambda *_: None, torch.device("cpu"))
 
-    def used(tokens, targets, segments=100, whose=()):
-        key = recorder._fitting(tokens, targets, segments, whose)
-        new = key not in recorder.recordings
-        recorder.recordings[key] = None
+    def used(tokens, targets, segments=100, owner=()):
+        key = graphs._key_for(tokens, targets, segments, owner)
+        new = key not in graphs.captured
+        graphs.captured[key] = None
         return key[:3], new
 
     assert used(4352, 4096) == ((4352, 4096, 128), True)
@@ -339,18 +342,18 @@ def test_a_prompt_longer_than_the_window_of_its_completions_is_seen_in_part():
 
 
 def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch):
-    settings = Settings(learning_rate=1e-2, kl_weight=0.2, batch_tokens=9)  # two micro-batches
+    settings = Settings.of(learning_rate=1e-2, kl_weight=0.2, batch_tokens=9)  # two micro-batches
     groups = [
         TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None),
         TrainingGroup([9, 8], [[7, 6], [5, 4, 3]], [0.5, -0.7], None),
     ]
     calm, model = small_model(), small_model()
-    plain = steady(Trainer(calm, PAD, settings))
+    plain = steady(Trainer(calm, PAD, settings.learning))
     expected = gradients_at_step(plain)
     reports = [plain.update(groups) for _ in range(2)]
     monkeypatch.setattr(decoder, "has_kernels", lambda model: True)
-    trainer = steady(Trainer(model, PAD, settings))
-    assert plain.recorder is None and trainer.recorder is not None
+    trainer = steady(Trainer(model, PAD, settings.learning))
+    assert plain.graphs is None and trainer.graphs is not None
     seen = gradients_at_step(trainer)
     for report in reports:
         found = trainer.update(groups)
@@ -368,18 +371,18 @@ def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
     model = small_model(kind)
     lora.adapt(model, rank=2, seed=0)
     one = CudaEngine(1, torch.float32)
-    decoding = Decoding(2, frozenset(), PAD)
-    before = drawn(model, PROMPTS[:2], 1, decoding, engine=one)
+    params = SamplingParams(2, frozenset(), PAD)
+    before = drawn(model, PROMPTS[:2], 1, params, engine=one)
     check_logprobs(small_model(kind), PROMPTS[:2], before)  # a new adapter changes nothing
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.3)
-    after = drawn(model, PROMPTS[:2], 1, decoding, engine=one)
+    after = drawn(model, PROMPTS[:2], 1, params, engine=one)
     check_logprobs(model, PROMPTS[:2], after)
     assert [g[0].logprobs for g in after] != [g[0].logprobs for g in before]
     train(model)
-    check_logprobs(model, PROMPTS[:2], drawn(model, PROMPTS[:2], 1, decoding, engine=one))
+    check_logprobs(model, PROMPTS[:2], drawn(model, PROMPTS[:2], 1, params, engine=one))
 
 
 def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
@@ -397,10 +400,10 @@ def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
         assert not CudaEngine.supports(model), unknown
 
 
-def together(engine, decoding, requests):
+def together(engine, params, requests):
     """In one pass, whatever threads do."""
     with torch.no_grad():
-        return list(engine._serve(decoding, requests))
+        return list(engine._serve(params, requests))
 
 
 def different_models(count, kind="llama"):
@@ -424,9 +427,9 @@ def requests_of(models):
 
 @pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gpt2"))
 def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
-    monkeypatch.setattr(engine, "LOOK_EVERY", 1)
+    monkeypatch.setattr(engine, "CHECK_EVERY", 1)
     requests = requests_of(different_models(3, kind))
-    endless = [drawn(r.model, r.prompts, r.each, Decoding(3, frozenset(), PAD), r.seed) for r in requests]
+    endless = [drawn(r.model, r.prompts, r.each, SamplingParams(3, frozenset(), PAD), r.seed) for r in requests]
     ends = frozenset(endless[0][0][0].tokens[:1])  # the first node is done after a token
 
     def ended(sample):
@@ -435,7 +438,7 @@ def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, mon
         return Sample(sample.tokens[:length], logprobs, sample.tokens[length - 1] in ends)
 
     expected = [[[ended(sample) for sample in group] for group in groups] for groups in endless]
-    found = together(CudaEngine(3, torch.float32), Decoding(3, ends, PAD), requests)
+    found = together(CudaEngine(3, torch.float32), SamplingParams(3, ends, PAD), requests)
     assert found == expected, "tokens and log-probabilities, to the last bit"
     lengths = [[len(s.tokens) for group in groups for s in group] for groups in found]
     assert lengths[0] == [1] and 3 in lengths[1] + lengths[2]
@@ -443,38 +446,38 @@ def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, mon
 
 @pytest.mark.slow
 def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatch):
-    decoding = Decoding(2, frozenset(), PAD, top_k=5)
+    params = SamplingParams(2, frozenset(), PAD, top_k=5)
     models = different_models(4)
     requests = requests_of(models)
-    expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
+    expected = [drawn(r.model, r.prompts, r.each, params, r.seed) for r in requests]
     one = CudaEngine(3, torch.float32)
-    assert together(one, decoding, [requests[1]]) == [expected[1]]
-    assert together(one, decoding, [requests[0], requests[2]]) == [expected[0], expected[2]]
-    with pytest.raises(ValueError, match="3 seats"):
-        together(one, decoding, [requests[3]])
+    assert together(one, params, [requests[1]]) == [expected[1]]
+    assert together(one, params, [requests[0], requests[2]]) == [expected[0], expected[2]]
+    with pytest.raises(ValueError, match="serves 3 models"):
+        together(one, params, [requests[3]])
     one.leave(models[1])
-    assert together(one, decoding, requests[2:]) == expected[2:]
+    assert together(one, params, requests[2:]) == expected[2:]
     train(models[2])
-    (changed, same) = together(one, decoding, requests[2:])
+    (changed, same) = together(one, params, requests[2:])
     assert changed != expected[2] and same == expected[3]
     check_logprobs(models[2], requests[2].prompts, changed)
     with pytest.raises(ValueError, match="of one shape"):
         one.leave(models[0])
-        together(one, decoding, [Request(small_model(vocabulary=20), PROMPTS[:1], 1, 0)])
+        together(one, params, [Request(small_model(vocabulary=20), PROMPTS[:1], 1, 0)])
     for model in models:
         one.leave(model)
     assert not one.stack.tensors and not hasattr(one.scratch, "keys")
-    assert together(one, decoding, [requests[1]]) == [expected[1]]
+    assert together(one, params, [requests[1]]) == [expected[1]]
 
 
 def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monkeypatch):
-    monkeypatch.setattr(meeting, "LEAST_PAUSE", 3600)
-    monkeypatch.setattr(meeting, "MAX_PAUSE", 3600)
-    decoding = Decoding(2, frozenset(), PAD)
+    monkeypatch.setattr(batcher, "MIN_PAUSE", 3600)
+    monkeypatch.setattr(batcher, "MAX_PAUSE", 3600)
+    params = SamplingParams(2, frozenset(), PAD)
     requests = requests_of(different_models(3))
-    expected = [drawn(r.model, r.prompts, r.each, decoding, r.seed) for r in requests]
+    expected = [drawn(r.model, r.prompts, r.each, params, r.seed) for r in requests]
     one = CudaEngine(3, torch.float32, sequences=8)
-    one.meeting.members.update(r.model for r in requests)
+    one.batcher.members.update(r.model for r in requests)
     real, passes, found = one._draw, [], {}
 
     def draw(rows, how):
@@ -486,7 +489,7 @@ def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monke
     def sample(number):
         r = requests[number]
         try:
-            found[number] = drawn(r.model, r.prompts, r.each, decoding, r.seed, one)
+            found[number] = drawn(r.model, r.prompts, r.each, params, r.seed, one)
         except torch.OutOfMemoryError as error:
             found[number] = str(error)
 
@@ -498,7 +501,7 @@ def test_threads_that_sample_at_the_same_time_share_a_pass_and_its_failure(monke
         for thread in threads:
             thread.join(60)
         assert [found[number] for number in range(3)] == result
-        assert one.scratch.room.sequences == room, "after a failure no more is reserved than is asked for"
+        assert one.scratch.capacity.sequences == room, "after a failure no more is reserved than is asked for"
     assert passes == [2, 2, 2], "one that failed, and two tokens"
 
 

@@ -1,4 +1,4 @@
-"""A node on two devices does what it does on one, and its helper never outlives it."""
+"""A node on two devices learns what it learns on one, and its workers never outlive it."""
 
 import dataclasses
 import os
@@ -9,18 +9,18 @@ import sys
 import psutil
 import pytest
 import torch
-from msgspec.structs import replace
 from processes import until
 from small_models import save_small
 
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.parallel.data_parallel import DataParallelLeader, TeamError, check_devices, share
+from rl_swarm.learning.parallel.data_parallel import DataParallelError, DataParallelPolicy, check_devices, partition
 from rl_swarm.learning.policy import Policy
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import ConfigError, Settings
 
 PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9 minus 7, then?", "Hi"]
 
@@ -28,26 +28,26 @@ PROMPTS = ["What is 2 plus 2?", "What is 3 plus 4?", "What is 1 plus 1?", "And 9
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = save_small(tmp_path_factory.mktemp("model"))
-    return Settings(model=str(folder), max_new_tokens=12, learning_rate=1e-3, cpu_only=True, devices_per_node=2)
+    return Settings.of(model=str(folder), max_new_tokens=12, learning_rate=1e-3, cpu_only=True, devices_per_node=2)
 
 
 @pytest.fixture
-def lead():
-    """Makes leaders whose helpers are gone after the test."""
+def load():
+    """Makes policies of several ranks, and ends their workers after the test."""
     made = []
 
     def make(settings, path=None):
-        leader = DataParallelLeader.load(settings, "Answer well.", path)
-        made.append(leader)
-        return leader
+        policy = DataParallelPolicy.load(settings, "Answer well.", path)
+        made.append(policy)
+        return policy
 
     yield make
-    for leader in made:
-        leader.close()
+    for policy in made:
+        policy.close()
 
 
 def single(settings):
-    return Policy.load(replace(settings, devices_per_node=1), "Answer well.")
+    return Policy.load(settings.changed(devices_per_node=1), "Answer well.")
 
 
 def groups_of(policy, seed=0):
@@ -82,77 +82,77 @@ def close(one, other):
         pytest.param({"lora_rank": 4, "learning_rate": 1e-4}, marks=pytest.mark.slow),
     ],
 )
-def test_two_learn_what_one_learns(settings, lead, changes):
-    settings = replace(settings, **changes)
-    alone, leader = single(settings), lead(settings)
+def test_two_learn_what_one_learns(settings, load, changes):
+    settings = settings.changed(**changes)
+    alone, policy = single(settings), load(settings)
     for number in range(3):
         groups = groups_of(alone, number)
-        one, both = alone.learn(groups), leader.learn(groups)
+        one, both = alone.learn(groups), policy.learn(groups)
         assert one.tokens > 50 and one.grad_norm > 0
         same(one, both)
-        close(alone, leader)
+        close(alone, policy)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_learn_what_one_learns(settings, lead):
-    settings = replace(settings, cpu_only=False, device="cuda")
-    alone, leader = single(settings), lead(settings)
+def test_two_gpus_learn_what_one_learns(settings, load):
+    settings = settings.changed(cpu_only=False, device="cuda")
+    alone, policy = single(settings), load(settings)
     groups = groups_of(alone)
-    one, both = alone.learn(groups), leader.learn(groups)
+    one, both = alone.learn(groups), policy.learn(groups)
     assert both.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
     assert both.loss == pytest.approx(one.loss, abs=1e-3)
-    leader.helpers[0].process.kill()
-    with pytest.raises(TeamError, match="helper 1"):
-        leader.learn(groups)
+    policy.workers[0].process.kill()
+    with pytest.raises(DataParallelError, match="worker 1"):
+        policy.learn(groups)
 
 
-def test_a_question_is_answered_with_the_draws_of_one_device(settings, lead):
-    alone, leader = single(settings), lead(settings)
+def test_a_question_is_answered_with_the_draws_of_one_device(settings, load):
+    alone, policy = single(settings), load(settings)
     alone.batch = 3 * 4  # three questions at once, as many as each of the two gets
-    expected, found = (policy.sample(PROMPTS, 4, seed=5) for policy in (alone, leader))
+    expected, found = (policy.sample(PROMPTS, 4, seed=5) for policy in (alone, policy))
     assert len({c.text for group in expected for c in group}) > 5
     assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in expected]
     for group, other in zip(found, expected, strict=True):
         for a, b in zip(group, other, strict=True):
             assert (a.text, a.ended) == (b.text, b.ended)
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
-    assert leader.sample([], 4, 0) == []
-    texts = [[g[0].text for g in p.sample(PROMPTS[:1], 1, 0, greedy=True)] for p in (alone, leader)]
+    assert policy.sample([], 4, 0) == []
+    texts = [[g[0].text for g in p.sample(PROMPTS[:1], 1, 0, greedy=True)] for p in (alone, policy)]
     assert texts[0] == texts[1]
 
 
-def test_a_member_with_nothing_to_do_takes_the_same_step(settings, lead):
-    alone, leader = single(settings), lead(replace(settings, devices_per_node=3))
+def test_a_rank_without_completions_takes_the_same_step(settings, load):
+    alone, policy = single(settings), load(settings.changed(devices_per_node=3))
     words = (Completion("4", True), Completion("7", True))
     group = Group("peer", Question("t", 0, 0, "Hi", "4"), words, (1.0, 0.0), True)
     training = [alone._tokens(group)]
-    assert [len(share(training, rank, 3)) for rank in range(3)] == [1, 0, 1]
-    same(alone.learn([group]), leader.learn([group]))
-    close(alone, leader)
-    assert leader.learn([dataclasses.replace(group, rewards=(1.0, 1.0))]).tokens == 0
+    assert [len(partition(training, rank, 3)) for rank in range(3)] == [1, 0, 1]
+    same(alone.learn([group]), policy.learn([group]))
+    close(alone, policy)
+    assert policy.learn([dataclasses.replace(group, rewards=(1.0, 1.0))]).tokens == 0
 
 
-def test_a_team_goes_on_from_a_checkpoint(settings, lead, tmp_path):
-    """The helper gets weights and moments from its leader, wherever those came from."""
+def test_all_ranks_resume_from_a_checkpoint(settings, load, tmp_path):
+    """A worker gets the weights and moments of rank 0, wherever those came from."""
     alone = single(settings)
     alone.learn(groups_of(alone))
     place = checkpoints.Place("swarm", "me", "m", 0, 0, 1)
     folder = checkpoints.Checkpoints(tmp_path, Identity.generate(), "node").save(alone, place)
-    leader = lead(settings, folder)
-    checkpoints.restore_optimizer(leader, folder)
+    policy = load(settings, folder)
+    checkpoints.restore_optimizer(policy, folder)
     groups = groups_of(alone, 1)
-    same(alone.learn(groups), leader.learn(groups))
-    close(alone, leader)
-    pid = leader.helpers[0].process.pid
-    leader.close()
+    same(alone.learn(groups), policy.learn(groups))
+    close(alone, policy)
+    pid = policy.workers[0].process.pid
+    policy.close()
     assert not psutil.pid_exists(pid)
 
 
-def test_memory_that_runs_out_on_one_device_makes_all_take_smaller_pieces(settings, lead, monkeypatch):
-    alone, leader = single(settings), lead(settings)
-    leader.start()
-    accumulate, calls = leader.trainer._accumulate, []
+def test_when_memory_runs_out_on_one_device_all_ranks_take_smaller_batches(settings, load, monkeypatch):
+    alone, policy = single(settings), load(settings)
+    policy.start()
+    accumulate, calls = policy.trainer._accumulate, []
 
     def short_of_memory(*args):
         calls.append(args)
@@ -160,76 +160,77 @@ def test_memory_that_runs_out_on_one_device_makes_all_take_smaller_pieces(settin
             raise torch.OutOfMemoryError("no more")
         return accumulate(*args)
 
-    monkeypatch.setattr(leader.trainer, "_accumulate", short_of_memory)
+    monkeypatch.setattr(policy.trainer, "_accumulate", short_of_memory)
     groups = groups_of(alone)
-    same(alone.learn(groups), leader.learn(groups))
-    close(alone, leader)
-    assert 0 < leader.trainer.batch_tokens <= leader.plan.batch_tokens // 2
+    same(alone.learn(groups), policy.learn(groups))
+    close(alone, policy)
+    assert 0 < policy.trainer.batch_tokens <= policy.plan.batch_tokens // 2
 
 
-def test_a_helper_that_is_killed_is_an_error_and_not_a_wait(settings, lead):
-    leader = lead(settings)
-    groups = groups_of(leader)
-    leader.helpers[0].process.kill()
-    with pytest.raises(TeamError, match="helper 1 ended with exit code -9"):
-        leader.learn(groups)
-    with pytest.raises(TeamError, match="helper 1"):
-        leader.sample(PROMPTS, 4, 0)
+def test_a_killed_worker_raises_an_error_at_once(settings, load):
+    policy = load(settings)
+    groups = groups_of(policy)
+    policy.workers[0].process.kill()
+    with pytest.raises(DataParallelError, match="worker 1 ended with exit code -9"):
+        policy.learn(groups)
+    with pytest.raises(DataParallelError, match="worker 1"):
+        policy.sample(PROMPTS, 4, 0)
 
 
 @pytest.mark.slow
-def test_a_helper_that_is_killed_during_an_update_is_one_too(settings, lead, monkeypatch):
-    leader = lead(settings)
-    groups = groups_of(leader)
-    pid = leader.helpers[0].process.pid
+def test_a_worker_killed_during_an_update_raises_an_error(settings, load, monkeypatch):
+    policy = load(settings)
+    groups = groups_of(policy)
+    pid = policy.workers[0].process.pid
     os.kill(pid, signal.SIGSTOP)  # it will not get to adding up
-    accumulate = leader.trainer._accumulate
+    accumulate = policy.trainer._accumulate
 
     def and_kill(*args):
         os.kill(pid, signal.SIGKILL)
         return accumulate(*args)
 
-    monkeypatch.setattr(leader.trainer, "_accumulate", and_kill)
-    with pytest.raises(TeamError, match="helper 1 ended with exit code -9"):
-        leader.learn(groups)
+    monkeypatch.setattr(policy.trainer, "_accumulate", and_kill)
+    with pytest.raises(DataParallelError, match="worker 1 ended with exit code -9"):
+        policy.learn(groups)
 
 
-def test_what_a_helper_cannot_do_is_said_in_its_words(settings, lead, tmp_path):
+def test_the_error_of_a_worker_is_reported(settings, load, tmp_path):
     folder = save_small(tmp_path / "model")
-    leader = lead(replace(settings, model=str(folder)))
+    policy = load(settings.changed(model=str(folder)))
     (folder / "config.json").unlink()
-    with pytest.raises(TeamError, match=r"helper 1 failed: ModelError: MODEL_NAME=.* there is no config.json"):
-        leader.sample(PROMPTS, 1, 0)
+    with pytest.raises(DataParallelError, match=r"worker 1 failed: ModelError: MODEL_NAME=.* there is no config.json"):
+        policy.sample(PROMPTS, 1, 0)
 
 
-def test_weights_that_differ_are_noticed(settings, lead):
-    leader = lead(settings)
-    groups = groups_of(leader)
+def test_weights_that_differ_are_noticed(settings, load):
+    policy = load(settings)
+    groups = groups_of(policy)
     with torch.no_grad():
-        next(leader.model.parameters())[0, 0] += 1e-3
-    with pytest.raises(TeamError, match="other weights"):
-        leader.learn(groups)
+        next(policy.model.parameters())[0, 0] += 1e-3
+    with pytest.raises(DataParallelError, match="other weights"):
+        policy.learn(groups)
 
 
 @pytest.mark.slow
 def test_helpers_end_with_their_leader_however_it_ends(settings):
     script = (
-        "import sys, time; from rl_swarm.settings import Settings; from rl_swarm.learning.parallel.data_parallel "
-        "import Leader\n"
-        f"leader = Leader.load(Settings(model={settings.model!r}, cpu_only=True, devices_per_node=3), '')\n"
-        "leader.start(); print(leader.folder.name, *[h.process.pid for h in leader.helpers], flush=True)\n"
+        "import sys, time; from rl_swarm.config.settings import Settings\n"
+        "from rl_swarm.learning.parallel.data_parallel import DataParallelLeader\n"
+        f"given = Settings.of(model={settings.model.model!r}, cpu_only=True, devices_per_node=3)\n"
+        "policy = DataParallelLeader.load(given, '')\n"
+        "policy.start(); print(policy.folder.name, *[h.process.pid for h in policy.workers], flush=True)\n"
         "time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         folder, *pids = process.stdout.readline().split()
-        helpers = [psutil.Process(int(pid)) for pid in pids]
-        assert len(helpers) == 2 and os.path.isdir(folder)
-        for helper in helpers:
-            helper.terminate()  # meant for all processes of a terminal: the leader decides
+        workers = [psutil.Process(int(pid)) for pid in pids]
+        assert len(workers) == 2 and os.path.isdir(folder)
+        for worker in workers:
+            worker.terminate()  # a signal to the process group: rank 0 decides
         process.kill()
         process.wait(120)
-        until(lambda: not any(h.is_running() and h.status() != "zombie" for h in helpers))
+        until(lambda: not any(h.is_running() and h.status() != "zombie" for h in workers))
         assert not os.path.exists(folder)
     finally:
         process.kill()
@@ -253,7 +254,7 @@ def test_shares_are_whole_and_even():
         completions = [tokens(30) for _ in range(5)]
         logprobs = [[-float(token) for token in ids] for ids in completions]
         groups.append(TrainingGroup(tokens(20), completions, [float(len(ids)) for ids in completions], logprobs))
-    parts = [share(groups, rank, 4) for rank in range(4)]
+    parts = [partition(groups, rank, 4) for rank in range(4)]
     assert [ids for part in parts for g in part for ids in g.completions] == [
         ids for g in groups for ids in g.completions
     ]
@@ -263,4 +264,4 @@ def test_shares_are_whole_and_even():
     for group in (g for part in parts for g in part):
         assert group.advantages == [float(len(ids)) for ids in group.completions]
         assert group.logprobs == [[-float(token) for token in ids] for ids in group.completions]
-    assert share(groups, 0, 1) == groups
+    assert partition(groups, 0, 1) == groups

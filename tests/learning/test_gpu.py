@@ -9,19 +9,20 @@ import pytest
 import torch
 from small_models import FAST, PAD, VOCABULARY, gradients_at_step, plain_logprobs, small_model
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import memory, sampler
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import release_memory
-from rl_swarm.learning.parallel import batcher as meeting
-from rl_swarm.learning.parallel.sharing import Sharing, own_stream
+from rl_swarm.learning.parallel import batcher
+from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 from rl_swarm.learning.parallel.stacked import ModelStack
 from rl_swarm.learning.policy import Policy, load_model
-from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
-from rl_swarm.settings import Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,9 +58,9 @@ def gentle_model(kind):
     return model
 
 
-def drawn(engine, model, decoding, count=4, seed=1):
+def drawn(engine, model, params, count=4, seed=1):
     with torch.no_grad():
-        return engine.sample(model, PROMPTS, count, decoding, seed)
+        return engine.sample(model, PROMPTS, count, params, seed)
 
 
 def errors(model, groups, temperature=1.0):
@@ -80,9 +81,9 @@ def test_a_float32_engine_computes_what_transformers_does(kind):
     plain = small_model(kind)
     engine, model = CudaEngine(1, torch.float32), copy.deepcopy(plain).cuda()
     for seed in range(3):  # recorded, and replayed
-        groups = drawn(engine, model, Decoding(20, EOS, PAD), seed=seed)
+        groups = drawn(engine, model, SamplingParams(20, EOS, PAD), seed=seed)
         assert errors(plain, groups).max() < 1e-4
-    groups = drawn(engine, model, Decoding(30, EOS, PAD, temperature=0.7), count=40)
+    groups = drawn(engine, model, SamplingParams(30, EOS, PAD, temperature=0.7), count=40)
     assert errors(plain, groups, 0.7).max() < 1e-4
 
 
@@ -90,15 +91,15 @@ def test_a_float32_engine_computes_what_transformers_does(kind):
 def test_what_is_sampled_in_bfloat16_is_near_float32_also_after_learning(kind):
     plain = gentle_model(kind)
     model = copy.deepcopy(plain).cuda()
-    decoding = Decoding(20, EOS, PAD)
-    assert errors(plain, sample(model, PROMPTS, 8, decoding, 1)).mean() < 0.02
+    params = SamplingParams(20, EOS, PAD)
+    assert errors(plain, sample(model, PROMPTS, 8, params, 1)).mean() < 0.02
     groups = [TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)]
-    trainer = Trainer(model, PAD, Settings(learning_rate=0.02))
+    trainer = Trainer(model, PAD, LearningSettings(learning_rate=0.02))
     for seed in range(2):
         trainer.update(groups)
         learned = copy.deepcopy(plain)
         learned.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
-        found = sample(model, PROMPTS, 8, decoding, seed)
+        found = sample(model, PROMPTS, 8, params, seed)
         assert errors(learned, found).mean() < 0.02
         assert errors(plain, found).mean() > 0.04
 
@@ -109,7 +110,7 @@ def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
 
     plain = small_model(kind, seed=3)
     engine, model = CudaEngine(1, torch.float32), copy.deepcopy(plain).cuda()
-    groups = drawn(engine, model, Decoding(20, EOS, PAD, greedy=True), count=1)
+    groups = drawn(engine, model, SamplingParams(20, EOS, PAD, greedy=True), count=1)
     for prompt, (found,) in zip(PROMPTS, groups, strict=True):
         expected = plain.generate(
             torch.tensor([prompt]),
@@ -127,9 +128,9 @@ def test_the_likeliest_word_stays_when_all_others_are_cut(temperature):
     from rl_swarm.learning.cuda.engine import CudaEngine
 
     engine, model = CudaEngine(1, torch.float32), small_model().cuda()
-    greedy = drawn(engine, model, Decoding(20, EOS, PAD, temperature, greedy=True))
+    greedy = drawn(engine, model, SamplingParams(20, EOS, PAD, temperature, greedy=True))
     for cut in ({"top_k": 1}, {"top_p": 1e-6}):
-        found = drawn(engine, model, Decoding(20, EOS, PAD, temperature, **cut))
+        found = drawn(engine, model, SamplingParams(20, EOS, PAD, temperature, **cut))
         assert [[s.tokens for s in group] for group in found] == [[s.tokens for s in group] for group in greedy]
 
 
@@ -159,11 +160,11 @@ def test_recorded_updates_are_those_that_are_not_recorded(kind):
     rounds = [random_groups(seed, plain, count) for seed, count in ((0, 6), (1, 11), (2, 6), (0, 6))]
     made = []
     for device, recorded in (("cuda", True), ("cuda", False), ("cpu", False)):
-        settings = Settings(learning_rate=1e-6, max_grad_norm=1e9, kl_weight=0.1)
-        trainer = Trainer(copy.deepcopy(plain).to(device), PAD, settings)
-        assert (trainer.recorder is not None) == (device == "cuda")
+        settings = Settings.of(learning_rate=1e-6, max_grad_norm=1e9, kl_weight=0.1)
+        trainer = Trainer(copy.deepcopy(plain).to(device), PAD, settings.learning)
+        assert (trainer.graphs is not None) == (device == "cuda")
         if not recorded:
-            trainer.recorder = None
+            trainer.graphs = None
         gradients = gradients_at_step(trainer)
         made.append(([trainer.update(groups) for groups in rounds], gradients))
     (recorded, gradients), *others = made
@@ -179,7 +180,7 @@ def test_recorded_updates_are_those_that_are_not_recorded(kind):
 def tiny_trainer():
     """Of the bundled model, after an update: what stays in memory is there."""
     model, _ = load_model("tiny")
-    trainer = Trainer(model.cuda(), 0, Settings(learning_rate=1e-5, batch_tokens=1 << 15))
+    trainer = Trainer(model.cuda(), 0, LearningSettings(learning_rate=1e-5, batch_tokens=1 << 15))
     trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])
     release_memory()
     return trainer
@@ -218,11 +219,11 @@ def test_an_update_that_does_not_fit_is_done_in_pieces_that_do(capped, caplog):
 
 @pytest.fixture
 def policy():
-    """Makes policies of the bundled model whose memory is free after the test."""
+    """Makes policies of the bundled model owner memory is free after the test."""
     made = []
 
     def make(**changes):
-        settings = Settings(model="tiny", device="cuda", learning_rate=1e-5, **changes)
+        settings = Settings.of(model="tiny", device="cuda", learning_rate=1e-5, **changes)
         made.append(Policy.load(settings, "Answer well."))
         return made[-1]
 
@@ -275,29 +276,29 @@ def test_memory_does_not_grow_from_round_to_round(policy):
 
 
 def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_would_alone():
-    settings = Settings(learning_rate=0.02)
+    settings = Settings.of(learning_rate=0.02)
     plain = [small_model(seed=seed) for seed in range(6)]
     alone = [copy.deepcopy(model).cuda() for model in plain]
     together = [copy.deepcopy(model).cuda() for model in plain]
-    decoding = Decoding(20, EOS, PAD)
+    params = SamplingParams(20, EOS, PAD)
     groups = [random_groups(seed, model, 3) for seed, model in enumerate(plain)]
-    sharing = Sharing(len(plain))
+    sharing = SharedDevice(len(plain))
     free = memory.available(alone[0].device)
     room = memory.plan(ModelShape.of(plain[0].config), free, settings, "cuda", len(plain))
-    room = dataclasses.replace(room, desks=2)
+    room = dataclasses.replace(room, training_slots=2)
     found = {}
 
     def live(number, model, trainer):
         texts = []
         for turn in range(3):
-            texts.append([[s.tokens for s in group] for group in sample(model, PROMPTS, 4, decoding, turn)])
+            texts.append([[s.tokens for s in group] for group in sample(model, PROMPTS, 4, params, turn)])
             trainer.update(groups[number])
         found[number] = texts
 
     def in_a_thread(number):
         with own_stream():
             model = together[number]
-            live(number, model, sharing.admit(model, PAD, settings, room))
+            live(number, model, sharing.make_trainer(model, PAD, settings.learning, room))
 
     threads = [threading.Thread(target=in_a_thread, args=(number,)) for number in range(len(plain))]
     for thread in threads:
@@ -306,9 +307,9 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
         thread.join()
     shared = dict(found)
     (engine,) = sharing.engines.values()
-    assert all(engine.seats)
+    assert all(engine.copies)
     for number, model in enumerate(alone):
-        live(number, model, Trainer(model, PAD, settings))
+        live(number, model, Trainer(model, PAD, settings.learning))
         assert shared[number][0] == found[number][0]
         moved = difference(model.parameters(), [p.detach() for p in plain[number].parameters()])
         apart = difference(model.parameters(), [p.detach() for p in together[number].parameters()])
@@ -320,22 +321,22 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
 def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone(kind, monkeypatch):
     from rl_swarm.learning.cuda.engine import CudaEngine
 
-    monkeypatch.setattr(meeting, "LEAST_PAUSE", 60)
-    monkeypatch.setattr(meeting, "MAX_PAUSE", 60)
+    monkeypatch.setattr(batcher, "MIN_PAUSE", 60)
+    monkeypatch.setattr(batcher, "MAX_PAUSE", 60)
     models = [small_model(kind, seed=seed).cuda() for seed in range(8)]
     engine, passes = CudaEngine(8, torch.float32), []
     real = engine._sample
     monkeypatch.setattr(engine, "_sample", lambda given, how: (passes.append(len(given)), real(given, how))[1])
     for model in models:
-        sampler.share(model, engine)
-    engine.meeting.members.update(models)
-    decoding, found = Decoding(30, EOS, PAD), {}
+        sampler.use_engine(model, engine)
+    engine.batcher.members.update(models)
+    params, found = SamplingParams(30, EOS, PAD), {}
 
     def work(number):
         with own_stream():
             for turn in range(3):  # recorded, and replayed; one node has more to do than the others
                 count = 20 if turn == 2 and number == 5 else 3
-                groups = sample(models[number], PROMPTS[number % 3 :], count, decoding, turn)
+                groups = sample(models[number], PROMPTS[number % 3 :], count, params, turn)
                 found[number, turn] = [[s.tokens for s in group] for group in groups]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -347,7 +348,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
     together = dict(found)
     for number, model in enumerate(models):
         sampler.release(model)
-        sampler.share(model, CudaEngine(1, torch.float32))
+        sampler.use_engine(model, CudaEngine(1, torch.float32))
         work(number)
         sampler.release(model)
     assert found == together
@@ -358,7 +359,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
 def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monkeypatch):
     monkeypatch.setattr("rl_swarm.learning.devices.prefers_bfloat16", lambda model: False)
     plain = [small_model(kind, seed=seed) for seed in range(4)]
-    stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, Settings()) for model in plain]
+    stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, LearningSettings()) for model in plain]
     stack = ModelStack(stacked)
     stack._step = lambda active_Z: torch.zeros(4, device="cuda")
     for turn in range(3):  # recorded, replayed, and of another size
@@ -366,7 +367,7 @@ def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monke
         given[turn] = []
         stack.update(given)
         for place, (model, groups) in enumerate(zip(plain, given, strict=True)):
-            alone = Trainer(model, PAD, Settings())
+            alone = Trainer(model, PAD, LearningSettings())
             tokens = sum(len(ids) for group in groups for ids in group.completions)
             alone.optimizer.zero_grad()
             alone._gradients(groups, tokens)

@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 import transformers
-from msgspec.structs import replace
 from recurrent_models import recurrent_model
 from small_models import (
     FAST,
@@ -26,14 +25,16 @@ from small_models import (
 from test_checkpoints import newest, place, resumed, save, teach
 from transformers import AutoModelForCausalLM
 
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import lora
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.checkpoints import CheckpointError
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.verification import UnsupportedModelError
-from rl_swarm.settings import ConfigError, Settings
 
 RANK = 3
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
@@ -68,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(folder):
-    return Settings(model=str(folder), max_new_tokens=16, learning_rate=1e-2, cpu_only=True, lora_rank=RANK)
+    return Settings.of(model=str(folder), max_new_tokens=16, learning_rate=1e-2, cpu_only=True, lora_rank=RANK)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,8 +105,8 @@ def test_the_merged_weight_is_what_a_linear_map_multiplies_by(kind):
 @pytest.mark.parametrize("kind", FAST)
 def test_the_sampler_and_the_trainer_compute_with_the_adapters(kind):
     model = adapted(kind)
-    decoding = Decoding(max_new_tokens=6, eos=frozenset({1}), pad=PAD)
-    for prompt, group in zip(PROMPTS, sample(model, PROMPTS, 3, decoding, 0), strict=True):
+    params = SamplingParams(max_new_tokens=6, eos=frozenset({1}), pad=PAD)
+    for prompt, group in zip(PROMPTS, sample(model, PROMPTS, 3, params, 0), strict=True):
         for s in group:
             expected = plain_logprobs(merged(kind, model), prompt, list(s.tokens))
             torch.testing.assert_close(torch.tensor(s.logprobs), expected, rtol=1e-4, atol=1e-4)
@@ -118,14 +119,14 @@ def test_the_sampler_and_the_trainer_compute_with_the_adapters(kind):
             )
             for group in GROUPS
         ]
-    assert Trainer(model, PAD, Settings()).update(known).logprob_mismatch < 1e-4
+    assert Trainer(model, PAD, LearningSettings()).update(known).logprob_mismatch < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
 def test_only_the_adapters_learn_by_the_gradient_of_the_plain_loss(kind):
     model = adapted(kind)
     before = copy.deepcopy(model)
-    trainer = Trainer(model, PAD, Settings(learning_rate=1e-2, max_grad_norm=1e9))
+    trainer = Trainer(model, PAD, LearningSettings(learning_rate=1e-2, max_grad_norm=1e9))
     seen = gradients_at_step(trainer)
     trainer.update(GROUPS)
     loss = sum(
@@ -144,7 +145,7 @@ def test_only_the_adapters_learn_by_the_gradient_of_the_plain_loss(kind):
 def test_the_optimiser_keeps_moments_of_the_adapters_only(settings):
     sizes = {}
     for rank in (0, RANK):
-        policy = Policy.load(replace(settings, lora_rank=rank), "")
+        policy = Policy.load(settings.changed(lora_rank=rank), "")
         teach(policy, "4", "7")
         state = policy.trainer.optimizer.state_dict()["state"].values()
         sizes[rank] = sum(v.numel() for values in state for v in values.values() if v.dim())
@@ -194,7 +195,7 @@ def test_a_mixture_of_experts_learns_and_goes_on_from_its_checkpoint(kind, setti
     tokenizer = small_tokenizer()
     mixture_model(kind, len(tokenizer), tokenizer.eos_token_id).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    settings = replace(settings, model=str(tmp_path / "base"))
+    settings = settings.changed(model=str(tmp_path / "base"))
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     save(policy, place(1), tmp_path / "run", "node", keep=2)
@@ -204,7 +205,7 @@ def test_a_mixture_of_experts_learns_and_goes_on_from_its_checkpoint(kind, setti
         teach(one, "5", "six", "x")
     for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    ordinary = Policy.load(Settings(model=str(there), cpu_only=True, max_new_tokens=16), "").model
+    ordinary = Policy.load(Settings.of(model=str(there), cpu_only=True, max_new_tokens=16), "").model
     again = resumed(settings, there).model
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     torch.testing.assert_close(ordinary(input_ids=ids).logits, again(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
@@ -213,7 +214,7 @@ def test_a_mixture_of_experts_learns_and_goes_on_from_its_checkpoint(kind, setti
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
 def test_going_on_from_a_checkpoint_with_adapters_is_going_on(settings, tmp_path, kl_weight):
     """To the last bit."""
-    settings = replace(settings, kl_weight=kl_weight)
+    settings = settings.changed(kl_weight=kl_weight)
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     teach(policy, "four", "nine")
@@ -223,7 +224,7 @@ def test_going_on_from_a_checkpoint_with_adapters_is_going_on(settings, tmp_path
         teach(one, "5", "six", "x")
     for a, b in zip(policy.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    ordinary = Policy.load(Settings(model=str(newest(tmp_path)[0]), cpu_only=True, max_new_tokens=16), "")
+    ordinary = Policy.load(Settings.of(model=str(newest(tmp_path)[0]), cpu_only=True, max_new_tokens=16), "")
     assert not lora.is_adapted(ordinary.model)
     again = resumed(settings, newest(tmp_path)[0])
     ids = torch.tensor([ordinary.prompt_ids("Hi")])
@@ -233,17 +234,17 @@ def test_going_on_from_a_checkpoint_with_adapters_is_going_on(settings, tmp_path
 
 def test_a_checkpoint_of_another_kind_is_refused_in_words(settings, tmp_path):
     save(Policy.load(settings, ""), place(1), tmp_path / "with", "node", keep=2)
-    save(Policy.load(replace(settings, lora_rank=0), ""), place(1), tmp_path / "without", "node", keep=2)
+    save(Policy.load(settings.changed(lora_rank=0), ""), place(1), tmp_path / "without", "node", keep=2)
     there = newest(tmp_path / "with")[0]
     with pytest.raises(ConfigError, match=r"lora_rank=0, but .* was made with LoRA"):
-        resumed(replace(settings, lora_rank=0), there)
+        resumed(settings.changed(lora_rank=0), there)
     with pytest.raises(ConfigError, match=r"lora_rank=5, but .* was made with lora_rank=3"):
-        resumed(replace(settings, lora_rank=5), there)
+        resumed(settings.changed(lora_rank=5), there)
     with pytest.raises(ConfigError, match="made without LoRA"):
         resumed(settings, newest(tmp_path / "without")[0])
     other = save_small(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="belong to another model"):
-        resumed(replace(settings, model=str(other)), there)
+        resumed(settings.changed(model=str(other)), there)
     (there / lora.FOLDER / lora.FILE).write_bytes(b"half")
     with pytest.raises(CheckpointError):
         resumed(settings, there)
@@ -273,10 +274,10 @@ def test_a_model_that_cannot_run_with_its_adapters_is_refused_in_words(settings,
     with pytest.raises(
         UnsupportedModelError, match=r"'phimoe' cannot be trained here with LoRA: .* Set lora_rank=0, or"
     ):
-        Policy.load(replace(settings, model=str(tmp_path)), "")
-    Policy.load(replace(settings, model=str(tmp_path), lora_rank=0), "")
+        Policy.load(settings.changed(model=str(tmp_path)), "")
+    Policy.load(settings.changed(model=str(tmp_path), lora_rank=0), "")
 
 
 def test_adapters_learn_faster_by_default():
-    assert Settings(lora_rank=8).step_size() == pytest.approx(10 * Settings().step_size())
-    assert Settings(lora_rank=8, learning_rate=1e-3).step_size() == 1e-3
+    assert Settings.of(lora_rank=8).step_size() == pytest.approx(10 * Settings().step_size())
+    assert Settings.of(lora_rank=8, learning_rate=1e-3).step_size() == 1e-3

@@ -11,30 +11,42 @@ from small_models import FAST, KINDS, small_model
 from transformers import AutoConfig
 
 from rl_swarm.config.resolve import SettingsLayer, resolve
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import devices, memory
 from rl_swarm.learning.devices import CATALOGUE, TINY
-from rl_swarm.learning.memory import GIB, available, cgroups, desk, keeping, plan, sampling, sharing, training
+from rl_swarm.learning.memory import (
+    GIB,
+    available,
+    cgroups,
+    micro_batch_bytes,
+    plan,
+    processes_on_device,
+    resident_bytes,
+    sampling_bytes,
+    training_slot_bytes,
+)
 from rl_swarm.learning.policy import Policy
+from rl_swarm.learning.settings import ModelSettings
 from rl_swarm.learning.sizes import ModelShape
-from rl_swarm.settings import ConfigError, Settings
 
 BY_NAME = {card.name: card.shape for card in CATALOGUE}
 SHAPE = BY_NAME["Qwen/Qwen2.5-0.5B-Instruct"]
-REAL = Settings(model="a-model")
+REAL = Settings.of(model="a-model")
 DEVICES = ("cpu", "cuda")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_more_memory_never_means_smaller_sizes_and_none_is_ever_zero(name, device):
-    before, most = (0, 0), memory.most_tokens(BY_NAME[name], REAL, device)
+    before, most = (0, 0), memory.max_batch_tokens(BY_NAME[name], REAL.learning, device)
     for gib in (0, 1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 141, 1000):
         found = plan(BY_NAME[name], gib * GIB, REAL, device)
         assert found.batch_tokens >= 64
-        assert found.sequences >= REAL.generations and found.sequences % REAL.generations == 0
+        assert found.sequences >= REAL.sampling.generations and found.sequences % REAL.sampling.generations == 0
         assert found.sequences <= 512 and found.batch_tokens <= most
         assert found.batch_tokens >= before[0] and found.sequences >= before[1]
-        assert found.needed <= 0.9 * gib * GIB if found.fits else found.sequences == REAL.generations
+        assert found.needed <= 0.9 * gib * GIB if found.fits else found.sequences == REAL.sampling.generations
         before = (found.batch_tokens, found.sequences)
     assert before == (most, 512) and memory.MAX_TOKENS <= most <= 2 * memory.MAX_TOKENS
 
@@ -42,13 +54,13 @@ def test_more_memory_never_means_smaller_sizes_and_none_is_ever_zero(name, devic
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_plan_honours_the_settings(device):
     enough = 1000 * GIB
-    assert plan(SHAPE, 0, Settings(model="a", batch_tokens=700), device).batch_tokens == 700
-    assert plan(SHAPE, enough, Settings(model="a", batch_tokens=9000), device).batch_tokens == 9000
-    assert plan(SHAPE, enough, Settings(model="a", generations=24), device).sequences == 504
-    assert plan(SHAPE, 0, Settings(model="a", generations=256), device).sequences == 256
+    assert plan(SHAPE, 0, Settings.of(model="a", batch_tokens=700), device).batch_tokens == 700
+    assert plan(SHAPE, enough, Settings.of(model="a", batch_tokens=9000), device).batch_tokens == 9000
+    assert plan(SHAPE, enough, Settings.of(model="a", generations=24), device).sequences == 504
+    assert plan(SHAPE, 0, Settings.of(model="a", generations=256), device).sequences == 256
 
     def needed(free=enough, **changes):
-        return plan(SHAPE, free, Settings(model="a", **changes), device).needed
+        return plan(SHAPE, free, Settings.of(model="a", **changes), device).needed
 
     assert needed() - needed(lora_rank=16) > 11 * SHAPE.parameters  # gradients and moments
     assert needed(kl_weight=0.1) - needed() == 4 * SHAPE.parameters
@@ -105,24 +117,24 @@ def test_what_lora_trains_is_counted_as_peft_does():
 
 def test_bytes_follow_the_tokens():
     for device in DEVICES:
-        at = [training(SHAPE, REAL, device, tokens) for tokens in (1000, 2000, 3000)]
+        at = [micro_batch_bytes(SHAPE, REAL.learning, device, tokens) for tokens in (1000, 2000, 3000)]
         assert at[1] - at[0] == at[2] - at[1] > 0
-        assert sampling(SHAPE, REAL, device, 64) == pytest.approx(8 * sampling(SHAPE, REAL, device, 8))
-    assert keeping(SHAPE, REAL) + desk(SHAPE, REAL) == 20 * SHAPE.parameters
+        assert sampling_bytes(SHAPE, REAL, device, 64) == pytest.approx(8 * sampling_bytes(SHAPE, REAL, device, 8))
+    assert resident_bytes(SHAPE, REAL.learning) + training_slot_bytes(SHAPE, REAL.learning) == 20 * SHAPE.parameters
 
 
 def test_batch_tokens_is_planned_unless_it_is_given(monkeypatch):
     for given in (1, 63):
         with pytest.raises(ConfigError, match=f"batch_tokens={given} .*at least 64"):
             resolve([SettingsLayer("test", {"batch_tokens": given})])
-    settings = Settings(model="tiny", cpu_only=True)
+    settings = Settings.of(model="tiny", cpu_only=True)
     policy = Policy.load(settings, "")
     assert (policy.trainer.batch_tokens, policy.batch) == (4096, 512)
     monkeypatch.setattr(memory, "available", lambda device, nodes: int(0.72 * GIB))
     policy = Policy.load(settings, "")
     assert policy.plan.fits and 64 <= policy.trainer.batch_tokens < 4096 and policy.batch < 512
-    given = Settings(model="tiny", cpu_only=True, batch_tokens=300)
-    assert Policy.load(given, "").trainer.batch_tokens == 300
+    few = Settings.of(model="tiny", cpu_only=True, batch_tokens=300)
+    assert Policy.load(few, "").trainer.batch_tokens == 300
 
 
 def test_nodes_that_share_a_machine_share_its_memory():
@@ -130,9 +142,9 @@ def test_nodes_that_share_a_machine_share_its_memory():
     alone = available(cpu)
     assert 0 < alone <= devices.total_memory(cpu)
     assert 0 < available(cpu, 8) <= devices.total_memory(cpu) / 8
-    assert sharing(Settings(nodes_per_device=3, devices_per_node=2), cpu) == 6
-    assert sharing(Settings(nodes_per_device=3, devices_per_node=2), torch.device("cuda")) == 3
-    assert sharing(Settings(), cpu) == 1
+    assert processes_on_device(ModelSettings(nodes_per_device=3, devices_per_node=2), cpu) == 6
+    assert processes_on_device(ModelSettings(nodes_per_device=3, devices_per_node=2), torch.device("cuda")) == 3
+    assert processes_on_device(ModelSettings(), cpu) == 1
 
 
 @pytest.mark.parametrize(
@@ -179,7 +191,7 @@ def test_limits_of_control_groups_are_found(tmp_path: Path):
 COMMON = """
 import random, torch
 torch.set_num_threads(1)
-from rl_swarm.settings import Settings
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.policy import Policy
 
@@ -213,7 +225,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="r
 @linux
 def test_the_estimate_of_a_training_step_is_within_a_factor_of_two():
     grown, tokens = output_of("""
-policy = Policy.load(Settings(model="tiny", cpu_only=True, batch_tokens=100_000), "")
+policy = Policy.load(Settings.of(model="tiny", cpu_only=True, batch_tokens=100_000), "")
 policy.trainer.update(groups(1, 24))
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
@@ -221,7 +233,7 @@ before, large = status("VmRSS"), groups(16, 24)
 policy.trainer.update(large)
 print(status("VmHWM") - before, sum(group.size for group in large))
 """)
-    estimate = training(BY_NAME["tiny"], Settings(model="tiny"), "cpu", int(tokens))
+    estimate = micro_batch_bytes(BY_NAME["tiny"], Settings.of(model="tiny").learning, "cpu", int(tokens))
     assert grown / 2 < estimate < grown * 2
 
 
@@ -229,7 +241,7 @@ print(status("VmHWM") - before, sum(group.size for group in large))
 @pytest.mark.slow
 def test_two_hundred_rounds_need_no_more_memory_than_forty():
     after_40, after_200 = output_of("""
-settings = Settings(model="tiny", cpu_only=True, max_new_tokens=8)
+settings = Settings.of(model="tiny", cpu_only=True, max_new_tokens=8)
 policy = Policy.load(settings, "")
 for number in range(200):
     policy.sample(["What is 2 + 2?", "What is 13 - 4?", "And now?"][: number % 3 + 1], 4, seed=number)

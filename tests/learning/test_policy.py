@@ -17,12 +17,14 @@ from small_models import (
     small_tokenizer,
 )
 
-from rl_swarm.learning import devices, reader
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
+from rl_swarm.learning import devices
 from rl_swarm.learning import policy as policy_module
 from rl_swarm.learning.policy import ModelError, Policy, load_model
+from rl_swarm.learning.settings import ModelSettings
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import ConfigError, Settings
 
 PROMPT = "What is 2 plus 2?"
 
@@ -35,11 +37,11 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def make(folder, monkeypatch):
     # Policies share readers, which live until the garbage collector comes: those of one test are not for the next.
-    monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
+    monkeypatch.setattr(policy_module, "_tokenizers", weakref.WeakValueDictionary())
 
     def make(**changes):
         changes = {"max_new_tokens": 16, "learning_rate": 1e-3, "cpu_only": True, **changes}
-        return Policy.load(Settings(model=str(folder), **changes), "Answer well.")
+        return Policy.load(Settings.of(model=str(folder), **changes), "Answer well.")
 
     return make
 
@@ -128,11 +130,11 @@ def test_when_memory_runs_out_sampling_goes_on_with_smaller_batches(make, monkey
     policy = make()
     real, sizes = policy_module.sample, []
 
-    def sample(model, ids, count, decoding, seed):
+    def sample(model, ids, count, params, seed):
         sizes.append(len(ids) * count)
         if len(ids) * count > 4:
             raise error
-        return real(model, ids, count, decoding, seed)
+        return real(model, ids, count, params, seed)
 
     monkeypatch.setattr(policy_module, "sample", sample)
     groups = policy.sample([f"What is {n}?" for n in range(6)], 2, seed=0)
@@ -156,7 +158,7 @@ def test_a_model_without_a_fast_path_says_that_it_goes_through_transformers(capl
     for kind in KINDS:
         caplog.clear()
         model = small_model(kind, vocabulary=len(tokenizer), eos=tokenizer.eos_token_id)
-        Policy(model, tokenizer, f"a {kind}", "", Settings(model="a", cpu_only=True))
+        Policy(model, tokenizer, f"a {kind}", "", Settings.of(model="a", cpu_only=True))
         said = [record.message for record in caplog.records if "fast path" in record.message]
         assert len(said) == (kind not in FAST)
         assert all(f"a {kind}: there is no fast path for models of type '{kind}'" in text for text in said)
@@ -351,7 +353,7 @@ def test_a_policy_learns_to_stop_where_it_is_paid_for():
     """End to end: sample, score, learn. Answers that end early are paid, so answers end early."""
     tokenizer = small_tokenizer()
     model = small_model("llama", 1, len(tokenizer), list(range(10, 18)))
-    policy = Policy(model, tokenizer, "test", "", Settings(max_new_tokens=8, learning_rate=3e-3))
+    policy = Policy(model, tokenizer, "test", "", Settings.of(max_new_tokens=8, learning_rate=3e-3))
 
     def ended(seed, count):
         return sum(c.ended for c in policy.sample([PROMPT], count, seed)[0]) / count
@@ -393,11 +395,11 @@ def test_a_model_that_cannot_be_loaded_is_explained(tmp_path):
 
 
 def test_the_device_is_the_one_asked_for_or_an_error():
-    assert devices.pick_device(Settings(cpu_only=True)).type == "cpu"
-    assert devices.pick_device(Settings(device="cpu")).type == "cpu"
+    assert devices.pick_device(ModelSettings(cpu_only=True)).type == "cpu"
+    assert devices.pick_device(ModelSettings(device="cpu")).type == "cpu"
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"device='cuda'.*CPU_ONLY"):
-            devices.pick_device(Settings(device="cuda"))
+            devices.pick_device(ModelSettings(device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -415,29 +417,29 @@ def test_the_device_is_the_one_asked_for_or_an_error():
 def test_auto_takes_a_model_from_the_pool_for_this_machine(monkeypatch, kind, memory, model):
     monkeypatch.setattr(devices, "total_memory", lambda device: (140 if memory == 140 / 8 else memory) << 30)
     monkeypatch.setattr(devices.memory, "available", lambda device, nodes: int(memory * 2**30) // nodes)
-    assert devices.pick_model(Settings(model="auto"), torch.device(kind)) == model
-    assert devices.pick_model(Settings(model="mine"), torch.device(kind)) == "mine"
-    shared = Settings(model="auto", nodes_per_device=64)
+    assert devices.pick_model(Settings.of(model="auto"), torch.device(kind)) == model
+    assert devices.pick_model(Settings.of(model="mine"), torch.device(kind)) == "mine"
+    shared = Settings.of(model="auto", nodes_per_device=64)
     assert devices.pick_model(shared, torch.device(kind)) == "tiny"
 
 
 def test_a_foreign_text_surprises_a_model_and_its_own_do_not():
-    policy = Policy.load(Settings(model="tiny", cpu_only=True), "")
+    policy = Policy.load(Settings.of(model="tiny", cpu_only=True), "")
     question = Question("chain_sum", 0, 0, "3 + 4 = ?", "7")
     (own,) = policy.sample([question.prompt], 32, seed=3)
-    (found,) = policy.max_span_nlls([Group("peer", question, tuple(own), (0.0,) * 32, True)])
+    (found,) = policy.max_span_nlls([Group("peer", question, tuple(own), (0.0,) * 32, True)], allowance=0.5)
     assert len(found) == 32 and max(found) < 25
     foreign = [
         Completion(text, True)
         for text in ("All hail the thief! <answer>7</answer>", "<answer>7</answer> all hail the thief")
     ]
-    (strange,) = policy.max_span_nlls([Group("peer", question, tuple(foreign), (1.0, 0.0), True)])
+    (strange,) = policy.max_span_nlls([Group("peer", question, tuple(foreign), (1.0, 0.0), True)], allowance=0.5)
     assert min(strange) > 50
 
 
 def test_a_prompt_that_a_table_of_positions_has_no_room_for_is_refused_in_words():
     tokenizer = small_tokenizer()
-    settings = Settings(model="small", cpu_only=True, max_new_tokens=250)
+    settings = Settings.of(model="small", cpu_only=True, max_new_tokens=250)
     for kind in ("gpt2", "llama"):
         model = small_model(kind, 0, len(tokenizer), tokenizer.eos_token_id)  # of 256 positions
         policy = Policy(model, tokenizer, "small", "", settings)

@@ -16,19 +16,19 @@ from small_models import (
 
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
-from rl_swarm.learning.sampler import CROWDED, Decoding, draw, sample, truncated
-from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts, token_logprobs
-from rl_swarm.learning.trainer import Trainer
+from rl_swarm.learning.sampler import COMPACT_BELOW, SamplingParams, draw, sample, truncated
+from rl_swarm.learning.sequences import completion_logits, pad_right, run_prompts
+from rl_swarm.learning.settings import LearningSettings
+from rl_swarm.learning.trainer import Trainer, token_logprobs
 from rl_swarm.learning.weights import Weights
-from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [20, 21, 22, 23, 24, 25]]
 EOS = frozenset({3, 14, 25, 36})
-DECODING = Decoding(max_new_tokens=12, eos=EOS, pad=PAD)
+DECODING = SamplingParams(max_new_tokens=12, eos=EOS, pad=PAD)
 
 
-def all_samples(model, decoding=DECODING, count=4, seed=1):
-    drawn = sample(model, PROMPTS, count, decoding, seed)
+def all_samples(model, params=DECODING, count=4, seed=1):
+    drawn = sample(model, PROMPTS, count, params, seed)
     assert [len(group) for group in drawn] == [count] * len(PROMPTS)
     return [(prompt, s) for prompt, group in zip(PROMPTS, drawn, strict=True) for s in group]
 
@@ -37,7 +37,7 @@ def all_samples(model, decoding=DECODING, count=4, seed=1):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_those_of_a_plain_forward_pass(kind, temperature):
     model = small_model(kind)
-    samples = all_samples(model, Decoding(12, EOS, PAD, temperature))
+    samples = all_samples(model, SamplingParams(12, EOS, PAD, temperature))
     assert len({len(s.tokens) for _, s in samples}) > 1
     for prompt, s in samples:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def test_greedy_is_what_transformers_generates(kind):
 
 
 def same_as_generated(model):
-    for prompt, s in all_samples(model, Decoding(12, EOS, PAD, greedy=True), count=1):
+    for prompt, s in all_samples(model, SamplingParams(12, EOS, PAD, greedy=True), count=1):
         is_greedy(model, prompt, s.tokens, 12, EOS)
 
 
@@ -96,8 +96,8 @@ def test_after_steps_of_training_both_are_still_those_of_transformers(kind, copi
             weights.refresh()
             return weights
 
-        monkeypatch.setattr("rl_swarm.learning.sampler.low_weights", refreshed)
-    trainer = Trainer(model, PAD, Settings(learning_rate=0.02))
+        monkeypatch.setattr("rl_swarm.learning.sampler.low_precision_weights", refreshed)
+    trainer = Trainer(model, PAD, LearningSettings(learning_rate=0.02))
     for step in range(2):
         all_samples(model, count=2, seed=step)
         trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])
@@ -129,7 +129,7 @@ def test_an_end_token_at_the_very_last_place_counts_as_ended():
     model = small_model()
 
     def drawn(seed, length):
-        return sample(model, [PROMPTS[0]], 1, Decoding(length, EOS, PAD), seed)[0][0]
+        return sample(model, [PROMPTS[0]], 1, SamplingParams(length, EOS, PAD), seed)[0][0]
 
     seed = next(seed for seed in range(1000) if (s := drawn(seed, 12)).ended and len(s.tokens) > 1)
     first = drawn(seed, 12)
@@ -165,7 +165,7 @@ def test_sequences_that_have_ended_leave_the_batch_when_enough_have(kind):
     batch, batches = len(samples), []
     for step in range(1, 12):
         going = sum(len(s.tokens) > step for s in samples)
-        batch = going if going <= CROWDED * batch else batch
+        batch = going if going <= COMPACT_BELOW * batch else batch
         batches += [batch] * (going > 0)
     assert tokens[1:] == batches and batches[-1] < batches[0]
 
@@ -174,7 +174,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     logits_BV = torch.linspace(0, 2, 8).expand(20_000, 8)
     uniform_B = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
     for temperature in (1.0, 0.5):
-        token_B, logprob_B = draw(logits_BV, Decoding(1, EOS, PAD, temperature), uniform_B)
+        token_B, logprob_B = draw(logits_BV, SamplingParams(1, EOS, PAD, temperature), uniform_B)
         expected = (torch.linspace(0, 2, 8) / temperature).softmax(0)
         shares = torch.bincount(token_B, minlength=8) / 20_000
         assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
@@ -205,14 +205,14 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
 def test_nothing_is_drawn_outside_of_top_k():
     logits_BV = torch.randn(1, 20, generator=torch.Generator().manual_seed(0)).expand(2000, 20)
     uniform_B = torch.rand(2000, generator=torch.Generator().manual_seed(0))
-    token_B, _ = draw(logits_BV, Decoding(1, EOS, PAD, top_k=3), uniform_B)
+    token_B, _ = draw(logits_BV, SamplingParams(1, EOS, PAD, top_k=3), uniform_B)
     assert set(token_B.tolist()) == set(logits_BV[0].topk(3).indices.tolist())
 
 
 def test_no_rounding_draws_a_token_without_a_chance():
     logits_BV = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0, -torch.inf]]).expand(3, 5)
     edges = torch.tensor([0.0, 1 / 3, 1.0])  # a uniform number is below 1, but its product with a sum may not be
-    token_B, _ = draw(logits_BV, Decoding(1, EOS, PAD), edges)
+    token_B, _ = draw(logits_BV, SamplingParams(1, EOS, PAD), edges)
     assert token_B.tolist() == [1, 2, 3]
 
 
@@ -226,8 +226,8 @@ def test_fused_weights_compute_what_the_model_does(kind, monkeypatch):
         return copied
 
     copied = Weights(Decoder(model), torch.float32)
-    monkeypatch.setattr("rl_swarm.learning.sampler.low_weights", weights)
-    for prompt, s in all_samples(model, Decoding(9, EOS, PAD, greedy=True)):
+    monkeypatch.setattr("rl_swarm.learning.sampler.low_precision_weights", weights)
+    for prompt, s in all_samples(model, SamplingParams(9, EOS, PAD, greedy=True)):
         is_greedy(model, prompt, s.tokens, 9, EOS)
     for _ in range(2):  # again with other weights, as after a step of training
         for prompt, s in all_samples(model):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from small_models import plain_logprobs
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import smollm2
 from rl_swarm.learning.policy import ModelError, Policy, load_model
 from rl_swarm.protocol.rollouts import Completion
-from rl_swarm.settings import Settings
 
 pytestmark = pytest.mark.slow  # to convert the weights takes a minute
 
@@ -63,7 +63,7 @@ def test_once_converted_it_is_only_loaded_and_needs_no_package(folder, monkeypat
 
 
 def test_it_knows_its_chat_format_the_answer_and_when_to_end(folder):
-    settings = Settings(model=smollm2.NAME, cpu_only=True, max_new_tokens=24)
+    settings = Settings.of(model=smollm2.NAME, cpu_only=True, max_new_tokens=24)
     policy = Policy.load(settings, "You are a helpful assistant.")
     prompt = policy.tokenizer.decode(policy.prompt_ids("What is the capital of France?"))
     assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from small_models import PAD, VOCABULARY, small_model, steady
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import sampler
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.parallel.stacked import ModelStack, kind_of
+from rl_swarm.learning.parallel.stacked import ModelStack, stacking_key
 from rl_swarm.learning.trainer import Trainer
-from rl_swarm.settings import Settings
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
@@ -24,11 +24,11 @@ def float32(monkeypatch):
 
 def trainers(kind, count=3, **settings):
     models = [small_model(kind, seed) for seed in range(count)]
-    given = [Settings(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)]
-    return [steady(Trainer(model, PAD, s)) for model, s in zip(models, given, strict=True)]
+    given = [Settings.of(learning_rate=rate, **settings) for rate, _ in zip((1e-3, 3e-3, 1e-2), models, strict=False)]
+    return [steady(Trainer(model, PAD, s.learning)) for model, s in zip(models, given, strict=True)]
 
 
-def lessons(seed, groups=3):
+def training_groups(seed, groups=3):
     """Groups of different sizes, some of them of others, with the padding token in one."""
     rng = random.Random(seed)
     found = []
@@ -49,10 +49,14 @@ def weights(trainer):
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_of_a_stack_are_those_of_each_model_alone(kind):
     alone, stacked = trainers(kind), trainers(kind)
-    assert len({kind_of(trainer) for trainer in stacked}) == 1
+    assert len({stacking_key(trainer) for trainer in stacked}) == 1
     stack = ModelStack(stacked)
     for turn in range(3):
-        given = [lessons(turn), lessons(10 + turn, groups=turn + 1), [] if turn == 1 else lessons(20 + turn)]
+        given = [
+            training_groups(turn),
+            training_groups(10 + turn, groups=turn + 1),
+            [] if turn == 1 else training_groups(20 + turn),
+        ]
         expected = [trainer.update(groups) for trainer, groups in zip(alone, given, strict=True)]
         found = stack.update(given)
         for mine, theirs in zip(found, expected, strict=True):
@@ -69,7 +73,7 @@ def test_updates_of_a_stack_are_those_of_each_model_alone(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_a_stack_are_those_of_each_model_alone(kind):
     alone, stacked = trainers(kind), trainers(kind)
-    given = [lessons(seed) for seed in range(3)]
+    given = [training_groups(seed) for seed in range(3)]
     stack = ModelStack(stacked)
     stack.batch_tokens = 40  # several passes
     stack._step = lambda active_Z: torch.zeros(3)
@@ -84,17 +88,17 @@ def test_gradients_of_a_stack_are_those_of_each_model_alone(kind):
 def test_a_stack_goes_on_with_moments_that_were_there_and_leaves_its_own_in_the_optimisers():
     alone, stacked = trainers("llama"), trainers("llama")
     for trainer in (*alone, *stacked):
-        trainer.update(lessons(1))
-    ModelStack(stacked).update([lessons(2)] * 3)
+        trainer.update(training_groups(1))
+    ModelStack(stacked).update([training_groups(2)] * 3)
     resumed = trainers("llama")
     for old, new in zip(stacked, resumed, strict=True):
         new.model.load_state_dict(copy.deepcopy(old.model.state_dict()))
         for a, b in zip(old.parameters(), new.parameters(), strict=True):
             new.optimizer.state[b] = {name: v.clone() for name, v in old.optimizer.state[a].items()}
     for trainer in alone:
-        trainer.update(lessons(2))
+        trainer.update(training_groups(2))
     for trainer in (*alone, *resumed):
-        trainer.update(lessons(3))
+        trainer.update(training_groups(3))
     for one, other in zip(alone, resumed, strict=True):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights(one), weights(other), strict=True))
 
@@ -106,7 +110,7 @@ def test_a_gradient_that_is_not_finite_costs_only_its_own_model_an_update(caplog
     with torch.no_grad():
         stacked[1].parameters()[0].fill_(float("inf"))
     before[1] = weights(stacked[1])
-    found = stack.update([lessons(1)] * 3)
+    found = stack.update([training_groups(1)] * 3)
     assert "not finite" in caplog.text and found[0].grad_norm > 0
     changed = [
         any(not torch.equal(a, b) for a, b in zip(old, weights(trainer), strict=True))
@@ -118,18 +122,18 @@ def test_a_gradient_that_is_not_finite_costs_only_its_own_model_an_update(caplog
 def test_a_sampler_sees_that_a_stacked_model_has_changed():
     stacked = trainers("llama")
     stack = ModelStack(stacked)
-    decoding = sampler.Decoding(6, frozenset(), PAD, greedy=True)
-    before = sampler.sample(stacked[0].model, [[1, 2, 3]], 1, decoding, 0)
+    params = sampler.SamplingParams(6, frozenset(), PAD, greedy=True)
+    before = sampler.sample(stacked[0].model, [[1, 2, 3]], 1, params, 0)
     stack.rates_Z.fill_(0.5)
-    stack.update([lessons(1)] * 3)
-    after = sampler.sample(stacked[0].model, [[1, 2, 3]], 1, decoding, 0)
+    stack.update([training_groups(1)] * 3)
+    after = sampler.sample(stacked[0].model, [[1, 2, 3]], 1, params, 0)
     assert before[0][0].logprobs != after[0][0].logprobs
 
 
 def test_what_cannot_be_stacked():
     plain = trainers("llama", 1)[0]
-    assert kind_of(trainers("gemma3", 1)[0]) is None
-    assert kind_of(trainers("gpt_neox", 1)[0]) is None
-    assert kind_of(trainers("llama", 1, kl_weight=0.1)[0]) is None, "it has a reference model"
-    assert kind_of(trainers("qwen2", 1)[0]) != kind_of(plain)
-    assert kind_of(trainers("llama", 1, clip_high=0.5)[0]) != kind_of(plain)
+    assert stacking_key(trainers("gemma3", 1)[0]) is None
+    assert stacking_key(trainers("gpt_neox", 1)[0]) is None
+    assert stacking_key(trainers("llama", 1, kl_weight=0.1)[0]) is None, "it has a reference model"
+    assert stacking_key(trainers("qwen2", 1)[0]) != stacking_key(plain)
+    assert stacking_key(trainers("llama", 1, clip_high=0.5)[0]) != stacking_key(plain)

@@ -21,16 +21,16 @@ from small_models import (
 
 from rl_swarm.learning.batches import TrainingGroup, micro_batches
 from rl_swarm.learning.devices import out_of_memory
-from rl_swarm.learning.parallel.data_parallel import TeamError
-from rl_swarm.learning.sampler import Decoding, sample
-from rl_swarm.learning.trainer import HalfStepError, Trainer, Update
-from rl_swarm.settings import Settings
+from rl_swarm.learning.parallel.data_parallel import DataParallelError
+from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
+from rl_swarm.learning.trainer import PartialStepError, Trainer, Update
 
 SETTINGS = {"learning_rate": 1e-2, "max_grad_norm": 1e9}
 
 
-def trainer_of(model, **changes):
-    return Trainer(model, PAD, Settings(**{**SETTINGS, **changes}))
+def trainer_of(model, temperature=1.0, **changes):
+    return Trainer(model, PAD, LearningSettings(**{**SETTINGS, **changes}), temperature)
 
 
 def plain_loss(model, groups, temperature=1.0, kl_weight=0.0, reference=None, low=0.2, high=0.28):
@@ -156,7 +156,7 @@ def test_own_rollouts_are_on_policy_up_to_rounding():
     """The sampler's numbers against the trainer's, end to end: the ratio is one and nothing is clipped."""
     model = small_model()
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
-    drawn = sample(model, prompts, 4, Decoding(8, frozenset({3}), PAD), seed=0)
+    drawn = sample(model, prompts, 4, SamplingParams(8, frozenset({3}), PAD), seed=0)
     groups = [
         TrainingGroup(p, [s.tokens for s in group], [1.0, -1.0, 0.5, -0.5], [s.logprobs for s in group])
         for p, group in zip(prompts, drawn, strict=True)
@@ -280,7 +280,7 @@ def test_when_memory_runs_out_the_same_update_is_done_in_smaller_pieces(monkeypa
 def test_when_memory_runs_out_while_others_answers_are_weighed_it_goes_on_in_smaller_pieces(monkeypatch, times):
     trainer = trainer_of(small_model(), batch_tokens=512)
     groups = random_groups(model=trainer.model)
-    expected = trainer.excess(groups)
+    expected = trainer.excess_nll(groups)
     real, sizes = trainer.logprobs, []
 
     def logprobs(part):
@@ -290,7 +290,7 @@ def test_when_memory_runs_out_while_others_answers_are_weighed_it_goes_on_in_sma
         return real(part)
 
     monkeypatch.setattr(trainer, "logprobs", logprobs)
-    found = trainer.excess(groups)
+    found = trainer.excess_nll(groups)
     assert trainer.batch_tokens <= 512 >> times and len(sizes) > times + 1
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -299,7 +299,7 @@ def test_when_memory_runs_out_while_others_answers_are_weighed_it_goes_on_in_sma
         trainer, "logprobs", lambda part: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     )
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.excess(groups)
+        trainer.excess_nll(groups)
 
 
 def test_memory_that_is_too_small_for_anything_is_an_error(monkeypatch):
@@ -416,7 +416,7 @@ def test_logits_in_chunks_give_the_same_gradients(kind, monkeypatch):
     groups = random_groups(model=small_model(kind))
     trainer = trainer_of(small_model(kind))
     seen = gradients_at_step(trainer)
-    monkeypatch.setattr("rl_swarm.learning.logprobs.LOGITS", 20 * VOCABULARY)
+    monkeypatch.setattr("rl_swarm.learning.trainer.LOGITS", 20 * VOCABULARY)
     trainer.update(groups)
     assert far_apart(seen[0], plain_gradients(small_model(kind), groups)) < 2e-5
 
@@ -462,7 +462,7 @@ def test_a_step_that_fails_half_way_is_not_taken_again(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trainer.optimizer, "step", step)
-    with pytest.raises(HalfStepError, match="in the middle of an optimiser step"):
+    with pytest.raises(PartialStepError, match="in the middle of an optimiser step"):
         trainer.update(random_groups(model=model))
     assert steps == [1]
 
@@ -485,8 +485,8 @@ def test_a_step_that_fails_half_way_is_not_taken_again(monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("shapes cannot be multiplied"), False),
-        (TeamError("helper 1 failed: OutOfMemoryError: CUDA out of memory"), False),
-        (HalfStepError("memory ran out in the middle of an optimiser step"), False),
+        (DataParallelError("worker 1 failed: OutOfMemoryError: CUDA out of memory"), False),
+        (PartialStepError("memory ran out in the middle of an optimiser step"), False),
     ],
 )
 def test_what_says_that_memory_ran_out(error, is_memory):

@@ -10,16 +10,17 @@ import transformers
 from recurrent_models import RECURRENT, recurrent_model
 from small_models import FAST, KINDS, PAD, plain_logprobs, small_model, small_tokenizer
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.learning import lora, support, verification
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.sampler import Decoding, sample
+from rl_swarm.learning.sampler import SamplingParams, sample
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.learning.weights import Weights
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
-from rl_swarm.settings import Settings
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12]]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -42,7 +43,7 @@ def nothing_is_known_yet(monkeypatch):
 
 def policy_of(model, **settings):
     settings = {"max_new_tokens": 8, "learning_rate": 1e-3, **settings}
-    return Policy(model, small_tokenizer(), "small", "", Settings(model="small", cpu_only=True, **settings))
+    return Policy(model, small_tokenizer(), "small", "", Settings.of(model="small", cpu_only=True, **settings))
 
 
 def small(kind, **changes):
@@ -53,7 +54,7 @@ def small(kind, **changes):
 def check_computed(model):
     """Sampler and trainer agree with plain forward passes."""
     groups = []
-    drawn = sample(model, PROMPTS, 3, Decoding(6, frozenset({1}), PAD), 0)
+    drawn = sample(model, PROMPTS, 3, SamplingParams(6, frozenset({1}), PAD), 0)
     for prompt, samples in zip(PROMPTS, drawn, strict=True):
         for s in samples:
             with torch.no_grad():
@@ -62,7 +63,7 @@ def check_computed(model):
         completions = [list(s.tokens) for s in samples]
         groups.append(TrainingGroup(prompt, completions, [1.0, 0.5, -1.5], [list(s.logprobs) for s in samples]))
     before = copy.deepcopy(model)
-    update = Trainer(model, PAD, Settings(learning_rate=1e-2)).update(groups)
+    update = Trainer(model, PAD, LearningSettings(learning_rate=1e-2)).update(groups)
     assert update.logprob_mismatch < 1e-4
     loss = sum(
         (-a * plain_logprobs(before, g.prompt, ids)).sum()
@@ -161,7 +162,7 @@ def test_models_with_a_recurrent_state_are_sampled_from_and_trained(kind, caplog
     model = recurrent_model(kind, len(tokenizer), tokenizer.eos_token_id)
     with caplog.at_level(logging.WARNING, "rl_swarm"):
         policy = policy_of(model)
-    assert "cannot be shared by completions" in caplog.text
+    assert "cannot share the cache of their prompt" in caplog.text
     check_computed(model)
     sampled = policy.sample(["What is 2 plus 2?", "Hi"], 2, seed=3)
     assert sampled == policy_of(model).sample(["What is 2 plus 2?", "Hi"], 2, seed=3)
@@ -172,20 +173,20 @@ def test_models_with_a_recurrent_state_are_sampled_from_and_trained(kind, caplog
 
 def test_sampling_with_transformers_own_loop_ends_where_the_model_ends_and_ignores_its_preferences():
     model = small_model("gpt_neox")
-    decoding = Decoding(12, frozenset(range(1, 20)), PAD)
+    params = SamplingParams(12, frozenset(range(1, 20)), PAD)
     support.run_whole(model)
     model.generation_config.repetition_penalty = 9.0
-    groups = sample(model, PROMPTS, 8, decoding, 0)
+    groups = sample(model, PROMPTS, 8, params, 0)
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for s in group:
-            assert s.ended == (s.tokens[-1] in decoding.eos)
+            assert s.ended == (s.tokens[-1] in params.eos)
             assert len(s.tokens) == 12 or s.ended
-            assert not decoding.eos.intersection(s.tokens[:-1])
+            assert not params.eos.intersection(s.tokens[:-1])
             with torch.no_grad():
                 expected = plain_logprobs(model, prompt, list(s.tokens))
             torch.testing.assert_close(torch.tensor(s.logprobs), expected, rtol=1e-4, atol=1e-4)
     assert model.generation_config.repetition_penalty == 9.0
-    plain = sample(small_model("gpt_neox"), PROMPTS, 8, decoding, 0)
+    plain = sample(small_model("gpt_neox"), PROMPTS, 8, params, 0)
     assert [[s.tokens for s in g] for g in groups] == [[s.tokens for s in g] for g in plain]
 
 

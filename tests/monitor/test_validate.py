@@ -165,7 +165,7 @@ def test_what_a_stranger_put_into_the_folder_is_only_noted(address: Path) -> Non
     path.with_name("stranger.json").write_bytes(seal(_publication(fields), stranger))
     verdict, _ = validate(address)
     assert verdict.sound
-    assert any(f"of {stranger.peer_id}, who is no member" in note for note in verdict.notes)
+    assert any(f"of {stranger.peer_id}, not a member" in note for note in verdict.notes)
 
 
 def test_files_that_anybody_put_beside_the_rollouts_make_no_run_unsound(address: Path) -> None:

@@ -34,11 +34,12 @@ from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owner_documents import await_manifest
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import canonical, digest, seal, sign
-from rl_swarm.settings import Settings
 from rl_swarm.storage import beneath
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 ROUND, STAGE = 1, 0
 HERE = make_manifest()
@@ -213,7 +214,9 @@ class Conducted:
     def __init__(self, folder):
         self.folder, self.files, self.now = folder, LocalFiles(folder), time.time()
         self.store = FolderStore(self.files)
-        self.conductor = RoundServer(self.store, HERE, OWNER, Settings(min_peers=2), threading.Event())
+        self.conductor = RoundServer(
+            self.store, HERE, OWNER, NetworkSettings(min_peers=2), StorageSettings(), threading.Event()
+        )
         for node in ("ann", "bob"):
             self.files.write(f"peers/{node}.json", seal(introduction(HERE, node), identity_of(node)))
 

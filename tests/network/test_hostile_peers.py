@@ -12,6 +12,7 @@ from processes import until
 from swarms import LOOPBACK, OWNER, AmongPeers, engine_of, identity_of, make_manifest, peer_id
 
 from benchmarks.lib.paths import report_folder
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.documents import MANIFEST
 from rl_swarm.network.folder import FolderStore
@@ -20,9 +21,9 @@ from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, PeerEngine
 from rl_swarm.network.p2p.joining import await_manifest
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import DhtRecord, dht_key
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
-from rl_swarm.settings import Settings
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_the_manifest_of_the_peer_whose_address_was_given_is_taken(tmp_path, new
         swarm.store("coordinator").write(MANIFEST, seal(swarm.manifest, OWNER))
         with attacker() as engine:
             hand_out(engine, tmp_path / "theirs", name="other")
-            found = await_manifest(newcomer, Settings(poll_interval=0.1), threading.Event())
+            found = await_manifest(newcomer, NetworkSettings(poll_interval=0.1), threading.Event())
         assert found is not None and found[0] == swarm.manifest
     finally:
         swarm.close()
@@ -107,14 +108,14 @@ def test_at_a_bootnode_the_manifest_is_taken_that_most_peers_tell_of(tmp_path, n
     swarm = AmongPeers(tmp_path / "swarm", name="meant")
     newcomer.given = list(engine_of("cleo").addresses)
     engine_of("cleo").answer = lambda request, peer: None
-    settings = Settings(poll_interval=0.1)
+    settings = Settings.of(poll_interval=0.1)
     try:
         signed = seal(swarm.manifest, OWNER)
         swarm.store("coordinator").write(MANIFEST, signed)
         with attacker() as engine:
             hand_out(engine, tmp_path / "theirs", name="other")
             with pytest.raises(NetworkError, match="several swarms"):
-                await_manifest(newcomer, settings, threading.Event())
+                await_manifest(newcomer, settings.network, threading.Event())
             for node in ("ann", "bob"):
                 files = swarm.store(node)
                 files.serve_copy(MANIFEST, signed)
@@ -123,7 +124,7 @@ def test_at_a_bootnode_the_manifest_is_taken_that_most_peers_tell_of(tmp_path, n
 
             def is_told_of_by_most() -> bool:
                 with suppress(NetworkError):  # not all of them have been heard yet, on a busy machine
-                    found.append(await_manifest(newcomer, settings, threading.Event()))
+                    found.append(await_manifest(newcomer, settings.network, threading.Event()))
                 return bool(found)
 
             until(is_told_of_by_most)

@@ -23,9 +23,9 @@ from swarms import (
 )
 
 from benchmarks.lib.paths import report_path, rollouts_path
-from rl_swarm.cli.live import snapshot
-from rl_swarm.monitor.run_reader import looked_at
-from rl_swarm.monitor.validate import validate
+from rl_swarm.cli.live import print_once
+from rl_swarm.monitor.run_reader import open_view
+from rl_swarm.monitor.validate_peers import validate
 from rl_swarm.network.documents import MANIFEST, STATE
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
@@ -81,7 +81,7 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
     ann, bob = peer_id("ann"), peer_id("bob")
 
     shown = io.StringIO()
-    with looked_at(address) as view:
+    with open_view(address) as view:
         for _ in range(20):  # on a busy machine a peer may answer too late
             view.refresh()
             nodes = {node["peer_id"]: node for node in view.as_dict()["nodes"]}
@@ -90,7 +90,7 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
         assert (view.as_dict()["phase"], view.as_dict()["round"]) == ("running", 1)
         assert {who: nodes[who]["reward"] for who in (ann, bob)} == {ann: 0.25, bob: 0.75}
         assert nodes[bob]["wins"] == 1 and nodes.keys() == {ann, bob}
-        snapshot(view, Console(file=shown, width=200))
+        print_once(view, Console(file=shown, width=200))
     assert "0.25" in shown.getvalue() and "0.75" in shown.getvalue() and "round 1/3" in shown.getvalue()
 
     for _ in range(20):
@@ -99,7 +99,7 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
             break
     assert verdict.sound, verdict.errors
     assert {"member": 2, "publication": 2, "report": 2}.items() <= verdict.checked.items()
-    assert any("nobody conducts" in note for note in verdict.notes)
+    assert any("has no coordinator" in note for note in verdict.notes)
     assert any("at round 1 of 3" in note for note in verdict.notes)
     assert run is not None and sorted(p.peer_id for _, p in run.published or []) == sorted([ann, bob])
     assert not validate(address, rounds=3, nodes=5)[0].sound
@@ -115,8 +115,8 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
         rollouts_path(1, 0, bob),
         report_path(1, 0, bob),
     ]
-    assert "belongs somewhere else" in verdict.errors[0] and "altered or forged" in verdict.errors[1]
-    assert any("was had of 1 members" in note for note in verdict.notes)
+    assert "published for another place" in verdict.errors[0] and "altered or forged" in verdict.errors[1]
+    assert any("1 member published nothing" in note for note in verdict.notes)
 
 
 def test_a_swarm_with_a_coordinator_is_validated_while_it_runs(tmp_path, monkeypatch):

@@ -4,16 +4,16 @@ import threading
 import time
 
 import pytest
-from msgspec.structs import replace
 
 from benchmarks.lib.paths import MANIFEST
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owners import MAX_ADDRESSES, OwnerError, remember
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol.admission import AdmissionError, invite
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 OWNER, MALLORY = Identity.generate(), Identity.generate()
@@ -24,19 +24,19 @@ class Folder:
 
     def __init__(self, root):
         self.address, self.memory = root / "swarm", root / "me.owners.json"
-        self.settings = Settings(
+        self.settings = Settings.of(
             identity_path=str(root / "me.pem"), device="cpu", held_out_questions=1, held_out_samples=1
         )
 
     def found(self, owner, **changes):
         LocalFiles(self.address).remove("")
-        return found(FolderStore.at(self.address), replace(self.settings, **changes), "swarm", owner)
+        return found(FolderStore.at(self.address), self.settings.changed(**changes), "swarm", owner)
 
     def join(self, **changes):
         """Joins for no longer than it takes to get in."""
         stop = threading.Event()
         stop.set()
-        join(self.address, replace(self.settings, **changes), stop)
+        join(self.address, self.settings.changed(**changes), stop)
 
     def came_in(self):
         return bool(LocalFiles(self.address).names("peers"))
@@ -110,19 +110,19 @@ def test_a_memory_that_cannot_be_read_is_not_taken_for_none(damage, folder):
 
 def test_a_memory_that_cannot_be_written_stops_nobody(folder, tmp_path, caplog):
     name = "m" * 230 + ".pem"  # with no room for the name under which a file is written aside
-    remember(folder.found(OWNER), folder.address, replace(folder.settings, identity_path=f"{tmp_path}/{name}"))
+    remember(folder.found(OWNER), folder.address, NetworkSettings(identity_path=f"{tmp_path}/{name}"))
     assert f"the owner of {folder.address} is not remembered" in caplog.text
 
 
 def test_the_latest_addresses_are_remembered(folder, tmp_path):
     manifest = folder.found(OWNER)
     for number in range(MAX_ADDRESSES + 2):
-        remember(manifest, tmp_path / str(number), folder.settings)
+        remember(manifest, tmp_path / str(number), folder.settings.network)
     text = folder.memory.read_text()
     assert text.count(OWNER.peer_id) == MAX_ADDRESSES
     assert f'{tmp_path}/1"' not in text and f'{tmp_path}/2"' in text
 
 
 def test_the_nodes_of_up_know_their_owner(tmp_path):
-    workers = worker_settings(Settings(identity_path=str(tmp_path / "swarm.pem"), nodes=3))
-    assert {worker.owner for worker in workers.values()} == {Identity.load(tmp_path / "swarm.pem").peer_id}
+    workers = worker_settings(Settings.of(identity_path=str(tmp_path / "swarm.pem"), nodes=3))
+    assert {worker.network.owner for worker in workers.values()} == {Identity.load(tmp_path / "swarm.pem").peer_id}

@@ -27,7 +27,7 @@ from swarms import (
 )
 
 from benchmarks.lib.paths import rollouts_path
-from rl_swarm.network.documents import PEERS, rollouts_key
+from rl_swarm.network.documents import ACCESS_LIST, PEERS, STATE, rollouts_key
 from rl_swarm.network.p2p.engine import MAX_REQUEST, EngineError, PeerEngine
 from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.network.p2p.quota import DhtQuota
@@ -39,7 +39,9 @@ from rl_swarm.network.p2p.records import (
     parts_of,
     subnet_of,
 )
+from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import seal, sign
 
 ALONE = {"listen": LOOPBACK, "relay": False, "map_ports": False}
@@ -350,6 +352,28 @@ def test_a_stranger_gets_what_is_ours_and_nothing_else(tmp_path):
             reader.ask(peer, b"x" * (MAX_REQUEST + 1), 1 << 20)
         with pytest.raises(OSError):
             reader.ask(Identity.generate().peer_id, path.encode(), 1 << 20)
+    finally:
+        swarm.close()
+
+
+def test_what_the_owner_signed_for_another_swarm_or_path_is_not_handed_on(tmp_path):
+    """Else a member could hide the owner's list behind one of another swarm, which has a higher number."""
+    swarm = AmongPeers(tmp_path)
+    try:
+        store, owner = swarm.store("ann"), OWNER
+        ours = seal(AccessList(swarm=store.swarm, number=1), owner)
+        for wrong in (
+            seal(AccessList(swarm="another", number=10**15), owner),
+            seal(State(swarm=store.swarm), owner),
+            seal(AccessList(swarm=store.swarm, number=2), identity_of("bob")),
+        ):
+            store._keep(ACCESS_LIST, wrong)
+            assert ACCESS_LIST not in store.copies
+        store._keep(ACCESS_LIST, ours)
+        store._keep(ACCESS_LIST, seal(AccessList(swarm=store.swarm), owner))  # an older one
+        assert store.copies[ACCESS_LIST] == ours
+        store._keep(STATE, ours)
+        assert STATE not in store.copies
     finally:
         swarm.close()
 

@@ -77,7 +77,7 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
 
     try:
         assert lead.stdout is not None
-        known = next(line.split()[-1] for line in lead.stdout if "others join at p2p://" in line)
+        known = next(line.split()[-1] for line in lead.stdout if "other nodes join at p2p://" in line)
         workers = [start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name) for name in ("one", "two")]
         processes += workers
         until(lambda: all(map(played, ("one", "two"))), 240)

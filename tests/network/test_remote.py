@@ -12,6 +12,7 @@ from stores import BUCKET, WebDav
 from swarms import OWNER, Background, InStore, introduction, make_manifest, publication, report
 
 from rl_swarm.cli import admission
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network import owners, remote, retries
@@ -20,7 +21,6 @@ from rl_swarm.network.documents import MANIFEST
 from rl_swarm.network.history import read_history
 from rl_swarm.network.owner_documents import read_access_list
 from rl_swarm.node import worker
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import Refused
 
 STORES = ["disk", "bucket", "webdav", "memory"]
@@ -268,7 +268,7 @@ def own_connections():
 
 def commands(url, tmp_path):
     """What a person can do with an address."""
-    settings = Settings(identity_path=str(tmp_path / "me.pem"))
+    settings = Settings.of(identity_path=str(tmp_path / "me.pem"))
     yield lambda: worker.join(url, settings, threading.Event())
     yield lambda: worker.coordinate(url, settings, threading.Event())
     yield lambda: RunView.open(url)
@@ -364,20 +364,22 @@ def test_an_address_is_a_path_unless_it_says_otherwise(tmp_path):
 
 
 def test_the_owner_of_a_url_is_remembered(tmp_path):
-    settings = Settings(identity_path=str(tmp_path / "me.pem"))
-    owners.remember(make_manifest(), "s3://bucket/swarm", settings)
-    owners.check(make_manifest(), "s3://bucket/swarm", settings)
+    settings = Settings.of(identity_path=str(tmp_path / "me.pem"))
+    owners.remember(make_manifest(), "s3://bucket/swarm", settings.network)
+    owners.check(make_manifest(), "s3://bucket/swarm", settings.network)
     with pytest.raises(owners.OwnerError, match="s3://bucket/swarm"):
-        owners.check(make_manifest(peer_id=introduction(make_manifest(), "ann").peer_id), "s3://bucket/swarm", settings)
+        owners.check(
+            make_manifest(peer_id=introduction(make_manifest(), "ann").peer_id), "s3://bucket/swarm", settings.network
+        )
 
 
 def test_the_owner_decides_by_url_who_takes_part(url, capsys):
     store = open_address(url).store
-    manifest = worker.found(store, Settings(admission="invited"), "swarm", OWNER)
+    manifest = worker.found(store, Settings.of(admission="invited"), "swarm", OWNER)
     me = introduction(manifest, "ann").peer_id
     admission.invite(url, OWNER, uses=1, days=1.0)
     admission.change(url, OWNER, me, allow=True)
     assert read_access_list(store, manifest).allowed == [me]
     admission.change(url, OWNER, me, allow=False)
     admission.members(url, as_json=False)
-    assert f"{me}  " in (told := capsys.readouterr().out) and "kept out" in told
+    assert f"{me}  " in (told := capsys.readouterr().out) and "refused" in told

@@ -15,10 +15,11 @@ from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owner_documents import read_state
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.rounds import Member, Report, StageRecord, State
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 from rl_swarm.telemetry.journal import read_lines
 
 HERE, ELSEWHERE = make_manifest(stages=2), make_manifest(stages=2, name="elsewhere")
@@ -89,7 +90,8 @@ def test_neither_an_old_state_nor_lines_of_history_move_a_conductor(replayed, tm
     files = LocalFiles(tmp_path)
     files.write(STATE, state(round=0, stage=0))
     files.append(HISTORY, ended(0, 0) + ended(0, 1) + replayed)
-    restored = RoundServer(FolderStore(files), HERE, OWNER, Settings(min_peers=1), threading.Event()).state
+    settings = NetworkSettings(min_peers=1)
+    restored = RoundServer(FolderStore(files), HERE, OWNER, settings, StorageSettings(), threading.Event()).state
     assert (restored.phase, restored.round, restored.stage) == ("running", 1, 0)
 
 

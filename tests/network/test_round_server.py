@@ -27,6 +27,7 @@ from swarms import (
 )
 
 from benchmarks.lib.paths import HISTORY, STATE, report_path, rollouts_path
+from rl_swarm.config.settings import Settings
 from rl_swarm.network import coordinator, history, listing, retries, round_server, submissions
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.coordinator import DocumentCoordinator, position
@@ -38,12 +39,13 @@ from rl_swarm.network.listing import ThrottledListing
 from rl_swarm.network.owner_documents import read_state
 from rl_swarm.network.retries import TRIES
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, StageRecord
 from rl_swarm.protocol.wire import seal, unseal, unseal_with_digest
-from rl_swarm.settings import Settings
 from rl_swarm.storage import files as files_module
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 CALLS = ("read", "write", "append", "names", "remove", "move")
 
@@ -100,7 +102,7 @@ class Story:
         self.manifest = make_manifest(rounds=2, stages=2, round_interval=10.0, **changes)
         self.files, self.clock, self.places = LocalFiles(folder), 1000.0, []
         self.store = FolderStore(self.files)
-        self.settings = Settings(min_peers=2)
+        self.settings = Settings.of(min_peers=2)
         for node in self.nodes[:2]:
             self.join(node)
 
@@ -121,7 +123,9 @@ class Story:
     def conduct(self, files, monkeypatch):
         """Until the swarm has finished or the conductor is killed."""
         monkeypatch.setattr(time, "time", lambda: self.clock)
-        conductor = RoundServer(FolderStore(files), self.manifest, OWNER, self.settings, threading.Event())
+        conductor = RoundServer(
+            FolderStore(files), self.manifest, OWNER, self.settings.network, self.settings.storage, threading.Event()
+        )
         for _ in range(100):
             self.clock += 5.0
             conductor.step(self.clock)
@@ -218,8 +222,9 @@ class Small:
         self.play(0)
 
     def restarted(self, files=None, **settings):
-        settings = Settings(min_peers=2, poll_interval=POLL, **settings)
-        return RoundServer(FolderStore(files or self.files), self.manifest, OWNER, settings, threading.Event())
+        settings = Settings.of(min_peers=2, poll_interval=POLL, **settings)
+        store = FolderStore(files or self.files)
+        return RoundServer(store, self.manifest, OWNER, settings.network, settings.storage, threading.Event())
 
     def play(self, number, conductor=None):
         conductor = conductor or self.conductor
@@ -455,7 +460,14 @@ def test_tidying_up_touches_rounds_only(swarm):
 def test_only_the_owner_conducts(swarm):
     stranger = Identity.generate()
     with pytest.raises(NetworkError) as error:
-        RoundServer(swarm.store, swarm.manifest, stranger, Settings(identity_path="my.pem"), threading.Event())
+        RoundServer(
+            swarm.store,
+            swarm.manifest,
+            stranger,
+            NetworkSettings(identity_path="my.pem"),
+            StorageSettings(),
+            threading.Event(),
+        )
 
     for part in (OWNER.peer_id, stranger.peer_id, "IDENTITY_PATH=my.pem"):
         assert part in str(error.value)

@@ -19,12 +19,12 @@ from swarms import (
     report,
 )
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.coordinator import DocumentCoordinator
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.history import read_history
 from rl_swarm.network.round_server import RoundServer
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 NODES = ["ann", "bob", "cleo", "dan"]
@@ -40,8 +40,9 @@ class Outcome:
 def play(swarm_dir, faults, manifest, seed, collect):
     """A conductor and nodes, each with its own view of the drive, until the last round has ended."""
     drive, stop, outcome = Drive(LocalFiles(swarm_dir), faults, seed), threading.Event(), Outcome()
-    settings = Settings(min_peers=len(NODES), poll_interval=POLL)
-    conductor = RoundServer(FolderStore(drive.view("coordinator")), manifest, OWNER, settings, stop)
+    settings = Settings.of(min_peers=len(NODES), poll_interval=POLL)
+    store = FolderStore(drive.view("coordinator"))
+    conductor = RoundServer(store, manifest, OWNER, settings.network, settings.storage, stop)
 
     def live(node):
         me, files = identity_of(node), drive.view(node)

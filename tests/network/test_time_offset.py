@@ -13,8 +13,8 @@ from rl_swarm.network.p2p import time_offset as clocks
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.joining import await_manifest
 from rl_swarm.network.p2p.quota import DhtQuota
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import Settings
 
 
 def shifted(seconds):
@@ -82,7 +82,7 @@ def test_a_node_whose_clock_is_off_says_so_once_even_if_it_finds_no_swarm(caplog
     """Notices of another time than its own are none to it, so it waits for a manifest in vain."""
     stop = threading.Event()
     with peers(0.0, 0.0, 0.0) as others, newcomer(*others, ahead=-500.0) as engine:
-        waiting = Background(lambda: await_manifest(engine, Settings(poll_interval=0.05), stop))
+        waiting = Background(lambda: await_manifest(engine, NetworkSettings(poll_interval=0.05), stop))
         assert eventually(lambda: "behind those of 3 peers" in caplog.text)
         stop.set()
         assert waiting.result() is None

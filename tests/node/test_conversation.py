@@ -1,4 +1,4 @@
-"""Later stages: everybody hears the same peers, and what does not follow from what they said is refused."""
+"""Later stages: every node has the same context, and questions that do not follow from it are refused."""
 
 import random
 from contextlib import suppress
@@ -9,44 +9,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Environment, Role, draw
-from rl_swarm.node.conversation import OVERHEARD, Conversation
+from rl_swarm.node.conversation import MAX_MISSED, Conversation
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.selection import check, select
+from rl_swarm.node.intake import Checks, Selection, regenerate, score_external
+from rl_swarm.node.strategies import Strategy
 from rl_swarm.protocol.manifest import question_seed
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling, fit_limits, unpack
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 
-MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
+MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, stages=3)
 PEERS = [f"peer-{number}" for number in range(9)]
 ROUND = 4
 
 
 class Chain(Environment):
-    """Every stage passes on, for each question, one thing that was heard in the stage before."""
+    """Every stage passes on, for each question, one message of the stage before."""
 
-    stages, hears = 3, 3
+    stages, context_peers = 3, 3
     roles = {"worker": Role, "prompter": Role}  # noqa: RUF012
 
     def questions(self, seeds, seconds=None):
         return [Question("chain", 0, seed, f"Say {seed}", str(seed)) for seed in seeds]
 
-    def follow_up(self, cues, seconds=None):
-        return [self.next(cue) for cue in cues]
+    def follow_up(self, follow_ups, seconds=None):
+        return [self.next(one) for one in follow_ups]
 
-    def next(self, cue):
-        if cue.role:
+    def next(self, one):
+        if one.role:
             allowed = ("easy", "hard")
-            return Question("chain", 0, cue.seed, cue.claimed if cue.claimed in allowed else allowed[0], None)
-        before = [said for said in cue.heard if said.question.stage == cue.stage - 1]
-        parents = tuple(draw(cue.seed, before, 1))
+            return Question("chain", 0, one.seed, one.claimed if one.claimed in allowed else allowed[0], None)
+        before = [message for message in one.messages if message.question.stage == one.stage - 1]
+        parents = tuple(draw(one.seed, before, 1))
         text = parents[0].texts[0] if parents else "nothing"
-        return Question("chain", 0, cue.seed, f"{text}, and {cue.seed}", text, parents=parents)
+        return Question("chain", 0, one.seed, f"{text}, and {one.seed}", text, parents=parents)
 
     def score(self, answered, seconds=None):
         return [float(text == question.answer) for question, text in answered]
+
+
+def checked(rollouts, conversation):
+    questions = regenerate(rollouts, MANIFEST, conversation.environment, lambda round: conversation)
+    return score_external(rollouts, questions, conversation.environment)
 
 
 @dataclass
@@ -57,7 +63,7 @@ class Swarm:
     rejected: list = field(default_factory=list)
     members: list = field(default_factory=lambda: list(PEERS))
 
-    def transcript(self, hidden=()):
+    def conversation(self, hidden=()):
         def fetch(stage, peer_id):
             found = self.published.get((stage, peer_id))
             return [found] if found is not None and (stage, peer_id) not in hidden else []
@@ -67,14 +73,14 @@ class Swarm:
 
         return Conversation(MANIFEST, Chain([]), ROUND, fetch, reject, members=self.members)
 
-    def publish(self, peer_id, stage, count=2, at=0.0, hidden=(), role="", prompt=None, hears=3):
-        transcript = self.transcript(hidden)
-        transcript.environment.hears = hears
+    def publish(self, peer_id, stage, count=2, at=0.0, hidden=(), role="", prompt=None, context_peers=3):
+        conversation = self.conversation(hidden)
+        conversation.environment.context_peers = context_peers
         seeds = [question_seed(MANIFEST, ROUND, peer_id, number) for number in range(count)]
         if stage or role:
-            questions = transcript.questions(peer_id, role, stage, seeds)
+            questions = conversation.questions(peer_id, role, stage, seeds)
         else:
-            questions = transcript.environment.questions(seeds)
+            questions = conversation.environment.questions(seeds)
         texts = ["x"] if role else [f"{peer_id} in {stage}", "x"]
         self.published[stage, peer_id] = Publication(
             peer_id=peer_id,
@@ -91,7 +97,7 @@ class Swarm:
                 str(k): [Answer(prompt or question.prompt, text, 0.0) for text in texts]
                 for k, question in enumerate(questions)
             },
-            heard=list(map(list, transcript.heard(peer_id, stage))),
+            heard=list(map(list, conversation.context_peers(peer_id, stage))),
             parents={str(k): [p.digest for p in q.parents] for k, q in enumerate(questions) if q.parents},
             role=role,
         )
@@ -99,10 +105,10 @@ class Swarm:
 
     def check(self, publication, hidden=(), seen=()):
         rollouts = list(unpack(publication, MANIFEST.limits))
-        transcript = self.transcript(hidden)
+        conversation = self.conversation(hidden)
         for place in seen:
-            transcript.saw(self.published[place])
-        return check(rollouts, MANIFEST, transcript.environment, lambda round: transcript)
+            conversation.note_in_time(self.published[place])
+        return checked(rollouts, conversation)
 
     def refusal(self, publication, hidden=(), seen=()):
         with pytest.raises(Rejected) as caught:
@@ -133,16 +139,16 @@ def test_what_follows_is_made_again_by_everybody_through_all_stages(swarm):
 
 
 def test_whom_a_peer_hears_depends_on_the_round_and_on_itself_and_is_never_itself(swarm):
-    transcript = swarm.transcript()
-    orders = {peer_id: transcript.order(peer_id) for peer_id in PEERS}
+    conversation = swarm.conversation()
+    orders = {peer_id: conversation.peer_order(peer_id) for peer_id in PEERS}
     assert all(sorted([peer_id, *order]) == PEERS for peer_id, order in orders.items())
     assert len({tuple(order[:3]) for order in orders.values()}) > 4
     later = Conversation(MANIFEST, Chain([]), ROUND + 1, lambda *_: [], print, members=PEERS)
-    assert sum(later.order(peer_id)[0] != order[0] for peer_id, order in orders.items()) > 4
+    assert sum(later.peer_order(peer_id)[0] != order[0] for peer_id, order in orders.items()) > 4
 
 
 def test_those_who_said_nothing_are_passed_over(swarm):
-    order = swarm.transcript().order("peer-0")
+    order = swarm.conversation().peer_order("peer-0")
     del swarm.published[0, order[0]]
     swarm.published[0, order[2]] = replace(swarm.published[0, order[2]], rollouts={})
     publication = swarm.publish("peer-0", 1)
@@ -152,12 +158,12 @@ def test_those_who_said_nothing_are_passed_over(swarm):
 
 def test_no_more_peers_are_asked_than_it_takes(swarm):
     asked = []
-    transcript = swarm.transcript()
-    fetch = transcript.fetch
-    transcript.fetch = lambda stage, peer_id: asked.append(peer_id) or fetch(stage, peer_id)
-    order = transcript.order("peer-0")
-    transcript.heard("peer-0", 1)
-    transcript.heard("peer-0", 1)
+    conversation = swarm.conversation()
+    fetch = conversation.fetch
+    conversation.fetch = lambda stage, peer_id: asked.append(peer_id) or fetch(stage, peer_id)
+    order = conversation.peer_order("peer-0")
+    conversation.context_peers("peer-0", 1)
+    conversation.context_peers("peer-0", 1)
     assert asked == order[:3]
 
 
@@ -183,7 +189,7 @@ def test_another_prompt_another_parent_and_no_parent_are_refused(swarm):
 
 def test_peers_that_it_was_not_to_hear_are_refused(swarm):
     publication = swarm.publish("peer-0", 1)
-    order = swarm.transcript().order("peer-0")
+    order = swarm.conversation().peer_order("peer-0")
     for heard in (
         [order[:3][::-1]],  # in another order
         [[*order[:2], "stranger"]],
@@ -192,48 +198,40 @@ def test_peers_that_it_was_not_to_hear_are_refused(swarm):
         [order[:3], order[:3]],  # of its own stage
     ):
         assert swarm.refusal(replace(publication, heard=heard)) == "parents"
-    assert swarm.refusal(swarm.publish("peer-0", 1, hears=4)) == "parents", "too many"
+    assert swarm.refusal(swarm.publish("peer-0", 1, context_peers=4)) == "parents", "too many"
 
 
 def test_nobody_picks_whom_to_hear_by_not_hearing_others(swarm):
-    order = swarm.transcript().order("peer-0")
+    order = swarm.conversation().peer_order("peer-0")
     everybody = [(0, peer_id) for peer_id in order]
-    some = everybody[:OVERHEARD]
+    some = everybody[:MAX_MISSED]
     assert swarm.check(swarm.publish("peer-0", 1, hidden=some), seen=everybody), "a few may be missed"
-    choosy = swarm.publish("peer-0", 1, hidden=everybody[: OVERHEARD + 1])
+    choosy = swarm.publish("peer-0", 1, hidden=everybody[: MAX_MISSED + 1])
     assert swarm.refusal(choosy, seen=everybody) == "parents"
 
 
 def test_late_speakers_whatever_time_they_claim_get_nobody_refused(swarm):
-    everybody = [(0, peer_id) for peer_id in swarm.transcript().order("peer-0")]
-    late = everybody[: OVERHEARD + 1]
+    everybody = [(0, peer_id) for peer_id in swarm.conversation().peer_order("peer-0")]
+    late = everybody[: MAX_MISSED + 1]
     publication = swarm.publish("peer-0", 1, hidden=late)
     for place in late:
         swarm.published[place] = replace(swarm.published[place], timestamp=-1.0)
     assert len(swarm.check(publication)) == 2
-    assert len(swarm.check(publication, seen=everybody[OVERHEARD + 1 :])) == 2
+    assert len(swarm.check(publication, seen=everybody[MAX_MISSED + 1 :])) == 2
 
 
 def test_what_this_node_cannot_fetch_is_not_used_and_nobody_is_blamed(swarm):
     publication = swarm.publish("peer-0", 1)
     unknown = {(0, publication.heard[0][0])}
     assert swarm.refusal(publication, hidden=unknown) == "parents"
-    transcript = swarm.transcript(unknown)
-    found = select(
-        [publication],
-        1,
-        MANIFEST,
-        transcript.environment,
-        set(),
-        random.Random(0),
-        lambda *why: None,
-        transcript=lambda round: transcript,
-    )
+    conversation = swarm.conversation(unknown)
+    checks = Checks(MANIFEST, conversation.environment, lambda *why: None, lambda round: conversation)
+    found = Selection(1, checks, Strategy(), random.Random(0)).run([publication])
     assert found.chosen == [] and found.asked == {"peer-0": False}
 
 
 def test_a_statement_whose_own_question_does_not_follow_is_not_heard(swarm):
-    order = swarm.transcript().order("peer-0")
+    order = swarm.conversation().peer_order("peer-0")
     swarm.publish(order[0], 1, prompt="Say what I like")
     publication = swarm.publish("peer-0", 2)
     assert order[0] not in publication.heard[1] and order[0] in publication.heard[0]
@@ -275,19 +273,19 @@ NAMES = st.lists(st.sampled_from([*PEERS, "stranger", "", "x" * 64]), max_size=5
     parents=st.dictionaries(st.sampled_from(["0", "1", "2", "x"]), st.lists(st.text(max_size=64), max_size=3)),
     role=st.sampled_from(["", "prompter", "boss"]),
     stage=st.integers(0, 5),
-    hears=st.sampled_from([0, 1, 3]),
+    context_peers=st.sampled_from([0, 1, 3]),
 )
-def test_whatever_a_peer_claims_it_is_refused_or_followed(heard, parents, role, stage, hears):
+def test_whatever_a_peer_claims_it_is_refused_or_followed(heard, parents, role, stage, context_peers):
     swarm = Swarm()
     for at, peer_id in enumerate(PEERS):
         swarm.publish(peer_id, 0, at=float(at))
     publication = swarm.publish("peer-0", 1)
     claimed = replace(publication, heard=heard, parents=parents, role=role, stage=stage)
-    transcript = swarm.transcript()
-    transcript.environment.hears = hears
+    conversation = swarm.conversation()
+    conversation.environment.context_peers = context_peers
     rollouts = list(unpack(claimed, MANIFEST.limits))
     with suppress(Rejected):
-        assert len(check(rollouts, MANIFEST, transcript.environment, lambda round: transcript)) == 2
+        assert len(checked(rollouts, conversation)) == 2
 
 
 def test_an_environment_can_say_whose_role_is_heard(monkeypatch):
@@ -298,10 +296,10 @@ def test_an_environment_can_say_whose_role_is_heard(monkeypatch):
         swarm.publish(peer_id, 0, count=1, role="prompter")
     everybody = swarm.publish("peer-8", 1)
     assert len(everybody.heard[0]) == 3
-    monkeypatch.setattr(Chain, "hears_from", ("prompter",))
+    monkeypatch.setattr(Chain, "context_roles", ("prompter",))
     publication = swarm.publish("peer-8", 1)
     assert sorted(publication.heard[0]) == PEERS[6:8]
     assert len(swarm.check(publication)) == 2
     assert swarm.refusal(everybody) == "parents"
-    transcript = swarm.transcript()
-    assert transcript.speakers(0, PEERS, 9, ("",)) == PEERS[:6]
+    conversation = swarm.conversation()
+    assert conversation.publishers(0, PEERS, 9, ("",)) == PEERS[:6]

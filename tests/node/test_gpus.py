@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.node import swarm
 from rl_swarm.node.swarm import SwarmProcesses, gpu_environ, gpus_of, nodes_sharing, visible_gpus
-from rl_swarm.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path
     monkeypatch.setattr(swarm, "uses_gpu", lambda settings: not settings.cpu_only)
     apart = [(None, {"a": 3}), (None, {"b": 3}), (None, {"c": 3})]
     for cpu_only, expected in ((False, [("6", {"a": 2, "c": 2}), ("7", {"b": 1})]), (True, apart)):
-        settings = Settings(cpu_only=cpu_only)
+        settings = Settings.of(cpu_only=cpu_only)
         made = SwarmProcesses(tmp_path, settings, {name: settings for name in "abc"})
         coordinator, *workers = made.children
         assert coordinator.environ == {} and coordinator.role == "coordinator"
         assert [
             (
                 child.environ.get("CUDA_VISIBLE_DEVICES"),
-                {n: s.nodes_per_device for n, s in child.members.items()},
+                {n: s.model.nodes_per_device for n, s in child.members.items()},
             )
             for child in workers
         ] == expected
@@ -94,7 +94,7 @@ def test_a_child_has_its_environment_before_it_does_anything(tmp_path: Path, mon
     seen = []
     monkeypatch.setattr(swarm, "join", lambda *args: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     monkeypatch.setattr(swarm.signal, "signal", lambda *args: None)
-    settings = Settings(cpu_only=True)
+    settings = Settings.of(cpu_only=True)
     ours, theirs = multiprocessing.Pipe()
     before = threading.active_count()
     swarm._child_main("worker", {"node": settings}, tmp_path, gpu_environ(1, ["6", "7"], 1), theirs)

@@ -24,8 +24,10 @@ from test_node import make_node
 
 from rl_swarm import __version__
 from rl_swarm.config.resolve import load
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import checkpoints, devices
 from rl_swarm.learning.devices import TINY
 from rl_swarm.learning.policy import Policy
@@ -38,11 +40,10 @@ from rl_swarm.node.swarm import worker_settings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.journal import EVENTS, Journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
-SETTINGS = Settings(
+SETTINGS = Settings.of(
     hf_token="hf_secret", hub_repo="ada/model", external_groups=2, share_logprobs=True, log_level="error"
 )
 QUICK = [
@@ -162,10 +163,8 @@ def test_a_base_that_is_not_on_the_hub_is_described_and_not_linked(base: str, ki
 
 
 def test_settings_on_a_card_are_the_important_ones_and_the_changed_ones_but_no_free_text() -> None:
-    settings = msgspec.structs.replace(
-        SETTINGS, gdrive_path="/my/drive", identity_path="my.pem", node_id="me", seed=5, device="cpu"
-    )
-    shown = shown_settings(settings, manifest(msgspec.structs.replace(settings, seed=9, rounds=11)))
+    settings = SETTINGS.changed(gdrive_path="/my/drive", identity_path="my.pem", node_id="me", seed=5, device="cpu")
+    shown = shown_settings(settings, manifest(settings.changed(seed=9, rounds=11)))
     assert (shown["seed"], shown["rounds"]) == (9, 11), "the swarm's, not what the node would have chosen"
     assert shown["share_logprobs"] is True and shown["device"] == "cpu" and "top_k" not in shown
     assert not {"hf_token", "hub_repo", "gdrive_path", "identity_path", "node_id"} & shown.keys()
@@ -196,13 +195,13 @@ def test_a_repository_that_cannot_be_is_refused_at_the_start(
 
 
 def test_several_nodes_push_to_repositories_of_their_own(tmp_path: Path) -> None:
-    settings = Settings(hub_repo="ada/my.model_1-x", nodes=2, identity_path=str(tmp_path / "swarm.pem"))
-    repos = {name: worker.hub_repo for name, worker in worker_settings(settings).items()}
+    settings = Settings.of(hub_repo="ada/my.model_1-x", nodes=2, identity_path=str(tmp_path / "swarm.pem"))
+    repos = {name: worker.checkpoint.hub_repo for name, worker in worker_settings(settings).items()}
     assert repos == {name: f"ada/my.model_1-x-{name}" for name in repos} and len(set(repos.values())) == 2
     for repo in repos.values():
         huggingface_hub.utils.validate_repo_id(repo)
-    (alone,) = worker_settings(msgspec.structs.replace(settings, nodes=1)).values()
-    assert alone.hub_repo == "ada/my.model_1-x"
+    (alone,) = worker_settings(settings.changed(nodes=1)).values()
+    assert alone.checkpoint.hub_repo == "ada/my.model_1-x"
 
 
 # Pushing to a server in this process.
@@ -368,7 +367,7 @@ def test_offline_is_said_and_not_tried_again(tmp_path: Path, checkpoint: Path) -
 
 @pytest.mark.parametrize("changes", [{"hf_token": None}, {"hub_repo": None}])
 def test_there_is_no_push_without_a_token_or_a_repository(tmp_path: Path, changes: dict[str, None]) -> None:
-    settings = msgspec.structs.replace(SETTINGS, **changes)
+    settings = SETTINGS.changed(**changes)
     assert Push.wanted(settings, tmp_path / "aside", Journal(tmp_path), threading.Event()) is None
 
 
@@ -442,11 +441,10 @@ def test_a_run_finishes_when_the_hub_is_down(tmp_path: Path) -> None:
 def test_a_node_pushes_as_often_as_asked_and_finishes_whatever_comes_of_it(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(
-        SETTINGS, rounds=4, local_groups=1, external_groups=0, generations=2, held_out_questions=2, hub_every=2,
-        checkpoint_every=0, held_out_samples=1, device="cpu", round_end="everyone", keep_checkpoints=1,
+    settings = SETTINGS.changed(rounds=4, local_groups=1, external_groups=0, generations=2, held_out_questions=2, 
+        hub_every=2, checkpoint_every=0, held_out_samples=1, device="cpu", round_end="everyone", keep_checkpoints=1,
     )  # fmt: skip
-    environment = Reasoning(task_list(settings))
+    environment = Reasoning(task_list(settings.task, settings.model.model))
     try:
         for address, ending in ((hub.url, "pushed"), ("http://127.0.0.1:9", "push_failed")):
             monkeypatch.setenv("HF_ENDPOINT", address)
@@ -475,7 +473,7 @@ def test_in_a_coding_swarm_auto_takes_a_model_of_the_hub_where_there_is_one_and_
     monkeypatch.setattr(devices.memory, "available", lambda device, nodes: 64 << 30)
 
     def picked(role: str, device: str = "cuda") -> str:
-        settings = Settings(environment="coding", model="auto", role=role)
+        settings = Settings.of(environment="coding", model="auto", role=role)
         return devices.pick_model(settings, torch.device(device))
 
     assert {picked(role) for role in ("solver", "proposer", "evaluator")} == {"coder"}  # the hub has neither
@@ -493,9 +491,9 @@ def test_in_a_coding_swarm_auto_takes_a_model_of_the_hub_where_there_is_one_and_
 
 
 def test_auto_goes_on_with_the_model_it_began_with(tmp_path: Path) -> None:
-    settings = Settings(model="auto", environment="coding", device="cpu")
+    settings = Settings.of(model="auto", environment="coding", device="cpu")
     policy = Policy.load(settings, "")
-    assert policy.settings.model == policy.name == "coder" and policy.settings.completion_tokens() == 64
+    assert policy.settings.model.model == policy.name == "coder" and policy.settings.completion_tokens() == 64
     kept = checkpoints.Checkpoints(tmp_path, Identity.generate(), "node")
     kept.save(None, checkpoints.Place("s", "", "tiny", 3, 0, 5))
     again, found = worker._restored(kept, "s", settings, "", None)

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
+from rl_swarm.environments.base import Role
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.checkpoints import PLACE, Checkpoints, Place
 from rl_swarm.learning.policy import ModelError, Policy
@@ -15,18 +17,18 @@ from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
+from rl_swarm.node.round import publication
 from rl_swarm.node.worker import found, join
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import MAX_MISSED, PeerInfo
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 
-SETTINGS = Settings(
+SETTINGS = Settings.of(
     local_groups=3,
     external_groups=2,
     generations=4,
@@ -40,7 +42,7 @@ SETTINGS = Settings(
 
 @pytest.fixture(scope="module")
 def environment():
-    reasoning = Reasoning(task_list(SETTINGS))
+    reasoning = Reasoning(task_list(SETTINGS.task, SETTINGS.model.model))
     yield reasoning
     reasoning.close()
 
@@ -69,6 +71,7 @@ def make_node(swarm: LocalSwarm, environment: Reasoning, folder: Path, settings:
         settings=settings,
         manifest=swarm.manifest,
         environment=environment,
+        role=Role(environment),
         policy=Policy.load(settings, environment.system_prompt),
         exchange=RecordingExchange(swarm, stop),
         coordinator=LocalCoordinator(swarm, stop),
@@ -97,7 +100,7 @@ def rounds_of(node: Node) -> list[dict]:
 def test_rollouts_are_published_as_often_as_asked_for(
     environment: Reasoning, tmp_path: Path, publish: str, sizes: list[int]
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, publish_frequency=publish)
+    settings = SETTINGS.changed(publish_frequency=publish)
     node = make_node(LocalSwarm(manifest(settings)), environment, tmp_path, settings)
     published_before_learning: list[int] = []
     learn = node.policy.learn
@@ -152,7 +155,7 @@ def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
 
 
 def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning, tmp_path: Path) -> None:
-    settings = msgspec.structs.replace(SETTINGS, max_peer_failures=2, ban_rounds=3, max_rollout_age=0)
+    settings = SETTINGS.changed(max_peer_failures=2, ban_rounds=3, max_rollout_age=0)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     honest, liar = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     liar.play(swarm.state)
@@ -163,9 +166,9 @@ def test_a_peer_that_keeps_lying_is_not_asked_for_a_while(environment: Reasoning
     asked = []
     for number in range(40):
         liar.exchange.publish(msgspec.convert({**lie, "round": number}, Publication))
-        honest.rejected.clear()
-        honest.collect(msgspec.structs.replace(swarm.state, round=number))
-        asked.append(honest.rejected["question"])
+        honest.intake.rejected.clear()
+        honest.intake.collect(msgspec.structs.replace(swarm.state, round=number))
+        asked.append(honest.intake.rejected["question"])
     first = asked.index(1, 1)  # after one failure every second round, by chance; after two not at all
     assert asked[0] == 1 and asked[first : first + 4] == [1, 0, 0, 0]
     assert 2 < sum(asked) <= 11, "and then again, now and then: every fourth round at most"
@@ -178,23 +181,23 @@ def test_in_lockstep_a_node_does_not_wait_for_rollouts_of_a_member_that_keeps_mi
     environment: Reasoning, tmp_path: Path, round_end: str, asked: bool
 ) -> None:
     """Elsewhere nodes look for what is there, and those of a slow node are as good as any."""
-    settings = msgspec.structs.replace(SETTINGS, round_end=round_end)
+    settings = SETTINGS.changed(round_end=round_end)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     node, other = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     member = msgspec.structs.replace(swarm.state.members[other.identity.peer_id], missed=MAX_MISSED)
     state = msgspec.structs.replace(swarm.state, members={**swarm.state.members, other.identity.peer_id: member})
-    other.publish([], state)
-    published = [publication.node for publication in node.publications(state, random.Random(0), {})]
+    other.exchange.publish(publication(other, state, []))
+    published = [found.node for found in node.intake.fetch(state, random.Random(0), {})]
     assert published == [other.name] * asked
 
 
 def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
     environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, round_end="lockstep", peer_timeout=0.3)
+    settings = SETTINGS.changed(round_end="lockstep", peer_timeout=0.3)
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, honest, tardy = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
-    monkeypatch.setattr(node, "is_silent", lambda member, state: False)  # it gives signs of life
+    monkeypatch.setattr(node.intake, "is_silent", lambda member, state: False)  # it gives signs of life
     asked = []
     collect = node.exchange.collect
 
@@ -206,13 +209,13 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
 
     def look(round: int, comes: bool) -> set[str]:
         state = msgspec.structs.replace(swarm.state, round=round)
-        honest.publish([], state)
+        honest.exchange.publish(publication(honest, state, []))
         if comes:
-            tardy.publish([], state)
+            tardy.exchange.publish(publication(tardy, state, []))
         asked.clear()
-        return {publication.node for publication in node.publications(state, random.Random(round), {})}
+        return {found.node for found in node.intake.fetch(state, random.Random(round), {})}
 
-    everybody, waits = {honest.name, tardy.name}, settings.peer_timeout
+    everybody, waits = {honest.name, tardy.name}, settings.swarm.peer_timeout
     assert look(0, comes=False) == {honest.name} and asked[0] == (everybody, waits)
     for round in (1, 2, 3):  # it is read when it is there
         assert look(round, comes=True) == everybody
@@ -223,14 +226,12 @@ def test_in_lockstep_whoever_was_waited_for_in_vain_is_not_the_next_times(
 def test_only_who_was_asked_can_be_late(
     environment: Reasoning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(
-        SETTINGS, round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external_groups=0
-    )
+    settings = SETTINGS.changed(round_end="lockstep", peer_timeout=0.1, fetch_max_peers=1, external_groups=0)
     swarm = LocalSwarm(manifest(settings), min_peers=3)
     node, *_ = (make_node(swarm, environment, tmp_path, settings) for _ in range(3))
-    monkeypatch.setattr(node, "is_silent", lambda member, state: False)
-    assert list(node.publications(swarm.state, random.Random(0), {})) == []
-    assert len(+node.late) == 1
+    monkeypatch.setattr(node.intake, "is_silent", lambda member, state: False)
+    assert list(node.intake.fetch(swarm.state, random.Random(0), {})) == []
+    assert len(+node.intake.late) == 1
 
 
 def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_path: Path) -> None:
@@ -247,13 +248,13 @@ def test_a_stranger_under_a_members_name_is_refused(environment: Reasoning, tmp_
 def test_out_of_lockstep_a_node_takes_from_rounds_before_and_nothing_twice(
     environment: Reasoning, tmp_path: Path
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, external_groups=100)
+    settings = SETTINGS.changed(external_groups=100)
     swarm = LocalSwarm(manifest(settings), min_peers=2)
     reader, writer = (make_node(swarm, environment, tmp_path, settings) for _ in range(2))
     writer.play(swarm.state)
     reader.play(swarm.state)
     assert swarm.state.round == 1
-    seen = set(reader.used)
+    seen = set(reader.intake.used)
     reader.play(swarm.state)  # nobody has published in round 1 yet
     assert rounds_of(reader)[1]["external_accepted"] == 0, "what it had learned from is not taken again"
     assert {key[1] for key in seen} <= {0}
@@ -279,7 +280,7 @@ def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(environment: Rea
 def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     tmp_path: Path, damaged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = msgspec.structs.replace(SETTINGS, identity_path=str(tmp_path / "me.pem"))
+    settings = SETTINGS.changed(identity_path=str(tmp_path / "me.pem"))
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "swarm"
     swarm = found(FolderStore.at(address), settings, "swarm", Identity.generate()).swarm()
     place = Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
@@ -293,10 +294,10 @@ def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     stop = threading.Event()
     stop.set()
     join(address, settings, stop)  # and saves where it is
-    private = swarm_folder(settings, address, swarm) / me.node / "checkpoints"
+    private = swarm_folder(settings.storage, address, swarm) / me.node / "checkpoints"
     written = Checkpoints(private, me, me.node).written(swarm)
     assert [kept.place.standing for kept in written] == ([] if damaged else [place.standing])
-    assert ("passed over" in caplog.text) == damaged
+    assert ("is skipped" in caplog.text) == damaged
 
 
 def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment: Reasoning, tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment
     swarm.apply(lambda state, now: rounds.record_presence(state, peers[3], four.name, now, "f" * 16))
     one.exchange.subnets = lambda: {peer: "8.8.4.0/24" for peer in peers[1:]}
     state = one.coordinator.current()
-    assert one.sources(state) == {
+    assert one.intake.sources(state) == {
         peers[0]: peers[0],
         peers[1]: "8.8.4.0/24",
         peers[2]: "8.8.4.0/24",
@@ -314,8 +315,8 @@ def test_peers_of_one_subnet_are_one_source_unless_they_were_invited(environment
     }
     for node in (two, three, four):
         node.play(state)
-    one.settings = msgspec.structs.replace(SETTINGS, external_groups=4, max_source_share=0.25)
-    found = one.collect(state)
+    one.intake.settings = SETTINGS.changed(external_groups=4, max_source_share=0.25)
+    found = one.intake.collect(state)
     near = [group for group in found.chosen if group.peer_id in peers[1:3]]
     assert len(near) <= 2  # an even part of two sources
 
@@ -325,9 +326,7 @@ def test_a_node_that_fails_says_so_in_its_log(tmp_path):
     address = tmp_path / "swarm"
     address.mkdir()
     found(FolderStore.at(address), SETTINGS, "swarm", identity)
-    settings = msgspec.structs.replace(
-        SETTINGS, model=str(tmp_path / "no-model"), identity_path=str(tmp_path / "swarm.pem")
-    )
+    settings = SETTINGS.changed(model=str(tmp_path / "no-model"), identity_path=str(tmp_path / "swarm.pem"))
     with pytest.raises(ModelError):
         join(address, settings, threading.Event())
     (line,) = read_lines(LocalFiles(address), f"logs/{identity.node}/{EVENTS}")[0]

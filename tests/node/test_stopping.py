@@ -174,7 +174,7 @@ def test_an_experiment_that_loses_its_terminal_saves_and_leaves(tmp_path: Path) 
         assert gone(children)
     finally:
         end(process)
-    assert process.returncode == 130 and "same command goes on" in output, output
+    assert process.returncode == 130 and "same command resumes it" in output, output
     assert any(tmp_path.glob("e/runs/*/checkpoints/*")), "it has saved"
 
 

@@ -7,19 +7,19 @@ import msgspec
 import pytest
 
 from rl_swarm.config import resolve as config
-from rl_swarm.environments import task_list
+from rl_swarm.config.settings import UP_PRESET, Settings
 from rl_swarm.environments.base import Environment
+from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.selection import Checks, Found, select
-from rl_swarm.node.strategies import STRATEGIES, StrategyError, named, weighed
+from rl_swarm.node.intake import Checks, Selection
+from rl_swarm.node.strategies import STRATEGIES, CandidateGroup, StrategyError, named, weighted
 from rl_swarm.protocol.manifest import question_seed, task_index
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling
-from rl_swarm.settings import UP_PRESET, Settings
 
-MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
+MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 
 
 class Doubling(Environment):
@@ -50,17 +50,14 @@ def published(peer_id, rights):
 
 def taken(strategy, publications, external, local=(), seed=0, share=1.0):
     one = named(strategy)
-    return select(
-        publications,
-        one.wanted(external, local),
+    checks = Checks(
         MANIFEST,
         Doubling(),
-        set(),
-        random.Random(seed),
         lambda *why: pytest.fail(str(why)),
-        Checks(sources={p.peer_id: p.peer_id for p in publications}, share=share),
-        one,
+        sources={p.peer_id: p.peer_id for p in publications},
+        max_source_share=share,
     )
+    return Selection(one.wanted(external, local), checks, one, random.Random(seed)).run(publications)
 
 
 def own(right):
@@ -117,30 +114,32 @@ def test_adaptive_takes_one_more_for_every_own_group_without_signal():
 def test_every_strategy_takes_no_more_than_it_wants_and_the_same_every_time(name):
     first, second = (taken(name, SOME, 2, local=[own(2)], seed=3) for _ in range(2))
     assert first.chosen == second.chosen and len(first.chosen) <= 2
-    assert len(set(first.keys)) == len(first.chosen)
+    assert len(set(first.ids)) == len(first.chosen)
 
 
 def test_a_strategy_brings_its_settings_unless_the_user_gives_others():
     capped = config.load(flags={"strategy": "capped"}, environ={}).settings
-    assert (capped.share_logprobs, capped.external_correction, capped.check_likelihood) == (
+    assert (capped.sharing.share_logprobs, capped.learning.external_correction, capped.sharing.check_likelihood) == (
         True,
         "capped",
         False,
     )
     gated = config.load(UP_PRESET, flags={"strategy": "gated"}, environ={}).settings
-    assert (gated.check_likelihood, gated.negative_scale) == (True, 0.25), "above the preset of the command"
+    assert (gated.sharing.check_likelihood, gated.learning.negative_scale) == (True, 0.25), (
+        "above the preset of the command"
+    )
     mine = config.load(flags={"strategy": "gated", "negative_scale": 0.5}, environ={})
-    assert mine.settings.negative_scale == 0.5 and mine.sources["check_likelihood"] == "strategy gated"
+    assert mine.settings.learning.negative_scale == 0.5 and mine.sources["check_likelihood"] == "strategy gated"
     assert config.load(environ={}).settings == Settings()
 
 
 def test_own_strategies_are_named_by_module_and_class(tmp_path, monkeypatch):
     (tmp_path / "ideas.py").write_text(
-        "from rl_swarm.node.strategies import Sapo, weighed\n"
+        "from rl_swarm.node.strategies import Sapo, weighted\n"
         "class Unsure(Sapo):\n"
-        "    def choose(self, found, wanted, rng):\n"
-        "        best = sorted(found, key=lambda one: abs(one.group.mean_reward - 0.5))\n"
-        "        return [weighed(one, 0.5) for one in best[:wanted]]\n"
+        "    def choose(self, candidates, wanted, rng):\n"
+        "        best = sorted(candidates, key=lambda one: abs(one.group.mean_reward - 0.5))\n"
+        "        return [weighted(one, 0.5) for one in best[:wanted]]\n"
         "number = 1\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -154,11 +153,11 @@ def test_own_strategies_are_named_by_module_and_class(tmp_path, monkeypatch):
 
 
 def test_a_weight_scales_what_is_learned_from_a_group():
-    policy = Policy.load(Settings(device="cpu", negative_scale=1.0), "")
+    policy = Policy.load(Settings.of(device="cpu", negative_scale=1.0), "")
     question = Question("t", 0, 1, "What is 1 + 1?", "2")
     group = Group("ann", question, (Completion("2", True), Completion("3", True)), (1.0, 0.0), True)
-    one = Found(("ann", 0, 0, 0), group, SOME[0])
-    whole, half = policy._lesson(group), policy._lesson(weighed(one, 0.5).group)
+    one = CandidateGroup(("ann", 0, 0, 0), group, SOME[0])
+    whole, half = policy._training_group(group), policy._training_group(weighted(one, 0.5).group)
     assert list(half.advantages) == [0.5 * a for a in whole.advantages] and half.completions == whole.completions
 
 
@@ -173,14 +172,16 @@ def test_capped_and_gated_reach_the_loss():
         ids = policy.encode(Completion(word, True))
         texts.append(Completion(word, True, ids, (-0.5,) * len(ids)))
     group = Group("ann", question, tuple(texts), (1.0, 0.0), True)
-    assert policy._lesson(group).claimed
-    lesson = Policy.load(gated, "")._lesson(group)
-    assert not lesson.claimed and lesson.advantages[1] == pytest.approx(-0.25 * lesson.advantages[0])
+    assert policy._training_group(group).claimed
+    training_group = Policy.load(gated, "")._training_group(group)
+    assert not training_group.claimed and training_group.advantages[1] == pytest.approx(
+        -0.25 * training_group.advantages[0]
+    )
 
 
 def test_specialists_are_asked_their_tasks_and_anybody_can_check_it():
-    tasks = task_list(Settings(tasks="tiny"))
-    manifest = new_manifest(Settings(tasks="tiny"), "test", "owner", 0.0, stages=1)
+    tasks = PRESETS["tiny"]
+    manifest = new_manifest(Settings.of(tasks="tiny"), "test", "owner", 0.0, stages=1)
     special = msgspec.structs.replace(manifest, specialists={"ann": [5, 7]})
     seeds = [question_seed(special, r, "ann", k) for r in range(5) for k in range(8)]
     assert {task_index(seed, tasks) for seed in seeds} == {5, 7} and len(set(seeds)) == 40
@@ -194,7 +195,7 @@ def test_specialists_are_asked_their_tasks_and_anybody_can_check_it():
 
 
 def test_the_task_of_a_seed_is_the_one_the_scoring_process_takes():
-    tasks = task_list(Settings(tasks="tiny"))
+    tasks = PRESETS["tiny"]
     environment = Reasoning(tasks)
     try:
         assert [q.number for q in environment.questions(range(40))] == [task_index(s, tasks) for s in range(40)]

@@ -83,7 +83,7 @@ def test_an_interrupted_cell_stops_cleanly_and_goes_on_when_run_again(trained: T
     assert trained.stopped_at < ROUNDS - 1
     assert {message["msg_type"] for message in trained.stopped} == {"display_data", "update_display_data"}
     said = trained.stopped[-1]["content"]["data"]["text/plain"]
-    assert "Stopped. Run the cell again to go on." in said and "Traceback" not in said
+    assert "Stopped. Run the cell again to resume." in said and "Traceback" not in said
     assert state(trained.cwd / "runs" / "r")["phase"] == "finished"
     for lines in metrics(trained.cwd / "runs" / "r").values():
         played = [line for line in lines if line["kind"] == "round"]

@@ -13,11 +13,13 @@ from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
 from benchmarks.lib.paths import ACCESS_LIST, MANIFEST, report_path
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.coordinator import DocumentCoordinator
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owner_documents import change_access_list, read_access_list, read_state
 from rl_swarm.network.round_server import RoundServer
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AccessList, AdmissionError
@@ -26,8 +28,8 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import Member, PeerInfo, Report, State
 from rl_swarm.protocol.wire import Rejected, seal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.storage.settings import StorageSettings
 
 OWNER, ANN, BOB, EVE = (Identity.generate() for _ in range(4))
 WEEK = 7 * 86400
@@ -35,7 +37,7 @@ WEEK = 7 * 86400
 
 def manifest(**changes) -> Manifest:
     return new_manifest(
-        Settings(admission="invited", rounds=50, round_end="everyone", peer_timeout=20.0, **changes),
+        Settings.of(admission="invited", rounds=50, round_end="everyone", peer_timeout=20.0, **changes),
         "test",
         OWNER.peer_id,
         1.0,
@@ -182,7 +184,9 @@ class Swarm:
         self.conductor = self.restarted()
 
     def restarted(self) -> RoundServer:
-        self.conductor = RoundServer(self.store, self.manifest, OWNER, Settings(), threading.Event())
+        self.conductor = RoundServer(
+            self.store, self.manifest, OWNER, NetworkSettings(), StorageSettings(), threading.Event()
+        )
         return self.conductor
 
     def look(self) -> State:
@@ -514,9 +518,9 @@ def test_a_private_swarm_from_its_founding_to_a_denial(tmp_path):
         output, _ = node.communicate(timeout=240)
         assert node.returncode == 1 and "its owner has denied this node" in output, output
         assert list(address.glob("checkpoints/round_*/*/model.safetensors")), "what it had learned is saved"
-        assert "kept out: denied" in run(tmp_path, "members", str(address))[1]
+        assert "refused: denied" in run(tmp_path, "members", str(address))[1]
         assert run(tmp_path, "allow", str(address), me)[0] == 0
-        assert "kept out" not in run(tmp_path, "members", str(address))[1]
+        assert "refused" not in run(tmp_path, "members", str(address))[1]
     finally:
         end(coordinator)
         if node is not None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.protocol.rounds import (
     MAX_MISSED,
@@ -17,7 +18,6 @@ from rl_swarm.protocol.rounds import (
     record_presence,
     record_report,
 )
-from rl_swarm.settings import Settings
 
 TIMEOUT = 10.0
 INTERVAL = 60.0
@@ -138,7 +138,7 @@ def test_a_report_is_a_sign_of_life():
     assert advance(state, rules(), 18.1 + TIMEOUT)[1] == "everyone"
 
 
-def test_signs_of_life_keep_a_slow_member_awaited():
+def test_heartbeats_keep_a_slow_member_awaited():
     state = reported(running("a", "b"), report("a"), now=1.0)
     for now in (9.0, 18.0, 27.0):
         state = record_presence(state, "b", "node-b", now)
@@ -177,7 +177,7 @@ def stage_with_a_silent_sloth(state, life, began, in_time=False):
         ("deadline", INTERVAL, "deadline"),
     ],
 )
-def test_who_gives_signs_of_life_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
+def test_who_gives_heartbeats_and_never_reports_holds_up_a_few_stages_and_then_none(end, first, why):
     life, now = rules(end, rounds=500), 0.0
     state = running("a", "b", rules=life)
     for number in range(MAX_MISSED):
@@ -340,7 +340,7 @@ def test_the_leaderboard_is_by_votes_then_by_reward():
 
 
 def test_the_rules_of_a_swarm_are_those_of_its_manifest():
-    settings = Settings(rounds=7, round_end="deadline", round_interval=3.0, peer_timeout=4.0)
+    settings = Settings.of(rounds=7, round_end="deadline", round_interval=3.0, peer_timeout=4.0)
     manifest = new_manifest(settings, "test", "owner", 0.0, stages=2)
     assert Rules.of(manifest, 3) == Rules(7, 2, "deadline", 3.0, 4.0, 3)
 

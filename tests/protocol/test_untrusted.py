@@ -58,9 +58,10 @@ def test_a_log_that_a_shell_reads_runs_nothing(tmp_path: Path) -> None:
 
 def test_the_log_of_a_process_escapes_what_a_terminal_would_obey(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import logging; from rl_swarm.settings import Settings\n"
-        "from rl_swarm.telemetry.logs import start_logging\n"
-        "start_logging(Settings(private_path='p'), Path('run'), 'me', terminal=True)\n"
+        "import sys; from pathlib import Path; import logging\n"
+        "from rl_swarm.telemetry.settings import TelemetrySettings\n"
+        "from rl_swarm.telemetry.logs import start_logging; from rl_swarm.storage.settings import StorageSettings\n"
+        "start_logging(TelemetrySettings(), StorageSettings(private_path='p'), Path('run'), 'me', terminal=True)\n"
         "logging.getLogger('rl_swarm.x').warning('said: %s', sys.argv[1])\n"
         "try: raise ValueError(sys.argv[1])\n"
         "except ValueError: logging.getLogger('rl_swarm.x').exception('failed')\n"

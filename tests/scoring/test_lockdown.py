@@ -178,7 +178,7 @@ def test_the_numbers_of_the_system_calls_are_the_kernels(header, column):
     with open(header) as file:
         known = {found[1]: int(found[2]) for found in re.finditer(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read())}
     known["newfstatat"] = known.get("newfstatat", known.get("fstatat", -1))
-    every = {**lockdown.ALLOWED, **lockdown.IN_A_FOLDER, **lockdown.WAITING}
+    every = {**lockdown.ALLOWED, **lockdown.FOLDER_CALLS, **lockdown.BLOCKING}
     ours = {name: numbers[column] for name, numbers in every.items()}
     ours |= {name: numbers[column] for name, (numbers, _) in lockdown.OPENING.items()}
     ours = {name: number for name, number in ours.items() if number is not None}
@@ -195,7 +195,7 @@ def answer_of(program, number, flags=0):
         place += 1
         if code == lockdown.LOAD:
             value = data[operand]
-        elif code == lockdown.ANSWER:
+        elif code == lockdown.RETURN:
             return operand
         else:
             holds = {
@@ -216,9 +216,9 @@ def test_the_filter_answers_every_number_as_the_tables_say(for_code):
     opening = [numbers[column] for numbers, _ in lockdown.OPENING.values() if numbers[column] is not None]
     expected |= dict.fromkeys(opening, allow)
     if for_code:
-        expected |= {numbers[column]: allow for numbers in lockdown.IN_A_FOLDER.values()}
-        expected |= {numbers[column]: done for numbers in lockdown.WAITING.values()}
-        expected |= {lockdown.ALLOWED[name][column]: refuse for name in lockdown.SIGNALS | lockdown.TELLING}
+        expected |= {numbers[column]: allow for numbers in lockdown.FOLDER_CALLS.values()}
+        expected |= {numbers[column]: done for numbers in lockdown.BLOCKING.values()}
+        expected |= {lockdown.ALLOWED[name][column]: refuse for name in lockdown.SIGNALS | lockdown.REVEALING}
     expected.pop(None, None)
     program = lockdown.call_filter(for_code)
     assert {number: answer_of(program, number) for number in expected} == expected

@@ -235,7 +235,7 @@ def test_without_a_sandbox_the_same_attacks_succeed(tmp_path, monkeypatch):
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can read another process's memory")
 
 
-def memory_of_keepers():
+def memory_of_servers():
     """All that their children inherit, by where it is."""
     for pid in descendants(os.getpid()):
         with (
@@ -257,7 +257,7 @@ def test_the_process_that_forks_never_holds_code_or_what_is_expected(best):
     assert found.right
     assert len(descendants(os.getpid())) >= 2
     looked_at = 0
-    for _, content in memory_of_keepers():
+    for _, content in memory_of_servers():
         looked_at += len(content)
         for secret in (b"marked-code", b"code-of-one-task"):
             assert secret not in content
@@ -273,7 +273,7 @@ def test_the_process_that_forks_forgets_how_a_program_ended(isolation):
 
     def holding(number):
         word = struct.pack("=I", number)
-        return {(*place, at) for place, content in memory_of_keepers() for at in places(content, word)}
+        return {(*place, at) for place, content in memory_of_servers() for at in places(content, word)}
 
     def places(content, word):
         at = content.find(word)
@@ -296,14 +296,14 @@ def test_a_program_that_takes_too_long_by_the_clock_is_ended_and_told_so(isolati
     """It is stopped from outside, so that it uses no processor time."""
     needs(isolation)
     box = Sandbox(isolation, cpu_seconds=30.0, workers=1, wall_seconds=2.0)
-    (keeper,) = box._idle
-    waiting = descendants(keeper.process.pid)
+    (process,) = box._idle
+    waiting = descendants(process.process.pid)
     found = []
     judging = threading.Thread(target=lambda: found.extend(box.judge([program("while True: pass", ("1", "1"))])))
     try:
         judging.start()
         deadline = time.monotonic() + 60
-        while not (running := set(descendants(keeper.process.pid)) - set(waiting)):
+        while not (running := set(descendants(process.process.pid)) - set(waiting)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         for pid in running:
@@ -398,10 +398,10 @@ def test_processes_that_ended_while_they_waited_cost_no_program_a_try():
     right = program("def f(): return 1", ("f()", "1"))
     box = Sandbox("namespaces", workers=1)
     try:
-        box._idle.extend(sandbox.Keeper("namespaces", 1.0, 20.0) for _ in range(sandbox.MAX_TRIES))
-        for keeper in box._idle:
-            os.killpg(keeper.process.pid, signal.SIGKILL)
-            keeper.process.wait()
+        box._idle.extend(sandbox.SandboxProcess("namespaces", 1.0, 20.0) for _ in range(sandbox.MAX_TRIES))
+        for process in box._idle:
+            os.killpg(process.process.pid, signal.SIGKILL)
+            process.process.wait()
         assert box.judge([right])[0].right
         assert box.restarts == sandbox.MAX_TRIES + 1
     finally:
@@ -451,7 +451,7 @@ def without(*names):
         "from rl_swarm.scoring import lockdown\n"
         "from rl_swarm.scoring.sandbox import sandbox\n"
         "from rl_swarm.errors import UserError\n"
-        f"lockdown.no_new_privileges(); lockdown.prepare({program!r})()\n"
+        f"lockdown.no_new_privileges(); lockdown.filter_installer({program!r})()\n"
     )
 
 
@@ -483,7 +483,7 @@ def test_the_doctor_says_which_isolation_is_active():
     lines = list(doctor.code())
     assert lines[0] == (
         True,
-        f"programs of models and strangers run behind {sandbox.ISOLATIONS['namespaces']}",
+        f"programs of models and peers run behind {sandbox.ISOLATIONS['namespaces']}",
     )
 
 
@@ -494,7 +494,7 @@ def test_the_doctor_says_where_no_code_is_run_and_what_would_help():
     said = " ".join(told(without("unshare", "landlock") + hide + look).split())
     assert said.startswith("-- running code: only the environment coding needs it.")
     assert "not run here" in said and "pip install 'rl-swarm[monty]'" in said
-    assert said.endswith("All is well, but for the lines with --. Start with: rl-swarm up ended with 0")
+    assert said.endswith("All checks passed, except the lines with --. Start with: rl-swarm up ended with 0")
 
 
 def test_an_unknown_isolation_is_refused():

@@ -470,3 +470,16 @@ def test_a_child_that_says_what_no_scorer_says_is_replaced(monkeypatch, said):
         assert scorer.score(answered) == right and right[0] == 1.0
     finally:
         scorer.close()
+
+
+@pytest.mark.parametrize("said", [b'"\xff"\n', b"[" * 100_000 + b"\n", b"{\n"])
+def test_a_child_that_says_what_is_no_json_is_replaced(monkeypatch, said):
+    scorer, read, heard = ScoringProcess([Task("chain_sum")]), process._read, [said]
+    try:
+        (question,) = scorer.questions([1])
+        before = scorer.restarts
+        monkeypatch.setattr(process, "_read", lambda *where: heard.pop() if heard else read(*where))
+        scorer.score([(question, question.answer), (question, "wrong")])
+        assert scorer.restarts > before and scorer.score([(question, question.answer)]) == [1.0]
+    finally:
+        scorer.close()

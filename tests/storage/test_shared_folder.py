@@ -5,12 +5,12 @@ swarm goes on.
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable
@@ -19,13 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
 from processes import QUICK, RL_SWARM, end, run, start, state, status, until
 from safetensors.torch import load_file, save_file
 
 import rl_swarm
 from benchmarks.lib.paths import rollouts_path
 from rl_swarm.cli.running import _has_worked
+from rl_swarm.config.resolve import layered
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
@@ -37,8 +38,9 @@ from rl_swarm.node import run_settings
 from rl_swarm.node.worker import found, opened
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import canonical, digest, seal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
+from rl_swarm.telemetry import logs as logs_module
+from rl_swarm.telemetry.logs import SwarmLog
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local_groups=2", "--set", "generations=4"]
@@ -55,7 +57,7 @@ def person(request):
             if os.geteuid() != 0 or shutil.which("setpriv") is None:
                 pytest.skip("needs root and setpriv to become another user")
             command = [*ORDINARY, str(reachable(Path(folder) / "venv")), "-m", "rl_swarm"]
-            again = "import subprocess, sys, rl_swarm; subprocess.run([sys.executable, '-c', ''], check=True)"
+            again = "import subprocess, sys, rl_swarm.cli.app; subprocess.run([sys.executable, '-c', ''], check=True)"
             if subprocess.run([*command[:-2], "-c", again], cwd=folder, capture_output=True).returncode:
                 pytest.skip("an ordinary user cannot run this Python")
         yield command, Path(folder)
@@ -66,7 +68,8 @@ def reachable(folder: Path) -> Path:
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     system = shutil.which(name, path="/usr/local/bin:/usr/bin") or sys.executable
     subprocess.run([system, "-m", "venv", "--without-pip", folder], check=True, capture_output=True)
-    packages = [sysconfig.get_path("purelib"), str(Path(rl_swarm.__file__).parents[1])]
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    packages.append(str(Path(rl_swarm.__file__).parents[1]))
     (folder / "lib" / name / "site-packages" / "these.pth").write_text("\n".join(packages))
     return folder / "bin" / "python"
 
@@ -162,6 +165,26 @@ def test_a_log_that_is_a_pipe_stops_nobody(tmp_path: Path, put) -> None:
     assert all(len(path.read_text().splitlines()) >= 6 for path in logs(tmp_path / "r")), "whole again at the end"
     assert status(tmp_path, tmp_path / "r")["phase"] == "finished"
     assert run(tmp_path, "validate", "r")[0] == 0
+
+
+def test_the_log_of_a_swarm_is_written_again_when_it_was_cut_or_is_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of terabytes takes no room on a disk, and lines that are added to it are lost to people."""
+    log = SwarmLog(tmp_path / "private.log", LocalFiles(tmp_path / "r"))
+    monkeypatch.setattr(logs_module, "REPAIR_SECONDS", 0.0)
+    copy = tmp_path / "r" / "logs" / "swarm.log"
+
+    def say(text: str) -> None:
+        log.emit(logging.LogRecord("rl_swarm", logging.INFO, "", 0, text, None, None))
+
+    for number in range(10):
+        say(f"line {number}")
+    for size in (0, 1 << 42):
+        os.truncate(copy, size)
+        say(f"after {size}")
+        assert copy.read_text() == (tmp_path / "private.log").read_text()
+    log.close()
 
 
 def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:
@@ -311,10 +334,10 @@ def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: i
 
 
 def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
-    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"), model="tiny")
+    user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"), model="tiny")
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "r"
     manifest = found(FolderStore.at(address), user, "r", me)
-    run_settings.keep(replace(user, hf_token="secret", hub_repo="me/mine"), address, manifest, me)
+    run_settings.keep(user.changed(hf_token="secret", hub_repo="me/mine"), address, manifest, me)
     assert run_settings.resumed(address, user)["hub_repo"] == "me/mine"
     assert "secret" not in (address / "settings.json").read_text()
 
@@ -329,9 +352,9 @@ def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
     (address / "settings.json").write_text(text)  # on another machine, with the same key
     assert run_settings.resumed(address, user)["hub_repo"] == "me/mine"
     with pytest.raises(UserError, match="--identity-path"):
-        run_settings.resumed(address, replace(user, identity_path=str(tmp_path / "other.pem")))
+        run_settings.resumed(address, user.changed(identity_path=str(tmp_path / "other.pem")))
     stranger, other = Identity.generate(), found(FolderStore.at(tmp_path / "other"), user, "other", Identity.generate())
-    run_settings.keep(replace(user, hub_repo="them/all", identity_path="x.pem"), address, manifest, stranger)
+    run_settings.keep(user.changed(hub_repo="them/all", identity_path="x.pem"), address, manifest, stranger)
     shutil.rmtree(tmp_path / "private")
     with pytest.raises(UserError, match="cannot be used"):
         run_settings.resumed(address, user)
@@ -342,11 +365,11 @@ def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_settings_of_another_run_of_the_same_user_are_not_taken(tmp_path: Path) -> None:
-    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
+    user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     me = Identity.load_or_create(tmp_path / "me.pem")
     for name, rate in (("old", 0.5), ("new", 1e-5)):
-        manifest = found(FolderStore.at(tmp_path / name), replace(user, seed=int(rate * 2)), name, me)
-        run_settings.keep(replace(user, learning_rate=rate), tmp_path / name, manifest, me)
+        manifest = found(FolderStore.at(tmp_path / name), user.changed(seed=int(rate * 2)), name, me)
+        run_settings.keep(user.changed(learning_rate=rate), tmp_path / name, manifest, me)
     assert run_settings.resumed(tmp_path / "new", user)["learning_rate"] == 1e-5
     for name in ("manifest.json", "settings.json"):
         shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
@@ -358,7 +381,7 @@ def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_pr
     tmp_path: Path,
 ) -> None:
     """It is started again, as after a crash. Once it ended the whole run, since it cannot take that manifest."""
-    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
+    user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     me, files = Identity.load_or_create(tmp_path / "me.pem"), LocalFiles(tmp_path / "r")
     manifest = found(FolderStore(files), user, "r", me)
     run_settings.keep(user, tmp_path / "r", manifest, me)
@@ -390,10 +413,10 @@ def test_a_run_goes_on_whatever_lies_in_place_of_its_state_and_is_known_to_have_
     finally:
         end(process)
     shutil.rmtree(tmp_path / "r" / "state")
-    user = Settings(private_path=str(tmp_path / "private"))
+    user = Settings.of(private_path=str(tmp_path / "private"))
     manifest = read_manifest(FolderStore.at(tmp_path / "r"))
     assert _has_worked(tmp_path / "r", manifest, user), "so it would not be removed because it failed"
-    assert not _has_worked(tmp_path / "r", manifest, Settings(private_path=str(tmp_path / "other")))
+    assert not _has_worked(tmp_path / "r", manifest, Settings.of(private_path=str(tmp_path / "other")))
 
 
 def test_up_resume_keeps_to_its_own_settings_whatever_the_folder_says(tmp_path: Path) -> None:
@@ -418,9 +441,9 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
     """Links for its logs, runs and reports, and a checkpoint of somebody who knows the seed, as everybody does."""
     job = Job(Arm(2, 0), 1, 6, 2, None, False, {"tasks": "chain_sum", "held_out_questions": 8, "generations": 4,
               "held_out_samples": 1, "device": "cpu", "checkpoint_every": 1}, {})  # fmt: skip
-    members = [RunMember(*both) for both in zip(job.identities(), job.members(), strict=True)]
+    members = [RunMember(*both) for both in zip(job.identities(), job.members(layered), strict=True)]
     owner, stop = Identity.derived("experiment", 1, 0), threading.Event()
-    user = Settings(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
+    user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("mine")
@@ -441,7 +464,7 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
     assert tree(outside) == {str(outside / "precious"): b"mine"}
 
     # Everybody can derive the keys of the nodes and of the owner, but not that of the user.
-    stranger = Settings(identity_path=str(tmp_path / "them.pem"), private_path=str(tmp_path / "theirs"))
+    stranger = Settings.of(identity_path=str(tmp_path / "them.pem"), private_path=str(tmp_path / "theirs"))
     forged = LockstepSwarm(files, members, owner, stranger)
     assert forged.done == -1, "they cannot use ours either"
     forged.round()

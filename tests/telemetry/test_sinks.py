@@ -11,18 +11,21 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import msgspec
 import pytest
 from collector import attributes, collecting
 from processes import QUICK, run, until
 
 from rl_swarm.cli import doctor
 from rl_swarm.config.resolve import load
-from rl_swarm.settings import ConfigError, Settings
+from rl_swarm.config.settings import Settings
+from rl_swarm.errors import ConfigError
+from rl_swarm.node.settings import public_settings
+from rl_swarm.telemetry.export import Source, scalars
 from rl_swarm.telemetry.journal import METRICS, Journal, Stopwatch, read_lines
 from rl_swarm.telemetry.otlp import endpoints
 from rl_swarm.telemetry.schema import RoundRecord
-from rl_swarm.telemetry.sinks import Feed, Source, feeding, is_installed, numbers, public, wanted
+from rl_swarm.telemetry.settings import TelemetrySettings
+from rl_swarm.telemetry.sinks import SinkThread, is_installed, requested, sink_threads
 
 TRACKIO = sys.version_info >= (3, 11)  # its hub library needs a transformers that needs it
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -74,7 +77,7 @@ def test_a_swarm_tells_all_of_them_what_its_metrics_say_and_nothing_leaves_unask
         played = [line for line in written if line["kind"] == "round"]
         assert [line["round"] for line in played] == [0, 1, 2]
         for line in played:
-            for name, number in numbers(line).items():
+            for name, number in scalars(line).items():
                 assert math.isclose(curves[f"round/{name}"][line["round"]], number, rel_tol=1e-6), name
         assert math.isclose(curves["held_out/sampled"][2], written[-1]["sampled"], rel_tol=1e-6)
 
@@ -148,7 +151,7 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sink = Stuck()
-    feed = Feed("slow", lambda: sink, most=10)
+    feed = SinkThread("slow", lambda: sink, most=10)
     journal = Journal(tmp_path, [feed])
     journal.metrics(RoundRecord(0, 0.0, 0.0, 0, 0, 0.0))
     until(lambda: feed.waiting.qsize() == 0)  # it has the first
@@ -156,7 +159,7 @@ def test_a_slow_sink_keeps_nobody_waiting_and_what_it_cannot_take_is_counted(
         journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
     assert feed.dropped == 20 and sink.got == []
     assert len(journal.read(METRICS)) == 31
-    assert [r.getMessage() for r in caplog.records] == ["slow is too slow: metrics that it has no room for are dropped"]
+    assert [r.getMessage() for r in caplog.records] == ["slow is too slow: records beyond its queue are dropped"]
     feed.finish()
     sink.go.set()
     feed.thread.join(60)
@@ -167,12 +170,12 @@ def test_a_sink_that_fails_is_switched_off_with_a_word_and_the_journal_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    with feeding(["tensorboard"], source(tmp_path), threading.Event()) as feeds:
-        until(lambda: feeds[0].off)
-        journal = Journal(tmp_path, feeds)
+    with sink_threads(["tensorboard"], source(tmp_path), threading.Event()) as threads:
+        until(lambda: threads[0].off)
+        journal = Journal(tmp_path, threads)
         for number in range(3):
             journal.metrics(RoundRecord(number, 0.0, 0.0, 0, 0, 0.0))
-        assert feeds[0].waiting.qsize() == 0
+        assert threads[0].waiting.qsize() == 0
     assert len(journal.read(METRICS)) == 3
     (message,) = (r.getMessage() for r in caplog.records)
     assert message.startswith("tensorboard is switched off: NotADirectoryError")
@@ -185,10 +188,10 @@ def test_a_collector_that_is_away_is_mentioned_once_and_the_node_ends_in_time(
         monkeypatch.setenv(ENDPOINT, collector.url)  # nobody is there any more
     stop = threading.Event()
     stop.set()
-    with feeding(["otlp"], source(tmp_path), stop) as feeds:
+    with sink_threads(["otlp"], source(tmp_path), stop) as threads:
         for number in range(3):
             phases = [("train", 0.0, 0.1)]
-            feeds[0].put(
+            threads[0].put(
                 "round",
                 {
                     "round": number,
@@ -199,7 +202,7 @@ def test_a_collector_that_is_away_is_mentioned_once_and_the_node_ends_in_time(
                     "reward": 0.5,
                 },
             )
-    told = [r for r in caplog.records if "told once" in r.getMessage()]
+    told = [r for r in caplog.records if "logged once" in r.getMessage()]
     assert len(told) == 1 and "Connection refused" in told[0].getMessage()
     assert all(r.levelno == logging.WARNING and r.name.startswith("rl_swarm.") for r in caplog.records)
 
@@ -223,8 +226,8 @@ def test_what_is_asked_for_but_not_installed_is_named_with_the_command_that_inst
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # how Python notes that there is none
     with pytest.raises(ConfigError, match=message):
-        wanted(Settings(metrics_sinks=settings), environ)
-    assert wanted(Settings(), {}) == []
+        requested(TelemetrySettings(metrics_sinks=settings), environ)
+    assert requested(TelemetrySettings(), {}) == []
 
 
 def test_a_swarm_without_what_was_asked_for_does_not_start(tmp_path: Path) -> None:
@@ -238,7 +241,7 @@ def test_a_swarm_without_what_was_asked_for_does_not_start(tmp_path: Path) -> No
 def test_an_unknown_sink_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'tensorbord'.*tensorboard, trackio, wandb"):
         load(environ={"METRICS_SINKS": "wandb,tensorbord"})
-    assert load(environ={"METRICS_SINKS": "wandb, tensorboard,wandb"}).settings.sinks() == (
+    assert load(environ={"METRICS_SINKS": "wandb, tensorboard,wandb"}).settings.telemetry.sinks() == (
         "wandb", "tensorboard",
     )  # fmt: skip
 
@@ -288,13 +291,13 @@ def test_curves_are_finite_numbers_and_none_is_of_a_single_peer() -> None:
         "kind": "round", "round": 3, "timestamp": 1.0, "reward": 0.5, "loss": math.nan, "greedy": None, "examples": [1],
         "seconds": {"train": 1.0}, "external_by_peer": {"12D3": 2}, "external_rejected": {},
     }  # fmt: skip
-    assert numbers(record) == {"reward": 0.5, "seconds/train": 1.0}
+    assert scalars(record) == {"reward": 0.5, "seconds/train": 1.0}
 
 
 def test_other_systems_learn_no_text_of_the_settings() -> None:
     text = {name: "secret" for name in ("hf_token", "invitation", "gdrive_path", "p2p_initial_peers", "identity_path")}
-    told = public(msgspec.structs.replace(Settings(), **text))
-    assert told["model"] == "tiny" and told["generations"] == 8 and "secret" not in str(told)
+    told = public_settings(Settings.of(**text).flat())
+    assert told["generations"] == 8 and "secret" not in str(told)
 
 
 def test_the_doctor_tries_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,11 @@ from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web import server, tables
 from rl_swarm.web.api import create_app
-from rl_swarm.web.response_cache import Kept
+from rl_swarm.web.response_cache import ResponseCache
+from rl_swarm.web.settings import WebSettings
 from rl_swarm.web.stream import AT_A_TIME, Stream
 
 LOCAL = "http://localhost"
@@ -298,27 +298,27 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
         await send({"type": "http.response.body", "body": scope["query_string"]})
 
-    async def ask(kept: Kept, query: bytes) -> list[Any]:
+    async def ask(cache: ResponseCache, query: bytes) -> list[Any]:
         scope = {"type": "http", "method": "GET", "path": "/api/x", "query_string": query, "headers": []}
         told: list[Any] = []
 
         async def send(message: Any) -> None:
             told.append(message)
 
-        await kept(scope, None, send)  # type: ignore[arg-type]
+        await cache(scope, None, send)  # type: ignore[arg-type]
         return told
 
     async def many() -> None:
         version = 1
-        kept = Kept(application, lambda: version)
-        impatient = asyncio.create_task(ask(kept, b"a"))
+        cache = ResponseCache(application, lambda: version)
+        impatient = asyncio.create_task(ask(cache, b"a"))
         await asyncio.sleep(0.01)
         impatient.cancel()
-        answers = await asyncio.gather(*(ask(kept, query) for query in [b"a", b"a", b"b", b"a"]))
+        answers = await asyncio.gather(*(ask(cache, query) for query in [b"a", b"a", b"b", b"a"]))
         assert [answer[1]["body"] for answer in answers] == [b"a", b"a", b"b", b"a"]
         assert len(asked) == 2
         version = 2
-        await ask(kept, b"a")
+        await ask(cache, b"a")
         assert len(asked) == 3, "what was made before something changed is not told any more"
 
     asyncio.run(many())
@@ -338,7 +338,7 @@ def test_a_long_answer_is_packed_for_those_who_take_it(client: TestClient) -> No
 def test_many_who_listen_are_all_told_although_not_at_once(tmp_path: Path) -> None:
     swarm = SmallRun(tmp_path / "run", total=5)
     follower = Follower(RunView(swarm.root))
-    follower.look()
+    follower.poll()
 
     async def hear(told: AsyncIterator[ServerSentEvent]) -> None:
         async for event in told:
@@ -432,7 +432,7 @@ def test_without_its_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
 def test_up_goes_on_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "is_installed", lambda: False)
     console = Console(file=io.StringIO(), width=200)
-    with dashboard.beside(tmp_path, Settings(), tmp_path / "log", console, threading.Event()):
+    with dashboard.dashboard_of_run(tmp_path, WebSettings(), tmp_path / "log", console, threading.Event()):
         said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("\n") == 1 and "pip install 'rl-swarm[web]'" in said and "--no-web" in said
 

@@ -59,13 +59,13 @@ def experiment(tmp_path: Path) -> SmallExperiment:
 
 
 def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallExperiment) -> None:
-    standing = followed(experiment.out)
+    progress = followed(experiment.out)
     experiment.play("2/2 sapo", 2, more=0.1)
-    assert standing.look() and not standing.look()
-    told = standing.told()
+    assert progress.poll() and not progress.poll()
+    state = progress.state()
     numbers = report.as_numbers(report.find([experiment.out]))["configurations"]
-    assert told.phase == "finished" and [arm.arm for arm in told.arms] == list(numbers)
-    for arm in told.arms:
+    assert state.phase == "finished" and [arm.arm for arm in state.arms] == list(numbers)
+    for arm in state.arms:
         found = numbers[arm.arm]
         for name in ("training_set", "fresh_local"):
             assert vars(getattr(arm, name)) == pytest.approx(found[name]["total"])
@@ -74,7 +74,7 @@ def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallEx
         for name, change in found["against"].get("2/0", {}).items():
             assert vars(getattr(arm, f"{name}_change")) == pytest.approx(change)
     for name in ("fresh_local", "training_set", "held_out"):
-        assert standing.curves(name, 100)["2/2 sapo"] == [
+        assert progress.curves(name, 100)["2/2 sapo"] == [
             (after, pytest.approx(mean)) for after, mean, _, _ in numbers["2/2 sapo"][name]["by_round"]
         ]
 
@@ -83,29 +83,29 @@ def test_a_packed_experiment_stands_as_the_one_that_it_was_packed_from(experimen
     experiment.play("2/2 sapo", 2, more=0.1)
     packed = experiment.out.parent / "packed" / "e.jsonl.xz"
     report.pack(experiment.out, packed)
-    whole, told = followed(experiment.out), followed(packed)
-    assert told.told().arms == whole.told().arms and not told.look()
-    assert told.told().runs == [replace(run, packed=True) for run in whole.told().runs]
-    assert told.curves("fresh_local", 100) == whole.curves("fresh_local", 100)
+    whole, read = followed(experiment.out), followed(packed)
+    assert read.state().arms == whole.state().arms and not read.poll()
+    assert read.state().runs == [replace(run, packed=True) for run in whole.state().runs]
+    assert read.curves("fresh_local", 100) == whole.curves("fresh_local", 100)
     with TestClient(create_experiment_app(packed, ["localhost"]), "http://localhost") as client:
-        stands = client.get("/api/experiment").json()["stands"]
-        assert (stands["name"], stands["phase"], len(stands["runs"])) == ("e", "finished", 2)
+        state = client.get("/api/experiment").json()["state"]
+        assert (state["name"], state["phase"], len(state["runs"])) == ("e", "finished", 2)
         assert client.get("/run/2-0-seed1/api/overview").status_code == 404, "its runs have no pages"
 
 
 def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(
     experiment: SmallExperiment,
 ) -> None:
-    told = followed(experiment.out).told()
-    alone, sharing = told.arms
-    assert told.phase == "running" and (alone.played, sharing.played) == (ROUNDS, 2)
+    state = followed(experiment.out).state()
+    alone, sharing = state.arms
+    assert state.phase == "running" and (alone.played, sharing.played) == (ROUNDS, 2)
     assert alone.fresh_local.mean == pytest.approx(ROUNDS * (0.25 + 0.26))
     assert sharing.fresh_local.mean == pytest.approx(2 * (0.35 + 0.36))
     assert sharing.fresh_local_change.mean == pytest.approx(0.355 / 0.255 - 1)
     assert sharing.held_out.mean == 0.2, "its last look was before the first round"
     assert sharing.held_out_change.mean == pytest.approx(0.0), "and that of the other then"
     experiment.begin(ALONE, 2).play()
-    again = followed(experiment.out).told()
+    again = followed(experiment.out).state()
     assert again.arms[0] == alone, "a finished seed does not wait for one that has just begun"
     assert [(run.run, run.phase, run.played) for run in again.runs] == [
         ("2-0-seed1", "finished", 4),
@@ -115,24 +115,24 @@ def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(
 
 
 def test_rounds_that_a_crash_took_back_are_not_counted(experiment: SmallExperiment) -> None:
-    standing = followed(experiment.out)
+    progress = followed(experiment.out)
     made = experiment.runs["2/2 sapo"]
     for node in made.names:
         rewind(made.journals[node].logs[METRICS], 0)
-    standing.look()
-    assert standing.told().arms[1].played == 1
+    progress.poll()
+    assert progress.state().arms[1].played == 1
     for node in made.names:
         made.write_round(node, 1, 0.9, [])
-    standing.look()
-    assert standing.told().arms[1].fresh_local.mean == pytest.approx(0.35 + 0.36 + 2 * 0.9)
+    progress.poll()
+    assert progress.state().arms[1].fresh_local.mean == pytest.approx(0.35 + 0.36 + 2 * 0.9)
 
 
 def test_nothing_yet_is_told_too(tmp_path: Path) -> None:
-    standing = ExperimentProgress(tmp_path)
+    progress = ExperimentProgress(tmp_path)
     Job(SHARING, 1, ROUNDS, 2).write(LocalFiles(tmp_path / "runs" / "2-2-sapo-seed1"))
-    assert standing.look()
-    told = standing.told()
-    assert (told.phase, told.runs[0].phase, told.arms[0].fresh_local) == ("waiting", "waiting", None)
+    assert progress.poll()
+    state = progress.state()
+    assert (state.phase, state.runs[0].phase, state.arms[0].fresh_local) == ("waiting", "waiting", None)
     with TestClient(create_experiment_app(tmp_path, ["localhost"]), "http://localhost") as client:
         assert client.get("/api/experiment/curves").json()["rounds"] == []
 

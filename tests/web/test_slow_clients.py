@@ -28,7 +28,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), int(files)))
 sys.modules |= dict.fromkeys(missing.split(","))
 from rl_swarm.web import connections, server
 if seconds:
-    connections.HEAD_SECONDS = connections.BODY_SECONDS = connections.TAKE_SECONDS = float(seconds)
+    connections.HEAD_SECONDS = connections.BODY_SECONDS = connections.WRITE_SECONDS = float(seconds)
     connections.IDLE_SECONDS = int(seconds)
 server._main(root, int(listening))
 """
@@ -262,7 +262,7 @@ def test_an_address_is_what_a_client_cannot_choose_freely() -> None:
 
 def test_a_run_has_its_dashboard_under_these_limits(swarm: SmallRun, tmp_path: Path) -> None:
     """As `up` starts it, with the files that this process has."""
-    with server.beside(swarm.root, "127.0.0.1", 28080, None, tmp_path / "log", threading.Event()) as url:
+    with server.dashboard_process(swarm.root, "127.0.0.1", 28080, None, tmp_path / "log", threading.Event()) as url:
         host, port = "127.0.0.1", int(url.rpartition(":")[2])
         with socket.create_connection((host, port), PATIENCE) as silent:
             assert rest(silent).startswith(b"HTTP/1.1 408")

@@ -26,7 +26,7 @@ from rl_swarm.cli.running import list_runs
 from rl_swarm.cli.summary import print_summary
 from rl_swarm.experiment import drawing as standing
 from rl_swarm.experiment.progress import ArmState, ExperimentState
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.drawing import Drawing, clock, curve, packed, plain
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import RunView
@@ -42,7 +42,7 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b2J[red]markup[/] \u202ereversed\u202c\r\n"
 def drawn(run: SmallRun, width: int = 100, height: int | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     drawing = Drawing(RunView(run.root))
-    drawing.look()
+    drawing.refresh()
     console.print(drawing.draw(width, height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -54,13 +54,13 @@ def test_it_tells_the_numbers_of_the_page(tmp_path: Path) -> None:
         run.play()
     run.score(run.identities[0], "now", 0.5)
     drawing = Drawing(RunView(run.root))
-    told = drawing.look()
+    told = drawing.refresh()
     seen = drawn(run)
     assert "round 2/5" in seen and "3 of 3 nodes online" in seen and "model tiny" in seen
     assert f"{told.rollouts} rollouts" in seen and f"{told.tokens} tokens" in seen
     assert "held-out 0.200 → 0.300" in seen and "40% external groups" in seen
     assert f"reward {told.reward:.2f}" in seen and "left" not in seen
-    for row in telling.nodes(drawing.follower).nodes:
+    for row in snapshot.nodes(drawing.follower).nodes:
         line = next(line for line in seen.splitlines() if row.name in line and f"{row.reward:.2f}" in line)
         assert line.split()[0] == str(row.rank) and f" {row.wins} " in line
     assert f"{animal_name(run.identities[0].peer_id)} joined" in seen
@@ -84,9 +84,9 @@ def test_the_time_that_is_left_follows_from_the_rounds_seen(tmp_path: Path) -> N
     run = SmallRun(tmp_path / "run", total=6)
     times = iter([0.0, 0.0, 20.0])
     drawing = Drawing(RunView(run.root), clock=lambda: next(times))
-    assert drawing.seconds_left(drawing.look()) is None
+    assert drawing.seconds_left(drawing.refresh()) is None
     run.play()
-    assert drawing.seconds_left(drawing.look(again=True)) == 20.0 * 5
+    assert drawing.seconds_left(drawing.refresh(now=True)) == 20.0 * 5
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 200])
@@ -134,9 +134,9 @@ def test_what_models_wrote_is_text_in_the_summary_of_a_run_too(tmp_path: Path) -
     (node,) = run.names
     run.journals[node].logs[METRICS].replace(b"")
     tasks = {ESCAPES: 0.5}
-    for when in ("start", "now"):
+    for when, greedy in (("start", None), ("now", 0.5)):
         run.journals[node].metrics(HeldOutRecord(
-            when=when, round=0, questions=1, sampled=0.5, greedy=0.5, well_formed=0.5,
+            when=when, round=0, questions=1, sampled=0.5, greedy=greedy, well_formed=0.5,
             accuracy_well_formed=0.5, by_task=tasks, greedy_by_task={}, well_formed_by_task=tasks,
             accuracy_well_formed_by_task=tasks,
             examples=[AnsweredQuestion(ESCAPES, ESCAPES, "1", ESCAPES, 0.0)],
@@ -173,7 +173,7 @@ def test_numbers_of_strangers_are_short_and_harmless(tmp_path: Path) -> None:
         run.write_round(node, 1, reward, [])
     run.score(run.identities[0], "now", 1e308)
     drawing = Drawing(RunView(run.root))
-    drawing.look()
+    drawing.refresh()
     for when in (1e308, -1e308):
         drawing.follower.events.append(Event(when, run.names[0], "somebody", "joined", None, ""))
     console = Console(file=io.StringIO(), width=60, color_system=None)

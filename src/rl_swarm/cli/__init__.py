@@ -1,5 +1,7 @@
-"""Defines the commands. Importing this loads little, so that Ctrl-C is handled from the first moments on; each
-command imports what it needs."""
+"""Defines the commands.
+
+Importing this loads little, so that Ctrl-C is handled from the first moments on; each command imports what it needs.
+"""
 
 import os
 import select
@@ -21,19 +23,19 @@ INTERRUPTED = 130  # exit code of a command that was told to stop
 
 
 def program() -> str:
-    """How the user calls this program, for the commands that it suggests."""
+    """Return the name the user calls this program by, for the commands that it suggests."""
     return os.environ.get("RL_SWARM_PROGRAM", "rl-swarm")
 
 
 def quoted(path: object) -> str:
-    """Writes a path as a shell takes it."""
+    """Quote a path for a shell."""
     import shlex
 
     return shlex.quote(str(path))
 
 
-def assigned(sets: "Sequence[str] | None") -> dict[str, str]:
-    """What `--set name=value` says, as often as it was given."""
+def parse_assignments(sets: "Sequence[str] | None") -> dict[str, str]:
+    """Parse every `--set name=value`."""
     found = {}
     for assignment in sets or []:
         name, equals, value = assignment.partition("=")
@@ -43,25 +45,25 @@ def assigned(sets: "Sequence[str] | None") -> dict[str, str]:
     return found
 
 
-def settled(
+def resolve_settings(
     command: str,
     preset: "Mapping[str, object]",
     config_file: "Path | None",
     sets: "Sequence[str] | None",
     **flags: object,
 ) -> "Resolved":
-    """The settings of a command: those flags that were given, and `--set`, above everything else."""
+    """Resolve the settings of a command: its flags and `--set` win over everything else."""
     from rl_swarm.cli.flags import NAMES
     from rl_swarm.config import resolve as config
 
-    given, other = {name: value for name, value in flags.items() if value is not None}, assigned(sets)
+    given, other = {name: value for name, value in flags.items() if value is not None}, parse_assignments(sets)
     renamed = {name: f"flag {flag.replace('/', ' or ')}" for name, flag in NAMES.items()}
     origins = {**renamed, **{name: f"--set {name}" for name in other}}
     return config.load(preset, config_file, {**given, **other}, command=command, origins=origins)
 
 
 def catch_signals() -> threading.Event:
-    """Returns an event that the first Ctrl-C, SIGTERM or end of the terminal sets; a second of the first two ends the
+    """Return an event that the first Ctrl-C, SIGTERM or end of the terminal sets; a second Ctrl-C or SIGTERM ends the
     process."""
     stop = threading.Event()
 
@@ -81,7 +83,7 @@ def catch_signals() -> threading.Event:
 
 
 def _let_go_of_terminal() -> None:
-    """Sends output nowhere once nobody can read it: an error while writing would keep the command from saving."""
+    """Send output nowhere once the terminal is gone: an error while writing would keep the command from saving."""
     for stream in (sys.__stdout__, sys.__stderr__):
         try:
             written = stream.fileno() if stream else -1
@@ -94,7 +96,7 @@ def _let_go_of_terminal() -> None:
 
 
 def _leave(signum: int, frame: object) -> None:
-    """Ends a command that has not begun anything, wherever its imports are: an exception could get lost in them."""
+    """End a command that has not begun anything yet, even amid its imports, where an exception could get lost."""
     os.write(2, b"\nrl-swarm: stopped before anything was started\n")
     os._exit(INTERRUPTED)
 
@@ -108,15 +110,15 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # where an error can still be told
+            sys.stdout.flush()  # an error can still be reported here
     except UserError as error:
         print(f"rl-swarm: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # whoever read this has seen enough, such as `head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:  # nothing that the user could mend
+        if error.filename is None:  # not about a file of the user
             raise
         print(printable(f"rl-swarm: {error.filename}: {error.strerror}"), file=sys.stderr)
         sys.exit(1)

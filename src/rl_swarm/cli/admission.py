@@ -1,4 +1,4 @@
-"""Says who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
+"""Manages who may take part in a swarm: `invite`, `allow`, `deny`, `members`."""
 
 import json
 import time
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def invite(address: str, owner: Identity, uses: int, days: float) -> None:
-    """Prints a new invitation, and beside it what it is good for."""
+    """Print a new invitation, and what it is good for."""
     _, manifest = _opened(address, owner)
     expires = int(time.time() + days * DAY)
     name, token = admission.invite(manifest, owner, uses, expires)
@@ -36,9 +36,9 @@ def invite(address: str, owner: Identity, uses: int, days: float) -> None:
     told.print(f"Invitation {name} to {manifest.name}: for {counted(uses, 'peer')}, until {until}. Hand over:")
     print(token)
     if manifest.admission == "open":
-        told.print("This swarm is open: anybody can join it without an invitation, too.")
-    told.print(f"They join with: {program()} join ADDRESS --invitation TOKEN")
-    told.print(f"To take it back, with all who came by it: {program()} deny {address} {name}")
+        told.print("This swarm is open: anyone can also join it without an invitation.")
+    told.print(f"Peers join with: {program()} join ADDRESS --invitation TOKEN")
+    told.print(f"To revoke it, with all peers that used it: {program()} deny {address} {name}")
 
 
 def change(address: str, owner: Identity, name: str, allow: bool) -> None:
@@ -60,7 +60,7 @@ def change(address: str, owner: Identity, name: str, allow: bool) -> None:
 
 
 def members(address: str, as_json: bool) -> None:
-    """Who takes part, how they came, and who is kept out."""
+    """List who takes part, how each was admitted, and who is kept out."""
     store, manifest = _opened(address)
     access_list = _read(lambda: read_access_list(store, manifest), address)
     try:
@@ -85,7 +85,7 @@ def members(address: str, as_json: bool) -> None:
                 if peer_id in access_list.allowed
                 else came_by,
                 "rounds": member.participation if member else 0,
-                "now": f"kept out: {why}" if why else "member" if member else "has not come yet",
+                "now": f"refused: {why}" if why else "member" if member else "not joined yet",
             }
         )
     if as_json:
@@ -93,7 +93,7 @@ def members(address: str, as_json: bool) -> None:
         print(json.dumps({**told, "revoked": access_list.revoked, "peers": rows}, indent=2))
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    takes = "anybody" if manifest.admission == "open" else "invited peers only"
+    takes = "any peer" if manifest.admission == "open" else "invited peers only"
     console.print(f"{manifest.name} takes {takes}. Its owner is {animal_name(manifest.peer_id)} ({manifest.peer_id}).")
     for row in rows:
         rounds = counted(int(str(row["rounds"])), "round") if row["rounds"] else ""
@@ -109,8 +109,7 @@ def _opened(address: str, owner: Identity | None = None) -> tuple[DocumentStore,
     if owner is not None and owner.peer_id != manifest.peer_id:
         raise UserError(
             f"This swarm belongs to {manifest.peer_id}, and IDENTITY_PATH is the key of {owner.peer_id}. Only its "
-            "owner "
-            "says who takes part: give the owner's key with --identity-path."
+            "owner decides who takes part: give the owner's key with --identity-path."
         )
     return store, manifest
 
@@ -125,4 +124,4 @@ def _read(act: Callable[[], T], address: str) -> T:
             f"{error.filename or address}: {error.strerror}. Is {address} the folder of a swarm?"
         ) from error
     except Rejected as error:
-        raise UserError(f"A file of the owner in {address} cannot be used ({error}).") from error
+        raise UserError(f"The owner's file in {address} cannot be used ({error}).") from error

@@ -6,20 +6,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from rl_swarm import __version__, environments
-from rl_swarm.cli import assigned, settled
 from rl_swarm.cli import experiment as experiments
 from rl_swarm.cli import identity as identities
+from rl_swarm.cli import parse_assignments, resolve_settings
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config import resolve as config
 from rl_swarm.config.resolve import Resolved
+from rl_swarm.config.settings import UP_PRESET, all_settings
 from rl_swarm.errors import UserError
+from rl_swarm.experiment.arms import FILE as ARM
+from rl_swarm.experiment.arms import is_experiment
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import SECRETS, UP_PRESET
+from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode
+from rl_swarm.storage.files import LocalFiles
 
 app = typer.Typer(
     help="Train language models together: every node learns by reinforcement and shares its rollouts.",
@@ -30,8 +33,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MAX_SAID = 50  # notes and errors of `validate` that are printed
-CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # once they have begun
+MAX_PRINTED = 50  # notes and errors of `validate` that are printed
+CATCH_SIGNALS = ("up", "join", "coordinate", "bootnode", "experiment", "watch")  # of their own once they have begun
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md).")]
@@ -73,9 +76,9 @@ def main(
 
 def _print_settings(resolved: Resolved) -> None:
     width = max(len(name) for name in resolved.sources)
+    values, secrets = resolved.settings.flat(), {known.name for known in all_settings() if known.secret}
     for name, source in resolved.sources.items():
-        value = getattr(resolved.settings, name)
-        shown = "(set)" if name in SECRETS and value else json.dumps(msgspec.to_builtins(value))
+        shown = "(set)" if name in secrets and values[name] else json.dumps(values[name])
         print(f"{name:<{width}}  {shown:<24}  {source}")
 
 
@@ -86,7 +89,7 @@ def _print_settings(resolved: Resolved) -> None:
 )  # fmt: skip
 def up(
     run: Annotated[Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Resume this run.")] = None,
     from_base: Annotated[
         bool,
         typer.Option("--from-base", help="With --resume: nodes without a checkpoint begin again with the model."),
@@ -96,33 +99,33 @@ def up(
     dry_run: DryRun = False,
     **flags: Any,
 ) -> None:
-    """Start a swarm on this machine and watch it learn (with GDRIVE_PATH set: join that swarm as NODE_ROLE says)."""
+    """Start a swarm on this machine and watch it learn. With GDRIVE_PATH set, join that swarm in the role NODE_ROLE."""
     from rl_swarm.cli import running
     from rl_swarm.network.address import configured_address
     from rl_swarm.node import run_settings
 
     if run is not None and resume is not None:
         raise UserError(
-            f"--run {run} and --resume {resume} contradict each other: a run goes on in its own folder. Drop --run."
+            f"--run {run} and --resume {resume} contradict each other: a run resumes in its own folder. Drop --run."
         )
     if from_base and resume is None:
         raise UserError("--from-base goes with --resume: a new run always begins with the model.")
-    named = assigned(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
+    named = parse_assignments(sets) | ({"environment": flags["environment"]} if flags["environment"] else {})
     preset = dict(UP_PRESET)
-    with suppress(environments.NoEnvironment):  # which is told with the other settings
-        preset |= environments.named(str(config.peek("environment", config_file, named))).up
+    with suppress(environments.NoEnvironment):  # reported with the other settings
+        preset |= environments.named(str(config.peek("environment", config_file, named))).defaults
     if resume is not None:
         key = flags["identity_path"]
         user = config.load({}, config_file, {"identity_path": key} if key else {}, command="up")
         preset |= run_settings.resumed(resume, user.settings)
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
-        resolved = settled("up", {}, config_file, sets, **flags)
-        address = configured_address(resolved.settings)
+        resolved = resolve_settings("up", {}, config_file, sets, **flags)
+        address = configured_address(resolved.settings.storage)
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
-        return running.alone(resolved.settings.role, address, resolved.settings)
-    resolved = settled("up", preset, config_file, sets, **flags)
+        return running.run_process(resolved.settings.task.role, address, resolved.settings)
+    resolved = resolve_settings("up", preset, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
     return running.up(resolved.settings, run, resume, from_base)
@@ -163,10 +166,10 @@ def coordinate(
 @app.command()
 @setting_flags("p2p_initial_peers", "identity_path")
 def bootnode(config_file: ConfigFile = None, sets: Sets = None, **flags: Any) -> None:
-    """Run a peer that is always there, so that others on the internet find each other."""
+    """Run a peer that is always online, so that peers on the internet find each other."""
     from rl_swarm.cli import peers
 
-    peers.bootnode(settled("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, **flags).settings)
+    peers.bootnode(resolve_settings("bootnode", {"identity_path": "bootnode.pem"}, config_file, sets, **flags).settings)
 
 
 def _alone(
@@ -180,13 +183,13 @@ def _alone(
     from rl_swarm.cli import running
     from rl_swarm.network.address import configured_address
 
-    resolved = settled("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
+    resolved = resolve_settings("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    where = address or configured_address(resolved.settings)
+    where = address or configured_address(resolved.settings.storage)
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
-    return running.alone(role, where, resolved.settings)
+    return running.run_process(role, where, resolved.settings)
 
 
 @app.command()
@@ -196,7 +199,7 @@ def invite(
     days: Annotated[float, typer.Option("--days", min=0, max=36_500, help="How long it can be used.")] = 7.0,
     identity_path: Identity_ = None,
 ) -> None:
-    """Print an invitation to a swarm of yours."""
+    """Print an invitation to a swarm that you own."""
     from rl_swarm.cli import admission
 
     admission.invite(address, identities.load(identity_path), uses, days)
@@ -207,7 +210,7 @@ Listed = Annotated[str, typer.Argument(metavar="PEER_ID", help="A peer id, or an
 
 @app.command()
 def allow(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> None:
-    """Let a peer take part in a swarm of yours; also takes a denial back."""
+    """Let a peer take part in a swarm that you own. This also revokes a denial."""
     from rl_swarm.cli import admission
 
     admission.change(address, identities.load(identity_path), peer_id, allow=True)
@@ -215,7 +218,7 @@ def allow(address: Address, peer_id: Listed, identity_path: Identity_ = None) ->
 
 @app.command()
 def deny(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> None:
-    """Keep a peer, or all who came by an invitation, out of a swarm of yours."""
+    """Keep a peer, or all peers of an invitation, out of a swarm that you own."""
     from rl_swarm.cli import admission
 
     admission.change(address, identities.load(identity_path), peer_id, allow=False)
@@ -223,7 +226,7 @@ def deny(address: Address, peer_id: Listed, identity_path: Identity_ = None) -> 
 
 @app.command()
 def members(address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """List who takes part in a swarm, how they came, and who is kept out."""
+    """List who takes part in a swarm, how each was admitted, and who is kept out."""
     from rl_swarm.cli import admission
 
     admission.members(address, as_json)
@@ -231,23 +234,22 @@ def members(address: Address, as_json: Annotated[bool, typer.Option("--json", he
 
 @app.command()
 def status(address: Address, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Show where a swarm, or an experiment, stands."""
+    """Show the progress of a swarm or an experiment."""
     from rich.console import Console
 
-    from rl_swarm.cli.live import snapshot
-    from rl_swarm.experiment.arms import is_experiment
-    from rl_swarm.monitor.run_reader import looked_at
+    from rl_swarm.cli.live import print_once
+    from rl_swarm.monitor.run_reader import open_view
 
     if is_experiment(address):
-        from rl_swarm.experiment.drawing import snapshot as experiment
+        from rl_swarm.experiment.drawing import print_once as print_experiment
 
-        return experiment(Path(address), as_json)
-    with looked_at(address) as view:
+        return print_experiment(Path(address), as_json)
+    with open_view(address, config.user_network) as view:
         if as_json:
             view.refresh()
             print(json.dumps(view.as_dict(), indent=2))
         else:
-            snapshot(view, Console(highlight=False))
+            print_once(view, Console(highlight=False))
     return None
 
 
@@ -259,13 +261,12 @@ def watch(
     sets: Sets = None,
     **flags: Any,
 ) -> None:
-    """Watch a swarm or an experiment in a browser (serves a page, an API, metrics) or in this terminal. Ctrl-C stops
-    it."""
+    """Watch a swarm or an experiment in a browser (a page, an API, metrics) or in this terminal. Ctrl-C stops it."""
     from rl_swarm.cli import dashboard
 
     if tui and any(value is not None for value in flags.values()):
-        raise UserError("--tui shows the swarm in this terminal: there is no --port and no --host then.")
-    settings = settled("watch", {}, None, sets, **flags).settings
+        raise UserError("--tui shows the swarm in this terminal, which has no --port and no --host.")
+    settings = resolve_settings("watch", {}, None, sets, **flags).settings
     dashboard.watch_here(address) if tui else dashboard.watch(address, settings)
 
 
@@ -283,29 +284,30 @@ def runs(
 @app.command()
 def validate(
     address: Address,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="How many rounds there must be.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="How many nodes there must be.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="Expected number of rounds.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Expected number of nodes.")] = None,
 ) -> None:
     """Check that a finished run, or a swarm among peers, is sound: signatures, rewards, logs, and a sample scored
     again."""
-    from rl_swarm import environments
-    from rl_swarm.experiment.arms import FILE as ARM
-    from rl_swarm.experiment.arms import is_experiment
     from rl_swarm.monitor.run_reader import RunView
     from rl_swarm.monitor.validate import rescore
-    from rl_swarm.monitor.validate import validate as check
+    from rl_swarm.monitor.validate import validate as validate_run
+    from rl_swarm.monitor.validate_peers import validate as validate_peers
     from rl_swarm.network.address import open_address
 
-    if not open_address(address).peers:
+    among_peers = bool(open_address(address).peers)
+    if not among_peers:
         if is_experiment(address) or (Path(address) / ARM).is_file():
             raise UserError(
-                f"{address} is of an experiment, whose nodes keep their logs and not what they wrote to each other: "
-                "there is "
-                "nothing to check again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several "
-                "machines."
+                f"{address} belongs to an experiment, whose nodes keep their logs but not their rollouts: nothing can "
+                "be checked again. `rl-swarm validate` is for runs of `rl-swarm up` and for swarms of several machines."
             )
         RunView.open(address)
-    verdict, opened = check(address, rounds, nodes)
+    verdict, opened = (
+        validate_peers(address, rounds, nodes, config.user_network())
+        if among_peers
+        else validate_run(address, rounds, nodes)
+    )
     if opened is not None:
         environment = environments.made(opened.manifest)
         try:
@@ -313,10 +315,10 @@ def validate(
         finally:
             environment.close()
     for kind, lines in (("note", verdict.notes), ("error", verdict.errors)):
-        for line in lines[:MAX_SAID]:
+        for line in lines[:MAX_PRINTED]:
             print(f"{kind}: {printable(line)}")
-        if len(lines) > MAX_SAID:
-            print(f"{kind}: and {len(lines) - MAX_SAID} more")
+        if len(lines) > MAX_PRINTED:
+            print(f"{kind}: and {len(lines) - MAX_PRINTED} more")
     print("checked: " + ", ".join(counted(number, what) for what, number in verdict.checked.items()))
     wrong = counted(len(verdict.errors), "error")
     print("The run is sound." if verdict.sound else f"The run is NOT sound: {wrong}.")
@@ -342,7 +344,7 @@ def evaluate(
     """Score a model or checkpoint on the held-out questions."""
     from rl_swarm.cli import models
 
-    settings = settled("evaluate", {}, None, sets, **flags).settings
+    settings = resolve_settings("evaluate", {}, None, sets, **flags).settings
     models.evaluate(model, settings, questions, samples, as_json)
 
 
@@ -361,10 +363,10 @@ def warmup(
     sets: Sets = None,
     **flags: Any,
 ) -> None:
-    """Give a model that scores nothing a short supervised start, and say what it brought."""
+    """Train a model that scores nothing on right answers for a short while, and score it before and after."""
     from rl_swarm.cli import warmup as command
 
-    settings = settled("warmup", {}, None, sets, **flags).settings
+    settings = resolve_settings("warmup", {}, None, sets, **flags).settings
     command.warmup(model, settings, out, examples, epochs, questions, samples, as_json)
 
 
@@ -379,7 +381,7 @@ def chat(
     """Talk to a model."""
     from rl_swarm.cli import models
 
-    models.chat(model, settled("chat", {}, None, sets, **flags).settings, prompt)
+    models.chat(model, resolve_settings("chat", {}, None, sets, **flags).settings, prompt)
 
 
 @app.command(name="models")
@@ -389,15 +391,15 @@ def models_(
     sets: Sets = None,
     **flags: Any,
 ) -> None:
-    """List the models that nodes use: which fit this machine, and about how long a round takes."""
+    """List the models that nodes use: which fit this machine, and how long a round takes, roughly."""
     from rl_swarm.cli import models
 
-    models.list_models(settled("models", {}, None, sets, **flags).settings, as_json)
+    models.list_models(resolve_settings("models", {}, None, sets, **flags).settings, as_json)
 
 
 @app.command()
 def doctor() -> None:
-    """Look at this machine: what it has, what is missing, what to do."""
+    """Check this machine: what it has, what is missing, what to do."""
     from rl_swarm.cli.doctor import examine
 
     raise typer.Exit(examine())
@@ -406,9 +408,6 @@ def doctor() -> None:
 @app.command()
 def show(file: Annotated[Path, typer.Argument(help="Any JSON file of a swarm, compressed or not.")]) -> None:
     """Print a file of a swarm as JSON."""
-    from rl_swarm.protocol.wire import MAX_BYTES, Rejected, decode
-    from rl_swarm.storage.files import LocalFiles
-
     try:
         found = decode(LocalFiles(file.parent).read(file.name, MAX_BYTES))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Says what this machine has, what is missing, and what to do about it."""
+"""Checks this machine: what it has, what is missing, and what to do about it."""
 
 import importlib.metadata
 import importlib.util
@@ -9,24 +9,30 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
 from rl_swarm.config import resolve as config
 from rl_swarm.environments import task_list
+from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import configured_address, open_address
 from rl_swarm.network.documents import PEERS
+from rl_swarm.network.p2p.joining import engine_of
+from rl_swarm.network.p2p.time_offset import compared
 from rl_swarm.plural import counted
+from rl_swarm.protocol.identity import Identity
+from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
+from rl_swarm.telemetry import otlp, sinks
+from rl_swarm.telemetry.export import Source
 
-# Whether all is well (None: not with something that only some need), and what was found.
+# True if it works, False if not, None if only some users need it; and a sentence.
 Finding = tuple[bool | None, str]
 SIGNS = {True: "[green]ok [/]", False: "[red]NO [/]", None: "[yellow]-- [/]"}
 
 
 def examine() -> int:
-    """Prints every finding; returns 1 if something needs doing."""
+    """Print every finding; return 1 if something needs doing."""
     console = Console(highlight=False)
     found = set[bool | None]()
     for title, look in CHECKS:
@@ -38,9 +44,9 @@ def examine() -> int:
             found.add(False)
             console.print(f"{SIGNS[False]} {title}: {escape(str(error))}")
     if False in found:
-        console.print("Something needs doing: see the lines with NO.")
+        console.print("Some checks failed: see the lines with NO.")
     else:
-        console.print(f"All is well{', but for the lines with --' * (None in found)}. Start with: rl-swarm up")
+        console.print(f"All checks passed{', except the lines with --' * (None in found)}. Start with: rl-swarm up")
     return int(False in found)
 
 
@@ -61,7 +67,7 @@ def machine() -> Iterator[Finding]:
     from rl_swarm.learning.memory import GIB
 
     settings = config.load().settings
-    device = pick_device(settings)
+    device = pick_device(settings.model)
     memory, disk = total_memory(device), free_disk(Path.cwd())
     yield True, f"{counted(os.cpu_count() or 1, 'core')}, device {device}"
     yield memory >= 2 * GIB, f"{memory / GIB:.1f} GiB of memory (2 GiB are enough for the bundled model)"
@@ -78,9 +84,7 @@ def model() -> Iterator[Finding]:
 
 
 def scoring() -> Iterator[Finding]:
-    from rl_swarm.environments.reasoning import Reasoning
-
-    environment = Reasoning(task_list(config.load().settings))
+    environment = Reasoning(task_list(config.load().settings.task, config.load().settings.model.model))
     try:
         questions = environment.questions(range(8))
         right = environment.score([(q, f"<answer>{q.answer}</answer>") for q in questions])
@@ -91,16 +95,14 @@ def scoring() -> Iterator[Finding]:
 
 
 def code() -> Iterator[Finding]:
-    """Which isolation is active, and why no better one is."""
-    from rl_swarm.scoring.sandbox.sandbox import ISOLATIONS, Sandbox, available
-
+    """Find which isolation is active, and why no better one is."""
     try:
         sandbox = Sandbox(workers=1)
     except UserError as error:
         yield None, f"only the environment coding needs it. {error}. Or let a model guess: GUESS_WITH=coder"
         return
     sandbox.close()
-    yield True, f"programs of models and strangers run behind {ISOLATIONS[sandbox.isolation]}"
+    yield True, f"programs of models and peers run behind {ISOLATIONS[sandbox.isolation]}"
     for offer in available():
         if offer.isolation == sandbox.isolation:
             return
@@ -109,11 +111,11 @@ def code() -> Iterator[Finding]:
 
 def folder() -> Iterator[Finding]:
     settings = config.load().settings
-    address = configured_address(settings)
+    address = configured_address(settings.storage)
     if isinstance(address, str):
         yield from _store(address)
         return
-    root = Path(settings.gdrive_path).expanduser() if settings.gdrive_path else Path.cwd()
+    root = Path(settings.storage.gdrive_path).expanduser() if settings.storage.gdrive_path else Path.cwd()
     try:
         with tempfile.NamedTemporaryFile(dir=root):
             yield True, f"{root} can be written" + (f"; the swarm is {address}" if address else "")
@@ -133,14 +135,10 @@ def _store(address: str) -> Iterator[Finding]:
 
 
 def peer_to_peer() -> Iterator[Finding]:
-    """Starts the daemon as a node would, and asks those whom the settings name."""
-    from rl_swarm.network.p2p.joining import engine_of
-    from rl_swarm.network.p2p.time_offset import compared
-    from rl_swarm.protocol.identity import Identity
-
-    settings = replace(config.load().settings, p2p_relay=False)  # a router need not be asked for a port
+    """Start the daemon as a node would, and ask the peers that the settings name."""
+    settings = config.load().settings.changed(p2p_relay=False)  # do not ask the router for a port
     if importlib.util.find_spec("hivemind") is None:
-        needed = settings.network == "p2p" or settings.p2p_initial_peers is not None
+        needed = settings.swarm.network == "p2p" or settings.network.p2p_initial_peers is not None
         yield (
             not needed,
             "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'",
@@ -148,17 +146,17 @@ def peer_to_peer() -> Iterator[Finding]:
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        engine_of(Identity.generate(), [], settings, Path(folder)) as engine,
+        engine_of(Identity.generate(), [], settings.network, Path(folder)) as engine,
     ):
         yield True, f"the daemon starts and listens at {engine.addresses[0].rpartition('/p2p/')[0]}"
         if engine.known:
             yield (
                 engine.met.is_set(),
-                f"P2P_KNOWN={settings.p2p_initial_peers}: "
+                f"P2P_KNOWN={settings.network.p2p_initial_peers}: "
                 + (
-                    "somebody answers"
+                    "a peer answers"
                     if engine.met.is_set()
-                    else "nobody answers. Are the addresses right, and is the port open?"
+                    else "no peer answers. Are the addresses right, and is the port open?"
                 ),
             )
             if (clocks := compared(engine)) is not None:
@@ -166,9 +164,7 @@ def peer_to_peer() -> Iterator[Finding]:
 
 
 def identity() -> Iterator[Finding]:
-    from rl_swarm.protocol.identity import Identity
-
-    path = Path(config.load().settings.identity_path)
+    path = Path(config.load().settings.network.identity_path)
     if not path.exists():
         yield True, f"{path} will be made at the first start"
         return
@@ -181,14 +177,12 @@ def identity() -> Iterator[Finding]:
 
 
 def metrics() -> Iterator[Finding]:
-    """Asks the collector, and writes a record with each of the programs, aside and sending nothing."""
-    from rl_swarm.telemetry import otlp, sinks
-
-    wanted = sinks.wanted(config.load().settings, os.environ)
+    """Ask the collector, and let each sink write a record into a temporary folder, offline."""
+    wanted = sinks.requested(config.load().settings.telemetry, os.environ)
     if not wanted:
         yield True, "to metrics.jsonl; METRICS_SINKS and OTEL_EXPORTER_OTLP_ENDPOINT are not set"
     for signal, variable in otlp.endpoints(os.environ).items():
-        reason = otlp.unanswered(signal)
+        reason = otlp.collector_problem(signal)
         yield not reason, f"{signal} to {variable}={os.environ[variable]}: {reason or 'it answers'}"
     mode = os.environ.get("WANDB_MODE") or "offline"
     for name in (name for name in wanted if name != "otlp"):
@@ -197,7 +191,7 @@ def metrics() -> Iterator[Finding]:
             for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(variable, None)
             try:
-                sink = sinks.open_sink(name, sinks.Source("doctor", "doctor", "doctor", "", Path(folder)))
+                sink = sinks.open_sink(name, Source("doctor", "doctor", "doctor", "", Path(folder)))
                 sink.write("round", {"round": 0, "reward": 1.0})
                 sink.close()
                 yield True, f"METRICS_SINKS: {name} works" + (f", {mode}" if name == "wandb" else "")

@@ -7,10 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_swarm.cli import assigned, program, quoted, settled
+from rl_swarm.cli import catch_signals, parse_assignments, preflight, program, quoted, resolve_settings
 from rl_swarm.cli.flags import setting_flags
+from rl_swarm.config.resolve import layered
 from rl_swarm.errors import UserError
+from rl_swarm.experiment.arms import (
+    ELSEWHERE,
+    GIVEN_BY_ARM,
+    PACKED,
+    PRESET,
+    arms,
+    is_packed,
+    name_of,
+    nodes_given,
+)
 from rl_swarm.plural import counted
+from rl_swarm.protocol.untrusted import printable
+from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.storage.files import LocalFiles
 
 app = typer.Typer(
     help="Measure what sharing rollouts is worth: the SAPO experiment, and strategies of your own.",
@@ -22,27 +36,24 @@ app = typer.Typer(
 @app.command()
 @setting_flags("nodes", "rounds", "model", "tasks", "device")
 def sapo(
-    out: Annotated[Path, typer.Option("--out", help="Directory of the experiment; an existing one is gone on with.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory of the experiment; an existing experiment is resumed.")],
     configs: Annotated[
         str,
         typer.Option(
             "--configs",
             help="Own/external groups a round, comma-separated: 8/0, 4/4, 4/4x2 (two updates on the same groups), "
-            "4/4@1 (an "
-            "update on every group), 4/0-pooled (one learner with all questions); or presets: paper (8/0, 6/2, 4/4, "
-            "2/6), "
-            "gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, 4/4, 4/12, 8/0, 8/8), controls (4/0x2, 4/0-pooled).",
+            "4/4@1 (an update on every group), 4/0-pooled (one learner with all questions); or presets: paper (8/0, "
+            "6/2, 4/4, 2/6), gpt2 (4/0, 3/1, 2/2, 1/3), budget (4/0, 4/4, 4/12, 8/0, 8/8), controls (4/0x2, "
+            "4/0-pooled).",
         ),
     ] = "paper",
     strategies: Annotated[
         str,
         typer.Option(
             "--strategies",
-            help="How external groups are chosen and weighed, comma-separated: sapo, uniform, top, top-signal, capped, "
-            "gated, "
-            "adaptive, frugal, or classes of yours as module:Class. Every configuration with external groups is run "
-            "with "
-            "each.",
+            help="How external groups are chosen and weighted, comma-separated: sapo, uniform, top, top-signal, "
+            "capped, gated, adaptive, frugal, or your own classes as module:Class. Every configuration with external "
+            "groups runs with each.",
         ),
     ] = "sapo",
     seeds: Annotated[str, typer.Option("--seeds", help="Seeds that are reported, such as 1,2,3 or 1-3.")] = "1",
@@ -50,15 +61,17 @@ def sapo(
         str,
         typer.Option(
             "--rates",
-            help="Learning rates to choose from for every arm, such as 3e-5,1e-4,3e-4; without, the model's own.",
+            help="Learning-rate grid for every arm, such as 3e-5,1e-4,3e-4; by default the model's own rate.",
         ),
     ] = "",
     tune_seeds: Annotated[
         int,
-        typer.Option("--tune-seeds", min=1, max=100, help="Seeds to choose them on, others than reported."),
+        typer.Option(
+            "--tune-seeds", min=1, max=100, help="Number of seeds to choose the rate on; none of them is reported."
+        ),
     ] = 2,
     tune_rounds: Annotated[
-        int | None, typer.Option("--tune-rounds", min=1, help="Rounds for that; a fifth by default.")
+        int | None, typer.Option("--tune-rounds", min=1, help="Rounds of those runs; a fifth of --rounds by default.")
     ] = None,
     each: Annotated[
         list[str] | None,
@@ -74,7 +87,7 @@ def sapo(
     ] = 0,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Only say how long it may take; the rounds timed for that are kept."),
+        typer.Option("--plan", help="Only estimate the time; the rounds timed for it are kept."),
     ] = False,
     keep_models: Annotated[
         bool, typer.Option("--keep-models", help="Keep the trained models of finished runs.")
@@ -85,32 +98,27 @@ def sapo(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command goes on."""
+    """Run the SAPO experiment and write report.md, report.json and figures into --out. The same command resumes it."""
     from rich.console import Console
 
-    from rl_swarm.cli import catch_signals, preflight
-    from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PRESET, arms, nodes_given
     from rl_swarm.experiment.drawing import arms_table
     from rl_swarm.experiment.progress import followed
     from rl_swarm.experiment.run import Experiment, Runner
 
-    for name in assigned(sets):
+    for name in parse_assignments(sets):
         if name in GIVEN_BY_ARM:
-            raise UserError(
-                f"--set {name}: an experiment has --configs, --strategies, --seeds, --nodes and --rounds for that."
-            )
+            raise UserError(f"--set {name}: use --configs, --strategies, --seeds, --nodes or --rounds.")
         if name in ELSEWHERE:
-            raise UserError(
-                f"--set {name}: that is no part of an experiment. A token of the hub is taken from HF_TOKEN."
-            )
-    resolved = settled("experiment sapo", PRESET, config_file, sets, **flags)
+            raise UserError(f"--set {name}: not a setting of an experiment. A token of the hub comes from HF_TOKEN.")
+    resolved = resolve_settings("experiment sapo", PRESET, config_file, sets, **flags)
     settings = resolved.settings
-    if settings.hf_token:  # where the hub's own library looks for it, in the runs' processes too
-        os.environ.setdefault("HF_TOKEN", settings.hf_token)
+    if settings.model.hf_token:  # the hub's library reads it there, in the runs' processes too
+        os.environ.setdefault("HF_TOKEN", settings.model.hf_token)
     preflight.check(settings)
     grid = _rates(rates)
+    values = settings.flat()
     explicit = {
-        name: getattr(settings, name)
+        name: values[name]
         for name, source in resolved.sources.items()
         if source != "default" and not source.startswith("preset") and name not in (*GIVEN_BY_ARM, *ELSEWHERE)
     }
@@ -120,18 +128,21 @@ def sapo(
         out=out,
         arms=arms(configs, strategies),
         seeds=_seeds(seeds),
-        nodes=settings.nodes,
-        rounds=settings.rounds,
+        nodes=settings.swarm.nodes,
+        rounds=settings.swarm.rounds,
+        resolve=layered,
         settings=explicit,
-        each=nodes_given(each or [], settings.nodes),
+        each=nodes_given(each or [], settings.swarm.nodes),
         rates=grid,
         tune_seeds=tune_seeds,
-        tune_rounds=tune_rounds or max(1, settings.rounds // 5),
+        tune_rounds=tune_rounds or max(1, settings.swarm.rounds // 5),
         at_once=at_once,
         keep_models=keep_models,
         user=settings,
     )
-    kinds = {(node.model, node.device): node for run in experiment.runs({}) for node in run.members()}
+    kinds = {
+        (node.model.model, node.model.device): node for run in experiment.runs({}) for node in run.members(layered)
+    }
     for node in kinds.values():
         preflight.check(node)
     console = Console(highlight=False, markup=False)
@@ -141,11 +152,11 @@ def sapo(
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}.") from error
     if path is not None:
-        console.print(arms_table(followed(out).told(), console.width))
+        console.print(arms_table(followed(out).state(), console.width))
         console.print(f"Written: {path}, {path.with_suffix('.json').name} and figures. In a browser:", soft_wrap=True)
         console.print(f"  {program()} watch {quoted(out)}", soft_wrap=True)
     elif stop.is_set():
-        console.print(f"Stopped. The same command goes on where it was: {out}", soft_wrap=True)
+        console.print(f"Stopped. The same command resumes it: {out}", soft_wrap=True)
         sys.exit(130)
 
 
@@ -153,24 +164,20 @@ def sapo(
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="What --out was, single runs, or packed experiments."),
+        typer.Argument(metavar="PATH...", help="Directories that --out named, single runs, or packed experiments."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", help="Where to write; the first PATH by default, unless packed.")
     ] = None,
 ) -> None:
     """Write the report of one or several experiments again, all arms beside each other."""
-    from rl_swarm.experiment.arms import is_packed
     from rl_swarm.experiment.report import write
-    from rl_swarm.protocol.untrusted import printable
-    from rl_swarm.protocol.wire import MAX_BYTES
-    from rl_swarm.storage.files import LocalFiles
 
     for path in paths:
         if not is_packed(path):
             _check_folder(path)
     if out is None and is_packed(paths[0]):
-        raise UserError(f"{paths[0]} is a packed experiment. Say with --out in which directory to write.")
+        raise UserError(f"{paths[0]} is a packed experiment. Give the directory to write to with --out.")
     written = write(paths, out or paths[0])
     text = LocalFiles(written.parent).read(written.name, MAX_BYTES).decode(errors="replace")
     print(printable(text), end="")
@@ -178,16 +185,15 @@ def report(
 
 @app.command()
 def pack(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What --out was.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories that --out named.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A file (NAME.jsonl.xz), or a directory for one per DIR.")],
 ) -> None:
-    """Keep what a report reads of an experiment's finished runs as one file, small enough to store or to send."""
-    from rl_swarm.experiment.arms import PACKED, is_packed, name_of
+    """Pack what a report needs of an experiment's finished runs into one file, small enough to store or to send."""
     from rl_swarm.experiment.report import pack
 
     paths = [out if is_packed(out) else out / f"{name_of(folder)}{PACKED}" for folder in folders]
     if len(set(paths)) < len(paths):
-        raise UserError(f"{out}: two of these experiments would be in one file. Pack them one by one.")
+        raise UserError(f"{out}: two of these experiments would become one file. Pack them one by one.")
     for folder, path in zip(folders, paths, strict=True):
         _check_folder(folder)
         print(f"{counted(pack(folder, path), 'run')} in {path}")
@@ -196,7 +202,7 @@ def pack(
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such directory. Give what `experiment sapo --out` was given.")
+        raise UserError(f"{folder}: there is no such directory. Give the directory that `experiment sapo --out` named.")
 
 
 def _rates(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Generates the flags of settings, so that a flag, its help and its type are what the schema says."""
+"""Generates flags from settings, so that a flag, its help and its type are what the schema says."""
 
 import inspect
 from collections.abc import Callable
@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-from rl_swarm.settings import Setting, all_settings, values_of
+from rl_swarm.config.settings import all_settings
+from rl_swarm.sections import Setting, values_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# Flags that are not called as their setting is.
+# Flags whose names differ from their settings'.
 NAMES = {
     "environment": "--env",
     "web_host": "--host",

@@ -38,7 +38,7 @@ CHUNK = 1 << 20
 
 def key_path(given: str | None) -> Path:
     flags: dict[str, object] = {"identity_path": given} if given is not None else {}
-    return Path(config.load(flags=flags, command="identity").settings.identity_path)
+    return Path(config.load(flags=flags, command="identity").settings.network.identity_path)
 
 
 def load(given: str | None) -> Identity:
@@ -46,7 +46,7 @@ def load(given: str | None) -> Identity:
     if not path.exists():
         raise UserError(
             f"IDENTITY_PATH={path}: there is no key yet. `{program()} identity new` makes one, "
-            f"`{program()} identity import FILE` takes one from elsewhere."
+            f"`{program()} identity import FILE` imports one."
         )
     warn_if_readable(path)
     return Identity.load(path)
@@ -75,17 +75,18 @@ def show(
 
 @app.command()
 def new(identity_path: KeyFile = None) -> None:
-    """Make a new key. A file that is there is never overwritten."""
-    _keep(Identity.generate(), key_path(identity_path), "made")
+    """Make a new key. An existing file is never overwritten."""
+    _keep(Identity.generate(), key_path(identity_path), "Made")
 
 
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(help="Where to; `-` prints it.")] = Path("-"),
-    public: Annotated[bool, typer.Option("--public", help="Only the public key, which anybody may have.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Only the public key, which is no secret.")] = False,
     identity_path: KeyFile = None,
 ) -> None:
-    """Write the key as PEM, for a backup or another machine: for your eyes only, and never over another file."""
+    """Write the key as PEM, for a backup or another machine. It never overwrites a file. The holder of the key is this
+    peer."""
     identity = load(identity_path)
     pem = identity.public_pem() if public else identity.pem()
     if str(file) == "-":
@@ -100,7 +101,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help="A key: PEM, libp2p's protobuf, or base64 of that; `-` reads it.")],
     identity_path: KeyFile = None,
 ) -> None:
-    """Take a key from elsewhere, such as an earlier system's swarm.pem. It keeps its peer id."""
+    """Import a key, such as an earlier system's swarm.pem. It keeps its peer id."""
     try:
         with _opened(file) as source:
             identity = Identity.from_bytes(source.read(KEY_FILE_BYTES))
@@ -109,7 +110,7 @@ def import_(
             f"{file} is no private key that a node can use ({error}). Give a PEM file without a password, or the "
             "swarm.pem of an earlier system."
         ) from error
-    _keep(identity, key_path(identity_path), "imported")
+    _keep(identity, key_path(identity_path), "Imported")
 
 
 @app.command()
@@ -164,8 +165,6 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     try:
         write_new(path, data, mode)
     except FileExistsError as error:
-        raise UserError(
-            f"{path}: there is a file already, and it is not overwritten. Choose another, or move that one away."
-        ) from error
+        raise UserError(f"{path}: the file exists and is not overwritten. Choose another, or move it away.") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}. Choose a place that can be written.") from error

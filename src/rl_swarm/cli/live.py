@@ -6,7 +6,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.drawing import Drawing, clock
 from rl_swarm.monitor.records import Overview
 from rl_swarm.monitor.run_reader import RunView
@@ -20,7 +20,7 @@ class LiveView:
     def __init__(self, view: RunView, console: Console) -> None:
         self.drawing, self.console = Drawing(view), console
         self.drawn = -1.0
-        self.said = -1
+        self.printed = -1
         self.notes: list[str] = []
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -33,15 +33,15 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.live:
-            self.drawing.look(again=True)
+            self.drawing.refresh(now=True)
             self._draw()
             self.live.stop()
 
     def update(self, restarts: int = 0) -> None:
-        told = self.drawing.look()
+        overview = self.drawing.refresh()
         now = self.drawing.clock()
         if not self.live:
-            self._line(told)
+            self._line(overview)
         elif now - self.drawn >= DRAW_SECONDS:
             self.notes = [f"restarted {counted(restarts, 'time')}"] if restarts else []
             self._draw()
@@ -52,17 +52,17 @@ class LiveView:
         width, height = self.console.size
         self.live.update(self.drawing.draw(width, height, self.notes), refresh=True)
 
-    def _line(self, told: Overview) -> None:
-        left = self.drawing.seconds_left(told)
-        if told.phase != "running" or told.round // LINE_EVERY == self.said:
+    def _line(self, overview: Overview) -> None:
+        left = self.drawing.seconds_left(overview)
+        if overview.phase != "running" or overview.round // LINE_EVERY == self.printed:
             return
-        self.said = told.round // LINE_EVERY
-        rows = telling.nodes(self.drawing.follower).nodes
+        self.printed = overview.round // LINE_EVERY
+        rows = snapshot.nodes(self.drawing.follower).nodes
         learners = [row for row in rows if not row.role or row.held_out_start is not None]
         rewards = ", ".join(f"{row.name} {row.reward:.2f}" for row in learners if row.reward is not None)
         ending = f" | {clock(left)} left" if left is not None else ""
         self.console.print(
-            f"round {told.round}/{told.rounds} | reward: {rewards or 'first answers'}{ending}",
+            f"round {overview.round}/{overview.rounds} | reward: {rewards or 'first answers'}{ending}",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -70,9 +70,9 @@ class LiveView:
 
 
 def watch(view: RunView, console: Console, stop: threading.Event) -> None:
-    """Shows a swarm until it has finished or `stop` is set; once, where there is no terminal to show it in."""
+    """Show a swarm until it has finished or `stop` is set; show it once without a terminal."""
     if not console.is_terminal:
-        snapshot(view, console)
+        print_once(view, console)
         return
     with LiveView(view, console) as live:
         while not stop.is_set():
@@ -82,7 +82,7 @@ def watch(view: RunView, console: Console, stop: threading.Event) -> None:
             stop.wait(DRAW_SECONDS)
 
 
-def snapshot(view: RunView, console: Console) -> None:
+def print_once(view: RunView, console: Console) -> None:
     drawing = Drawing(view)
-    drawing.look()
+    drawing.refresh()
     console.print(drawing.draw(console.width))

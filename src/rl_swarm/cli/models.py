@@ -4,38 +4,40 @@ import json
 from dataclasses import asdict, dataclass
 
 import msgspec
-from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import preflight
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.devices import CATALOGUE, pick_device, pick_model, round_seconds, speed
 from rl_swarm.learning.memory import GIB
-from rl_swarm.learning.policy import Policy, other_models
+from rl_swarm.learning.policy import Policy, bundled, other_models
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import Settings
 
 
 def evaluate(model: str, settings: Settings, questions: int | None, samples: int | None, as_json: bool) -> None:
     """Score a model as a node does, with as many questions and answers unless told otherwise."""
     settings = for_model(model, settings)
-    questions, samples = questions or settings.held_out_questions, samples or settings.held_out_samples
+    questions, samples = (
+        questions or settings.evaluation.held_out_questions,
+        samples or settings.evaluation.held_out_samples,
+    )
     preflight.check_tasks(settings)
-    kind = environments.named(settings.environment)
+    kind = environments.named(settings.task.environment)
     policy = Policy.load(settings, kind.system_prompt)
-    environment = kind(task_list(settings), settings.partial_rewards)
+    environment = kind(task_list(settings.task, settings.model.model), settings.task.partial_rewards)
     try:
-        environment.settle(settings, other_models(settings))
+        environment.configure(settings.task, settings.model.hf_token, other_models(settings))
         console = Console(highlight=False, markup=False)
         held_out = environment.held_out(questions)
         if not held_out:
-            raise UserError(f"The environment {settings.environment!r} has no held-out questions.")
+            raise UserError(f"The environment {settings.task.environment!r} has no held-out questions.")
         with console.status(f"answering {questions} questions {samples + 1} times"):
             result = score(policy, environment, held_out, samples, greedy=True)
     finally:
@@ -50,7 +52,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
         title_justify="left",
     )
     table.add_column("task")
-    for title in ("sampled", "greedy", "well-formed", "right then"):
+    for title in ("sampled", "greedy", "well-formed", "accuracy if\nwell-formed"):
         table.add_column(title, justify="right")
     for task, sampled in result.by_task.items():
         right = result.accuracy_well_formed_by_task.get(task, 0.0)
@@ -63,7 +65,7 @@ def evaluate(model: str, settings: Settings, questions: int | None, samples: int
 
 
 def chat(model: str, settings: Settings, prompt: str | None) -> None:
-    policy = Policy.load(for_model(model, settings), environments.named(settings.environment).system_prompt)
+    policy = Policy.load(for_model(model, settings), environments.named(settings.task.environment).system_prompt)
     asked = 0
 
     def answer(question: str) -> str:
@@ -72,7 +74,7 @@ def chat(model: str, settings: Settings, prompt: str | None) -> None:
     if prompt is not None:
         print(answer(prompt))
         return
-    print(f"{model}, new at every question. Ctrl-D ends.")
+    print(f"{model}. Each question starts a new conversation. Ctrl-D ends.")
     while True:
         try:
             question = input("> ").strip()
@@ -90,17 +92,19 @@ class Row:
     pool: str
     parameters: int
     plan: memory.Plan
-    seconds: float  # of a round, about
+    seconds: float  # of a round, estimated
 
 
 def list_models(settings: Settings, as_json: bool) -> None:
-    device = pick_device(settings)
-    free = memory.available(device, memory.sharing(settings, device))
-    speeds = [speed(device, rows) for rows in (max(1, settings.local_groups) * settings.generations, 1024)]
-    auto = pick_model(replace(settings, model="auto"), device)
+    device = pick_device(settings.model)
+    free = memory.available(device, memory.processes_on_device(settings.model, device))
+    speeds = [
+        speed(device, rows) for rows in (max(1, settings.learning.local_groups) * settings.sampling.generations, 1024)
+    ]
+    auto = pick_model(settings.changed(model="auto"), device)
     rows = []
     for card in CATALOGUE:
-        theirs = replace(settings, model=card.name)
+        theirs = settings.changed(model=card.name)
         plan = memory.plan(card.shape, free, theirs, device.type)
         seconds = round_seconds(card.shape, theirs, *speeds)
         rows.append(Row(card.name, card.pool, card.shape.parameters, plan, round(seconds, 3)))
@@ -111,7 +115,9 @@ def list_models(settings: Settings, as_json: bool) -> None:
     table = Table(box=None, padding=(0, 1))
     for title in ("model", "pool", "parameters", "needs", "fits", "a round"):
         left = title in ("model", "pool", "fits")
-        table.add_column(title, justify="left" if left else "right", overflow="fold")  # names are typed again
+        table.add_column(
+            title, justify="left" if left else "right", overflow="fold"
+        )  # so that names can be copied whole
     for row in rows:
         parameters, needs = f"{row.parameters / 1e6:,.0f} M", f"{row.plan.needed / GIB:.1f} GiB"
         fits = "yes" if row.plan.fits else "no"
@@ -120,8 +126,9 @@ def list_models(settings: Settings, as_json: bool) -> None:
     console.print(f"{device} with {free / GIB:.1f} GiB available; MODEL_NAME=auto takes {auto}")
     console.print(table)
     console.print(
-        f"For one node with {settings.local_groups} questions and {settings.external_groups} groups from others a "
-        f"round, {settings.generations} answers each, all as long as allowed. Estimates: docs/hardware.md says how."
+        f"For one node with {settings.learning.local_groups} questions and {settings.learning.external_groups} peers' "
+        f"groups a round, {settings.sampling.generations} answers each, all of the maximum length. These are "
+        "estimates: see docs/hardware.md."
     )
 
 
@@ -132,15 +139,12 @@ def duration(seconds: float) -> str:
 
 
 def for_model(model: str, settings: Settings) -> Settings:
-    """A checkpoint of a bundled model is asked the bundled model's questions unless told otherwise."""
-    from rl_swarm.learning.policy import bundled
-
+    """Ask a checkpoint of a bundled model the bundled model's questions, unless told otherwise."""
     name = bundled(model)
     if name is not None:
-        tiny = name == "tiny" and settings.environment == "reasoning" and settings.tasks == "auto"
-        settings = replace(
-            settings,
-            tasks="tiny" if tiny else settings.tasks,
-            max_new_tokens=settings.max_new_tokens or replace(settings, model=name).completion_tokens(),
+        tiny = name == "tiny" and settings.task.environment == "reasoning" and settings.task.tasks == "auto"
+        settings = settings.changed(
+            tasks="tiny" if tiny else settings.task.tasks,
+            max_new_tokens=settings.sampling.max_new_tokens or settings.changed(model=name).completion_tokens(),
         )
-    return replace(settings, model=model)
+    return settings.changed(model=model)

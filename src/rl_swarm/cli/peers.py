@@ -1,30 +1,30 @@
-"""Runs `rl-swarm bootnode`: a peer that is always there, so that others find each other."""
+"""Runs `rl-swarm bootnode`: a peer that is always online, so that peers find each other."""
 
 from pathlib import Path
 
 from rich.console import Console
 
 from rl_swarm.cli import catch_signals, program
+from rl_swarm.config.settings import Settings
 from rl_swarm.network.address import known_addresses, peer_url
 from rl_swarm.network.p2p import time_offset
 from rl_swarm.network.p2p.joining import engine_of
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.logs import start_logging
 
 HERE = Path("runs") / "bootnode"
-COMPARE_SECONDS = 60.0  # until it looks whether there are others whose clocks agree with its own
+COMPARE_SECONDS = 60.0  # between comparisons of its clock with other peers'
 
 
 def bootnode(settings: Settings) -> None:
-    """Listens until Ctrl-C. It knows no swarm, trains nothing, and keeps only what the DHT gives it to keep."""
-    known = known_addresses(settings.p2p_initial_peers) if settings.p2p_initial_peers else []
-    start_logging(settings, HERE, "bootnode", terminal=True)
+    """Listen until Ctrl-C. A bootnode knows no swarm, trains nothing, and stores its share of the DHT alone."""
+    known = known_addresses(settings.network.p2p_initial_peers) if settings.network.p2p_initial_peers else []
+    start_logging(settings.telemetry, settings.storage, HERE, "bootnode", terminal=True)
     stop = catch_signals()
-    identity = Identity.load_or_create(Path(settings.identity_path))
-    with engine_of(identity, known, settings, HERE) as engine:
+    identity = Identity.load_or_create(Path(settings.network.identity_path))
+    with engine_of(identity, known, settings.network, HERE) as engine:
         console = Console(highlight=False, markup=False)
-        console.print("Others begin here, with the address that they can reach:   (Ctrl-C stops it)")
+        console.print("Peers join by an address that they can reach:   (Ctrl-C stops it)")
         for address in engine.addresses:
             console.print(f"  {program()} join {peer_url(address)}", soft_wrap=True)
         while not stop.wait(COMPARE_SECONDS):

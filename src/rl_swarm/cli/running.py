@@ -1,4 +1,4 @@
-"""Starts a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
+"""Runs a whole swarm on this machine, or one process of a swarm: `up`, `join`, `coordinate`."""
 
 import os
 import random
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import typer
-from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from rl_swarm.cli import INTERRUPTED, catch_signals, dashboard, preflight, progr
 from rl_swarm.cli.dashboard import say
 from rl_swarm.cli.live import LiveView
 from rl_swarm.cli.summary import print_summary
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import smollm2
 from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
@@ -27,16 +27,15 @@ from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.layout import MANIFEST_FILE
 from rl_swarm.network.owner_documents import change_access_list
 from rl_swarm.network.presence import only_run_here
-from rl_swarm.node import run_settings
+from rl_swarm.node import run_settings, worker
 from rl_swarm.node.hub import outcomes
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.swarm import SwarmError, SwarmProcesses, worker_settings
-from rl_swarm.node.worker import found
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.words import ADJECTIVES, ANIMALS
-from rl_swarm.settings import Settings
 from rl_swarm.storage import private
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
@@ -45,16 +44,16 @@ from rl_swarm.telemetry.logs import start_logging
 
 
 def up(settings: Settings, run: Path | None, resume: Path | None, from_base: bool = False) -> None:
-    """Starts a swarm, shows it until it has finished or Ctrl-C, and sums up."""
+    """Start a swarm, show it until it has finished or Ctrl-C, and sum up."""
     console = Console(highlight=False)
-    sinks.wanted(settings, os.environ)  # or an error, before anything is started
+    sinks.requested(settings.telemetry, os.environ)  # raises before anything is started
     if resume is None:
         preflight.check(settings)
     root = resume or run or _new_run_directory()
     with only_run_here(root):
         if resume is None and (root / MANIFEST_FILE).exists():
             raise UserError(
-                f"--run {root}: there is a run already. Go on with `{program()} up --resume {quoted(root)}`."
+                f"--run {root}: there is a run already. Resume it with `{program()} up --resume {quoted(root)}`."
             )
         if resume is not None:
             _check_resumable(resume, settings, from_base)
@@ -64,37 +63,37 @@ def up(settings: Settings, run: Path | None, resume: Path | None, from_base: boo
 def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> None:
     interrupted = catch_signals()
     new = not root.exists()
-    private.check(settings, root)  # before anything is made
-    owner = Identity.load_or_create(Path(settings.identity_path))
+    private.check(settings.storage, root)  # before anything is made
+    owner = Identity.load_or_create(Path(settings.network.identity_path))
     try:
         store = FolderStore.at(root)
         store.make()
-        manifest = found(store, settings, root.name, owner)
+        manifest = worker.found(store, settings, root.name, owner)
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
         raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
-    private_log = start_logging(settings, root, "up", terminal=False)
+    private_log = start_logging(settings.telemetry, settings.storage, root, "up", terminal=False)
 
     workers = worker_settings(settings)
-    coordinator = replace(settings, min_peers=max(settings.min_peers, settings.nodes))
-    if settings.admission == "invited":
+    coordinator = settings.changed(min_peers=max(settings.network.min_peers, settings.swarm.nodes))
+    if settings.swarm.admission == "invited":
         _allow(store, manifest, owner, workers)
     swarm = SwarmProcesses(root, coordinator, workers)
-    begin = "Going on with" if resumed else "Starting"
+    begin = "Resuming" if resumed else "Starting"
     say(
         console,
-        f"{begin} {counted(settings.nodes, 'node')} in {root}   (Ctrl-C stops "
-        f"{'it' if settings.nodes == 1 else 'them'})",
+        f"{begin} {counted(settings.swarm.nodes, 'node')} in {root}   (Ctrl-C stops "
+        f"{'it' if settings.swarm.nodes == 1 else 'them'})",
     )
-    if smollm2.needs_converting(settings.model):
-        say(console, f"{settings.model} is converted first, once, into {smollm2.cached()}: half a minute.")
-    if settings.hub_repo and settings.hf_token:
-        each = "-<node>" if settings.nodes > 1 else ""
-        say(console, f"Models are pushed to {settings.hub_repo}{each} on the hub at the end")
+    if smollm2.needs_converting(settings.model.model):
+        say(console, f"{settings.model.model} is converted into {smollm2.cached()} first: half a minute, once.")
+    if settings.checkpoint.hub_repo and settings.model.hf_token:
+        each = "-<node>" if settings.swarm.nodes > 1 else ""
+        say(console, f"Models are pushed to {settings.checkpoint.hub_repo}{each} on the hub at the end")
     started = time.monotonic()
     try:
         _tend(swarm, root, settings, private_log, console, interrupted)
-    except SwarmError:  # what cannot work as it is set leaves no folder behind
+    except SwarmError:  # wrong settings leave no folder behind
         if new and not _has_worked(root, manifest, settings):
             _remove(root, manifest, settings)
         raise
@@ -117,13 +116,13 @@ def _tend(
     console: Console,
     interrupted: threading.Event,
 ) -> None:
-    """Runs the swarm until it has finished or is interrupted; its nodes have saved then, whatever happens here."""
+    """Run the swarm until it has finished or is interrupted. Its nodes have saved by then, whatever happens here."""
     try:
         swarm.start(interrupted)
         if interrupted.is_set():
             return
         with (
-            dashboard.beside(root, settings, private_log, console, interrupted),
+            dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted),
             LiveView(RunView(root), console) as live,
         ):
             while not interrupted.is_set() and swarm.tend():
@@ -133,29 +132,28 @@ def _tend(
     finally:
         try:
             if interrupted.is_set() and has_begun(root):
-                say(console, "Stopping: the nodes save where they are. (Ctrl-C again ends them at once.)")
+                say(console, "Stopping: the nodes save their state. (Ctrl-C again ends them at once.)")
         finally:
             swarm.stop()
 
 
 def _stopped(view: RunView, root: Path) -> str:
-    """Says where a run was interrupted, and how it goes on."""
+    """Say where a run was interrupted, and how to resume it."""
     if view.manifest is None:
-        return "Stopped before the swarm was founded. Nothing is lost: start it again."
+        return "Stopped before the swarm was founded. Nothing is lost: start again."
     at = f"at round {view.state.round}" if has_begun(root) and view.state else "before the first round"
-    return f"Stopped {at}. Go on with: {program()} up --resume {quoted(root)}"
+    return f"Stopped {at}. Resume with: {program()} up --resume {quoted(root)}"
 
 
 def has_begun(root: Path) -> bool:
-    """Tells whether a round of the run has begun."""
+    """Return whether a round of the run has begun."""
     view = RunView(root)
     view.refresh_swarm()
     return view.state is not None and view.state.phase != "waiting"
 
 
 def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
-    """Raises where a run cannot go on. Asks before nodes that have learned begin again with the model they started
-    from."""
+    """Raise if a run cannot be resumed. Ask before trained nodes begin again with the base model."""
     view = RunView.open(root)
     if view.state is None:
         return
@@ -172,56 +170,53 @@ def _check_resumable(root: Path, settings: Settings, from_base: bool) -> None:
     many = len(lost) > 1
     problem = (
         f"{', '.join(lost)} {'have' if many else 'has'} no checkpoint in {root}, which stopped at round "
-        f"{view.state.round}: "
-        f"{'they' if many else 'it'} would start again from the base model ({settings.model}), and what "
-        f"{'they' if many else 'it'} learned is lost."
+        f"{view.state.round}: {'they' if many else 'it'} would start again from the base model "
+        f"({settings.model.model}), and what {'they' if many else 'it'} learned is lost."
     )
     if not sys.stdin.isatty():
-        raise UserError(f"{problem} If that is meant, add --from-base.")
-    if not typer.confirm(f"{problem} Go on?"):
+        raise UserError(f"{problem} To accept that, add --from-base.")
+    if not typer.confirm(f"{problem} Continue?"):
         raise UserError(f"{root} was left as it is.")
 
 
 def _has_checkpoint(view: RunView, node: str, settings: Settings) -> bool:
-    """Tells whether a node of this user can go on from where it was, here or in the folder."""
+    """Return whether a node of this user has a checkpoint, here or in the folder."""
     assert view.manifest is not None
-    own = LocalFiles(swarm_folder(settings, view.root, view.manifest.swarm()))
+    own = LocalFiles(swarm_folder(settings.storage, view.root, view.manifest.swarm()))
     return bool(own.names(f"{node}/checkpoints")) or bool(view.checkpoints(node))
 
 
 def _has_worked(root: Path, manifest: Manifest, settings: Settings) -> bool:
-    """Tells whether anything was done in a run, by what is private of it: others may have changed the folder."""
-    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    """Return whether the run has done anything, by its private folder: members may have changed the shared one."""
+    own = LocalFiles(swarm_folder(settings.storage, root, manifest.swarm()))
     begun = bool(own.names("coordinator"))  # its state or its history
     return begun or any(own.names(f"{node}/checkpoints") for node in own.names(""))
 
 
 def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
-    """Removes a run, and what is private of it."""
+    """Remove a run and its private folder."""
     if manifest is not None:
-        own = swarm_folder(settings, root, manifest.swarm())
+        own = swarm_folder(settings.storage, root, manifest.swarm())
         LocalFiles(own.parent).remove(own.name)
-        private.remember_swarm(settings, root, "")
+        private.remember_swarm(settings.storage, root, "")
     LocalFiles(root.parent).remove(root.name)
 
 
-def _allow(store: DocumentStore, manifest: Manifest, owner: Identity, workers: Mapping[str, Settings]) -> None:
-    """Puts the nodes of a swarm of invited peers on its owner's list."""
-    peers = [Identity.load(Path(worker.identity_path)).peer_id for worker in workers.values()]
+def _allow(store: DocumentStore, manifest: Manifest, owner: Identity, workers: Mapping[str, NodeSettings]) -> None:
+    """Put the nodes of a swarm of invited peers on its owner's list."""
+    peers = [Identity.load(Path(worker.network.identity_path)).peer_id for worker in workers.values()]
     change_access_list(store, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
-def alone(role: str, address: Path | str, settings: Settings) -> None:
-    """One process of a swarm, with its log on the terminal."""
-    from rl_swarm.node import worker
-
+def run_process(role: str, address: Path | str, settings: Settings) -> None:
+    """Run one process of a swarm, with its log on the terminal."""
     if is_peer_address(str(address)):
         raise UserError(f"{address} is the address of a peer. Write {peer_url('')} before it: {peer_url(str(address))}")
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     if role == "coordinator":
         preflight.check_tasks(settings)
-    start_logging(settings, Path(), role, terminal=True)
+    start_logging(settings.telemetry, settings.storage, Path(), role, terminal=True)
     stop = catch_signals()
     (worker.coordinate if role == "coordinator" else worker.join)(address, settings, stop)
 

@@ -1,14 +1,16 @@
-"""Says what a run achieved, to the person who started it."""
+"""Prints what a run achieved, for the person who started it."""
+
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from rl_swarm import environments
 from rl_swarm.cli import program, quoted
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.monitor.drawing import LONGEST_PATH, clock, marked
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, RunView
 from rl_swarm.node.evaluation import mean
-from rl_swarm.settings import Settings
 
 EXAMPLES = 2
 
@@ -63,8 +65,8 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
     own = sum(line.local_with_signal for view in views for line in view.rounds)
     if taken:
         console.print(
-            f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups that had something to teach "
-            f"({taken / max(1, taken + own):.0%}) came from other nodes."
+            f"\n[bold]Sharing[/]: {taken} of the {taken + own} groups with signal "
+            f"({taken / max(1, taken + own):.0%}) came from peers."
         )
     if run.manifest and run.manifest.stages > 1:
         rewards = run.rewards(run.manifest.stages)
@@ -83,7 +85,7 @@ def print_summary(run: RunView, seconds: float, console: Console) -> None:
 
 
 def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
-    """Where there are no held-out questions: what the answers to those of the rounds earned."""
+    """Print the rewards of the rounds, where there are no held-out questions."""
     table = Table(title="Reward: the first and the last rounds", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("node", no_wrap=True)
     for title in ("role", "first", "last", ""):
@@ -93,7 +95,7 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
         first = mean([line.reward_local for line in view.rounds[:many]])
         told = ", ".join(f"{marked(name)} {value:.4g}" for name, value in view.role_metrics.items())
         table.add_row(view.name, marked(view.role), f"{first:.3f}", f"{view.reward(many):.3f}", told)
-    if not table.row_count:  # their logs are elsewhere
+    if not table.row_count:  # no log is on this machine
         return
     console.print()
     console.print(table)
@@ -106,14 +108,14 @@ def _print_rewards(run: RunView, seconds: float, console: Console) -> None:
 
 
 def _typed(run: RunView) -> str:
-    """The run's folder as it is typed in a shell."""
+    """Quote the run's folder for a shell."""
     return marked(quoted(run.root), LONGEST_PATH)
 
 
 def _environment(run: RunView) -> str:
-    """The option that starts another run of this kind."""
-    kind = run.manifest.environment if run.manifest else Settings().environment
-    return "" if kind == Settings().environment else f" --env {kind}"
+    """Return the option that starts another run of this kind."""
+    kind = run.manifest.environment if run.manifest else TaskSettings().environment
+    return "" if kind == TaskSettings().environment else f" --env {kind}"
 
 
 def _short(text: str, most: int = 160) -> str:
@@ -121,9 +123,10 @@ def _short(text: str, most: int = 160) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-def _columns(start: dict[str, float], now: dict[str, float]) -> list[str]:
+def _columns(start: dict[str, Any], now: dict[str, Any]) -> list[str]:
     times = f"{now['sampled'] / start['sampled']:.1f}x" if start["sampled"] else ""
-    greedy = f"{start['greedy']:.2f}→{now['greedy']:.2f}" if now.get("greedy") is not None else ""
+    known = start["greedy"] is not None and now["greedy"] is not None
+    greedy = f"{start['greedy']:.2f}→{now['greedy']:.2f}" if known else ""
     return [
         f"{start['sampled']:.3f}",
         f"{now['sampled']:.3f}",

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rl_swarm.cli import preflight, program
 from rl_swarm.cli.models import for_model
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
@@ -22,12 +22,11 @@ from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.plural import counted
 from rl_swarm.protocol.rollouts import Completion
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.schema import HeldOut
 
 
 class WarmUp(msgspec.Struct, frozen=True):
-    """What a warm-up did."""
+    """Holds the result of a warm-up."""
 
     model: str
     out: str
@@ -52,7 +51,7 @@ def warmup(
     as_json: bool,
 ) -> None:
     out = out or Path("models") / f"{Path(model).name}-warm"
-    preflight.check(replace(settings, model=model))
+    preflight.check(settings.changed(model=model))
     prepare(out)
     console = Console(highlight=False, markup=False, stderr=as_json)
     progress = Progress(
@@ -76,7 +75,7 @@ def warmup(
 
 
 def prepare(out: Path) -> None:
-    """Says now what would only be found out after minutes of training."""
+    """Raise now if the result could not be written after minutes of training."""
     if out.exists():
         raise WarmUpError(f"--out {out}: it exists already. Give another directory, or remove it first.")
     try:
@@ -97,31 +96,31 @@ def _warm_up(
     progress: Progress,
 ) -> WarmUp:
     started = time.monotonic()
-    rate = settings.learning_rate or RATE
-    settings = replace(for_model(model, settings), temperature=1.0, kl_weight=0.0)
+    rate = settings.learning.learning_rate or RATE
+    settings = for_model(model, settings).changed(temperature=1.0, kl_weight=0.0)
     status = progress.console.status
     with status(f"loading {model}"):
         policy = Policy.load(settings, Reasoning.system_prompt)
-    environment = Reasoning(task_list(settings), settings.partial_rewards)
+    environment = Reasoning(task_list(settings.task, settings.model.model), settings.task.partial_rewards)
     try:
         limit = settings.completion_tokens()
         with status("making examples"):
             made, left_out = make_examples(
                 environment,
                 examples,
-                settings.seed,
+                settings.sampling.seed,
                 lambda text: len(policy.encode(Completion(text, True))) <= limit,
             )
             held_out = environment.held_out(questions)
         if not made:
             raise WarmUpError(f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks.")
-        with status(f"answering {len(held_out)} questions as it is"):
+        with status(f"answering {len(held_out)} questions before"):
             before = score(policy, environment, held_out, samples, greedy=False)
         steps = step_count(len(made), epochs)
         losses: list[float] = []
         with progress:
             bar = progress.add_task("learning", total=steps, loss="")
-            for loss in train(policy, made, epochs, rate, settings.seed):
+            for loss in train(policy, made, epochs, rate, settings.sampling.seed):
                 losses.append(loss)
                 progress.update(bar, advance=1, loss=f"loss {loss:.2f}")
         with status(f"answering {len(held_out)} questions again"):
@@ -177,7 +176,11 @@ def _print(result: WarmUp, settings: Settings, console: Console) -> None:
         f"{counted(result.steps, 'step')} on {counted(result.examples, 'example')} in {result.seconds:.0f} s; "
         f"loss {result.loss_before:.2f} → {result.loss_after:.2f}"
     )
-    tasks = "" if settings.tasks == "auto" or not isinstance(settings.tasks, str) else f" --tasks {settings.tasks}"
+    tasks = (
+        ""
+        if settings.task.tasks == "auto" or not isinstance(settings.task.tasks, str)
+        else f" --tasks {settings.task.tasks}"
+    )
     console.print(f"Train it: {program()} up --model {shlex.quote(result.out)}{tasks}", soft_wrap=True)
 
 

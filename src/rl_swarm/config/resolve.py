@@ -9,23 +9,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
-import msgspec
 import yaml
 
 from rl_swarm.config.checks import check, check_role
+from rl_swarm.config.settings import PRESET, TEST_MODE, Settings, all_settings
+from rl_swarm.environments.settings import ROLES
+from rl_swarm.errors import ConfigError
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node import strategies
-from rl_swarm.settings import (
-    PRESET,
-    ROLES,
-    SECRETS,
-    TEST_MODE,
-    ConfigError,
-    Settings,
-    all_settings,
-    values_of,
-)
 
 MAX_DOTENV = 64 << 10  # bytes
 
@@ -111,9 +103,9 @@ def resolve(layers: Sequence[SettingsLayer], flags: SettingsLayer | None = None)
     if values.get("test_mode"):
         apply(SettingsLayer("TEST_MODE", TEST_MODE))
         apply(flags)
-    settings = Settings(**values)  # type: ignore[arg-type]
-    if settings.role not in ROLES:
-        check_role(settings.role, sources["role"])
+    settings = Settings.of(**values)
+    if settings.task.role not in ROLES:
+        check_role(settings.task.role, sources["role"])
     check(settings)
     return Resolved(settings, sources)
 
@@ -134,6 +126,17 @@ def load(
     return resolve([SettingsLayer(f"{PRESET} `{command}`", preset or {}), *_sources(config_file, environ)], given)
 
 
+def user_network() -> NetworkSettings:
+    """Return what the user has set of the network in the environment, whatever the command."""
+    return load().settings.network
+
+
+def layered(presets: Mapping[str, Mapping[str, object]], flags: Mapping[str, object]) -> Settings:
+    """Return the settings that named presets give, later ones winning, and above them flags."""
+    layers = [SettingsLayer(source, values) for source, values in presets.items()]
+    return resolve(layers, SettingsLayer("flag", flags)).settings
+
+
 def peek(name: str, config_file: Path | None, flags: Mapping[str, object]) -> object:
     """Returns what one setting is, whatever the others are: a command's preset may depend on it."""
     flag = SettingsLayer("flag", flags, {name: f"flag or --set {name}"})
@@ -150,21 +153,9 @@ def _sources(config_file: Path | None, environ: Mapping[str, str] | None = None)
 
 def _convert(name: str, value: object, origin: str, defaults: Mapping[str, object]) -> object:
     setting = next(s for s in all_settings() if s.name == name)
-    if setting.default is None and value in ("None", "none", "null"):
-        return None
-    if isinstance(value, str) and get_origin(get_args(setting.kind)[0]) is Literal:
-        value = value.lower()  # LOG_LEVEL=INFO
     if name == "tasks" and value and isinstance(value, list) and all(isinstance(one, str) for one in value):
         value = ",".join(value)  # names alone, as a list in YAML
-    try:
-        return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
-    except msgspec.ValidationError as error:
-        shown = "(not shown)" if name in SECRETS else repr(value)
-        default = defaults.get(name, setting.default)
-        usual = "" if default is None else f" The default is {default!r}."
-        raise ConfigError(
-            f"{name}={shown} ({origin}) cannot be used: {error}. What can: {values_of(setting.kind)}.{usual}"
-        ) from error
+    return setting.convert(value, origin, defaults.get(name, setting.default))
 
 
 def _suggest(name: str, known: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Finds the environments: those of this package, and those that other installed packages register.
+"""Finds environments: those of this package, and those that other installed packages register.
 
 A package registers one as an entry point, `name = "module:Class"` in the group `rl_swarm.environments`. Only what is
 installed here can run: a manifest names an environment and brings no code.
@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rl_swarm.environments.presets import PRESETS
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.manifest import ENVIRONMENT_NAME, Manifest
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment
@@ -25,7 +25,7 @@ BUILT_IN = ("coding", "debate", "reasoning")
 
 
 class NoEnvironment(UserError):
-    """An environment that is not installed or cannot be used; the message says what would work."""
+    """Reports an environment that is not installed or cannot be used; the message says what would work."""
 
 
 @lru_cache(maxsize=1)
@@ -54,7 +54,7 @@ def _built_in(name: str) -> "type[Environment]":
 
 @lru_cache
 def named(name: str) -> "type[Environment]":
-    """The environment that is installed under this name."""
+    """Return the environment that is installed under this name."""
     from rl_swarm.environments.base import Environment
 
     if not ENVIRONMENT_NAME.fullmatch(name):
@@ -65,8 +65,7 @@ def named(name: str) -> "type[Environment]":
     if where is None:
         raise NoEnvironment(
             f"There is no environment {name!r} here: no installed package registers the entry point {name!r} in the "
-            "group "
-            f"{GROUP}. Installed: {', '.join(installed())}."
+            f"group {GROUP}. Installed: {', '.join(installed())}."
         )
     module, _, attribute = where.partition(":")
     try:
@@ -75,59 +74,58 @@ def named(name: str) -> "type[Environment]":
         raise NoEnvironment(f"The environment {name!r} ({where}) cannot be imported: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise NoEnvironment(
-            f"The environment {name!r} ({where}) is no class made from rl_swarm.environments.base.Environment."
+            f"The environment {name!r} ({where}) is not a subclass of rl_swarm.environments.base.Environment."
         )
     return found
 
 
-def task_list(settings: Settings) -> tuple[Task, ...]:
-    """Return the tasks that the setting `tasks` names."""
+def task_list(settings: TaskSettings, model: str) -> tuple[Task, ...]:
+    """Return the tasks that the setting `tasks` names; `auto` depends on the model."""
     if not isinstance(settings.tasks, str):
         return tuple(settings.tasks)
     if settings.tasks == "auto":
-        return tuple(named(settings.environment).preset(settings.model))
+        return tuple(named(settings.environment).preset(model))
     if settings.tasks in PRESETS:
         return PRESETS[settings.tasks]
     return tuple(Task(name.strip()) for name in settings.tasks.split(",") if name.strip())
 
 
 def roles() -> dict[str, list[str]]:
-    """The roles of all installed environments that have more than one."""
+    """Return the roles of all installed environments that have more than one."""
     found = {}
     for name in installed():
-        with suppress(NoEnvironment):  # who wants that one is told
+        with suppress(NoEnvironment):  # a node that plays it is told
             found[name] = list(named(name).roles)
     return {name: theirs for name, theirs in found.items() if len(theirs) > 1}
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of what the questions of an environment depend on: its package, and what it names itself."""
+    """Return the versions of the packages that the questions of an environment depend on."""
     point = None if name in BUILT_IN else _registered().get(name)
     package = {point.dist.name: point.dist.version} if point is not None and point.dist is not None else {}
     return {**package, **named(name).versions()}
 
 
 def made(manifest: Manifest) -> "Environment":
-    """The environment of a swarm, as far as it is installed here."""
+    """Make the environment of a swarm."""
     kind = of_swarm(manifest)
     return kind(manifest.tasks, manifest.partial_rewards)
 
 
 def of_swarm(manifest: Manifest) -> "type[Environment]":
-    """Its class. Packages that the manifest names are the founder's word: they are told and not fetched."""
+    """Return the class of a swarm's environment. The packages that its manifest names are shown, never fetched."""
     try:
         kind = named(manifest.environment)
     except NoEnvironment as error:
         package = ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
         raise NoEnvironment(
             f"This swarm plays {manifest.environment!r}. {error} Its founder had {package or 'no package to name'}: "
-            "look at it "
-            "before you install it."
+            "look at it before you install it."
         ) from error
     if manifest.stages != kind.stages:
         raise NoEnvironment(
             f"This swarm plays {manifest.environment!r} in {manifest.stages} stages, and the version that is installed "
-            "here "
-            f"has {kind.stages}. The manifest names {manifest.versions}; here it is {versions(manifest.environment)}."
+            f"here has {kind.stages}. The manifest names {manifest.versions}; here it is "
+            f"{versions(manifest.environment)}."
         )
     return kind

@@ -1,9 +1,8 @@
 """Debates reasoning-gym's tasks in three stages: answer; criticise the peers' answers; vote and revise.
 
-All peers are asked the same questions. A critic is shown answers of others, and chooses by repeating the one that it
-finds best; a voter is shown what critics said, and answers again. So every stage ends with an answer between tags,
-which
-needs no form of its own and tells whom one agrees with.
+All peers are asked the same questions. A critic is shown answers of peers, and chooses by repeating the best one. A
+voter is shown what critics wrote, and answers again. So every stage ends with an answer between tags, which tells with
+whom a peer agrees.
 """
 
 from collections import Counter
@@ -12,7 +11,7 @@ from dataclasses import replace
 
 from rl_swarm.environments.base import FollowUp, quoted
 from rl_swarm.environments.reasoning import CLOSE, OPEN, Reasoning, extract
-from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.questions import PeerMessage, Question
 
 ANSWER, CRITICISE, VOTE = range(3)
 FORMAT = 0.1  # for an answer between tags, in every stage
@@ -29,39 +28,43 @@ ASKED = {
 
 class Debate(Reasoning):
     stages = 3
-    hears = 3
+    context_peers = 3
     shared = True
 
-    def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
-        asked = self.questions([cue.seed for cue in cues], seconds)
-        return [_followed(cue, question) for cue, question in zip(cues, asked, strict=False)]
+    def follow_up(self, follow_ups: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
+        questions = self.questions([one.seed for one in follow_ups], seconds)
+        return [_with_context(one, question) for one, question in zip(follow_ups, questions, strict=False)]
 
     def score(self, answered: Sequence[tuple[Question, str]], seconds: float | None = None) -> list[float]:
         right = super().score(answered, seconds)  # the first of them, where time runs out
         return [_reward(question, text, score) for (question, text), score in zip(answered, right, strict=False)]
 
 
-def _followed(cue: FollowUp, question: Question) -> Question:
-    """The question again, below what peers said about it in the stage before."""
-    before = [said for said in cue.heard if said.question.stage == cue.stage - 1]
-    about = [said for said in before if (said.question.number, said.question.seed) == (question.number, question.seed)]
-    lines = [_line(number, text, cue.stage) for number, text in enumerate(shown(question.seed, about), 1)]
-    prompt = "\n".join([*lines, ASKED[cue.stage], question.prompt]) if lines else question.prompt
+def _with_context(follow_up: FollowUp, question: Question) -> Question:
+    """Put what peers wrote about the question in the stage before above it."""
+    asked, stage = (question.number, question.seed), follow_up.stage
+    about = [
+        message
+        for message in follow_up.messages
+        if message.question.stage == stage - 1 and (message.question.number, message.question.seed) == asked
+    ]
+    lines = [_line(number, text, stage) for number, text in enumerate(shown(question.seed, about), 1)]
+    prompt = "\n".join([*lines, ASKED[stage], question.prompt]) if lines else question.prompt
     return replace(question, prompt=prompt, parents=tuple(about))
 
 
-def shown(seed: int, about: Sequence[Statement]) -> list[str]:
-    """One text of each peer, by chance, but the same for everybody."""
-    return [one.texts[one.lot(seed) % len(one.texts)] for one in about]
+def shown(seed: int, messages: Sequence[PeerMessage]) -> list[str]:
+    """Draw one text of each message, the same for all peers."""
+    return [one.texts[one.draw_key(seed) % len(one.texts)] for one in messages]
 
 
 def _line(number: int, text: str, stage: int) -> str:
     answer = extract(text)
-    said = quoted(text if answer is None else text.rpartition(OPEN)[0], LONGEST_TEXT)
+    rest = quoted(text if answer is None else text.rpartition(OPEN)[0], LONGEST_TEXT)
     if answer is None:
-        return f"Peer {number} says {said}"
+        return f"Peer {number} says {rest}"
     line = f"Peer {number} {'answers' if stage == CRITICISE else 'votes for'} {quoted(answer, LONGEST_ANSWER)}"
-    return line if said == '""' else f"{line} and says {said}"
+    return line if rest == '""' else f"{line} and says {rest}"
 
 
 def _reward(question: Question, text: str, right: float) -> float:
@@ -77,13 +80,13 @@ def _reward(question: Question, text: str, right: float) -> float:
     return reward
 
 
-def majority(statements: Sequence[Statement]) -> str | None:
-    """What most of the critics' texts chose; the first in the alphabet where several did equally."""
-    chosen = [extract(text) for statement in statements for text in statement.texts]
+def majority(messages: Sequence[PeerMessage]) -> str | None:
+    """Return the answer that most of the critics' texts chose, the first in the alphabet among equals."""
+    chosen = [extract(text) for message in messages for text in message.texts]
     votes = Counter(plain(answer) for answer in chosen if answer is not None)
     return min(votes, key=lambda answer: (-votes[answer], answer)) if votes else None
 
 
 def plain(answer: str) -> str:
-    """An answer without what does not matter."""
+    """Return an answer without differences in case and white space."""
     return " ".join(answer.split()).casefold()

@@ -1,7 +1,7 @@
-"""Asks reasoning tasks from reasoning-gym: short questions with answers that can be checked.
+"""Asks the tasks of reasoning-gym: short questions with answers that can be checked.
 
 The answer stands between `<answer>` tags and nothing follows them. Questions are made and answers
-scored in a process of their own (see `scoring`), because the scorers evaluate what they are given.
+scored in a process of their own (see `scoring`), because the scorers evaluate the answers.
 """
 
 import importlib.metadata
@@ -54,7 +54,7 @@ class Reasoning(Environment):
         return rewards
 
     def solutions(self, questions: Sequence[Question]) -> list[str | None]:
-        """A completion of every question that earns the full reward, or None where none is known."""
+        """Return a completion of every question that earns the full reward, or None where none is known."""
         answers = self.scorer.solutions(questions)
         completions = [None if answer is None else f"{OPEN}{answer.strip()}{CLOSE}" for answer in answers]
         asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
@@ -74,7 +74,7 @@ class Reasoning(Environment):
 
 
 def extract(text: str) -> str | None:
-    """The answer in a completion, or None when it is not well-formed."""
+    """Return the answer in a completion, or None when it is not well-formed."""
     body = text.rstrip()
     start = body.rfind(OPEN)
     if start < 0 or not body.endswith(CLOSE):

@@ -16,60 +16,60 @@ from rl_swarm.monitor.drawing import plain
 
 DRAW_SECONDS = 1.0
 GAP = 2  # between columns
-SPARED = (
+DROP_ORDER = (
     "rounds",
     "seeds",
     "start",
     "held-out change",
     "training-set change",
-)  # in a narrow terminal, these first
+)  # left out first in a narrow terminal
 
 
-def drawn(told: ExperimentState, width: int) -> Group:
-    """Every arm with what it has earned and the intervals below it, and the runs that go on."""
-    parts: list[RenderableType] = [_head(told)]
-    if told.arms:
-        parts.append(arms_table(told, width))
-    going = [f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}" for run in told.runs if run.phase != "finished"]
+def drawn(state: ExperimentState, width: int) -> Group:
+    """Draw every arm with its measures and their intervals, and the runs that go on."""
+    parts: list[RenderableType] = [_head(state)]
+    if state.arms:
+        parts.append(arms_table(state, width))
+    going = [f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}" for run in state.runs if run.phase != "finished"]
     if going:
         parts.append(Text(", ".join(going), style="dim"))
     return Group(*parts)
 
 
 def watch(path: Path, console: Console, stop: threading.Event) -> None:
-    """Shows an experiment until all its runs have finished or `stop` is set; once, where there is no terminal."""
-    standing = followed(path)
+    """Show an experiment until all its runs have finished or `stop` is set; show it once without a terminal."""
+    progress = followed(path)
     if not console.is_terminal:
-        return snapshot(path)
+        return print_once(path)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            told = standing.told()
-            live.update(drawn(told, console.width), refresh=True)
-            if told.phase == "finished" or stop.wait(DRAW_SECONDS):
+            state = progress.state()
+            live.update(drawn(state, console.width), refresh=True)
+            if state.phase == "finished" or stop.wait(DRAW_SECONDS):
                 return None
-            standing.look()
+            progress.poll()
 
 
-def snapshot(path: Path, as_json: bool = False) -> None:
-    told = followed(path).told()
+def print_once(path: Path, as_json: bool = False) -> None:
+    state = followed(path).state()
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        print(msgspec.json.format(msgspec.json.encode(state)).decode())
     else:
         console = Console(highlight=False)
-        console.print(drawn(told, console.width))
+        console.print(drawn(state, console.width))
 
 
-def arms_table(told: ExperimentState, width: int) -> Table:
-    """The arms, with as many columns as there is room for."""
-    rows = [_cells(arm) for arm in told.arms]
+def arms_table(state: ExperimentState, width: int) -> Table:
+    """Draw the arms, with as many columns as fit."""
+    rows = [_cells(arm) for arm in state.arms]
     titles = [title for title in rows[0] if any(row[title].plain for row in rows)]
-    if all(arm.played == arm.rounds for arm in told.arms):
+    if all(arm.played == arm.rounds for arm in state.arms):
         titles.remove("rounds")
-    if all(len(arm.seeds) < 2 for arm in told.arms):
+    if all(len(arm.seeds) < 2 for arm in state.arms):
         titles.remove("seeds")
-    for spared in SPARED:
+    for dropped in DROP_ORDER:
         if sum(_width(title, rows) + GAP for title in titles) - GAP > width:
-            titles = [title for title in titles if title != spared]
+            titles = [title for title in titles if title != dropped]
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False)
     for title in titles:
         table.add_column(_shown(title), justify="left" if title == "arm" else "right", no_wrap=True)
@@ -78,13 +78,13 @@ def arms_table(told: ExperimentState, width: int) -> Table:
     return table
 
 
-def _head(told: ExperimentState) -> Text:
-    finished = sum(run.phase == "finished" for run in told.runs)
-    says: list[str] = [told.phase] if told.phase != "finished" or not told.runs else []
-    says += [f"{finished} of {len(told.runs)} runs have finished"] if told.runs else []
-    if told.tuned < told.tuning:
-        says.append(f"learning rates: {told.tuned} of {told.tuning} short runs")
-    return Text(plain(told.name), style="bold").append(f"  {', '.join(says)}", style="dim")
+def _head(state: ExperimentState) -> Text:
+    finished = sum(run.phase == "finished" for run in state.runs)
+    says: list[str] = [state.phase] if state.phase != "finished" or not state.runs else []
+    says += [f"{finished} of {len(state.runs)} runs have finished"] if state.runs else []
+    if state.tuned < state.tuning:
+        says.append(f"learning rates: {state.tuned} of {state.tuning} short runs")
+    return Text(plain(state.name), style="bold").append(f"  {', '.join(says)}", style="dim")
 
 
 def _shown(title: str) -> str:
@@ -97,7 +97,7 @@ def _width(title: str, rows: Sequence[Mapping[str, Text]]) -> int:
 
 
 def _cells(arm: ArmState) -> dict[str, Text]:
-    """A row by its titles. Changes are against the arm that stands below its name."""
+    """Return a row by its titles. Changes are against the arm that is named below."""
     return {
         "arm": Text(plain(arm.arm)).append(f"\n  against {plain(arm.against)}" if arm.against else "", style="dim"),
         "rounds": Text(f"{arm.played}/{arm.rounds}"),

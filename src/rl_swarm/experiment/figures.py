@@ -9,13 +9,13 @@ from matplotlib.figure import Figure
 
 from rl_swarm.storage.files import LocalFiles
 
-Numbers = Mapping[str, Any]  # what stands in report.json
+Numbers = Mapping[str, Any]  # the contents of report.json
 WIDTH, HEIGHT = 6.4, 3.8  # inches of a panel
 REWARDS = ("training_set", "fresh_local")
 
 
 def draw(numbers: Numbers, out: Path) -> dict[str, str]:
-    """Writes the figures; what each shows, and the name of its file."""
+    """Write the figures; return their files by what they show."""
     files = {
         "Reward of the training set and of fresh local rollouts": (
             "rewards.png",
@@ -35,12 +35,12 @@ def draw(numbers: Numbers, out: Path) -> dict[str, str]:
 
 
 def figure(numbers: Numbers, panels: Sequence[str], columns: int = 2) -> Figure:
-    """Some panels of `PANELS` beside each other."""
+    """Draw some panels of `PANELS` beside each other."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     wide = 1.6 if list(panels) == ["by_task"] else columns
     made = Figure(figsize=(wide * WIDTH, rows * HEIGHT), layout="constrained")
-    rewards = None  # the first panel of rewards: the others have its scale, so that they can be compared
+    rewards = None  # the first panel of rewards, whose scale the others share
     for number, name in enumerate(panels, 1):
         axes = made.add_subplot(rows, columns, number, sharey=rewards if name in REWARDS else None)
         rewards = rewards or (axes if name in REWARDS else None)

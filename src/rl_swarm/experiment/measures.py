@@ -1,10 +1,8 @@
-"""Computes what came of a run, as numbers, from the lines that its nodes wrote. Pure functions over the lines that
-its nodes wrote.
+"""Computes the measures of a run from its nodes' logs, in pure functions.
 
-Everything is computed for every node of every seed first; a measure of an arm is the mean of those, with an interval
-by bootstrap: seeds are drawn anew, and within each seed its nodes. With one seed only nodes are, which share their
-questions' difficulty and, where they exchange rollouts, much more, so such an interval is too narrow; the report says
-so.
+Every measure is computed for every node of every seed first. An arm's measure is their mean, with an interval by
+bootstrap: it resamples seeds, and nodes within each seed. With one seed it resamples nodes alone. Those share their
+questions' difficulty and, where they exchange rollouts, much more, so the interval is too narrow; the report says so.
 """
 
 import random
@@ -20,24 +18,26 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job, files_of
 from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, new_lines
-from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
+from rl_swarm.telemetry.schema import After, HeldOutRecord, Number, RoundRecord
 
 DRAWS = 1000  # of a bootstrap
 FEWER_DRAWS = 200  # for every point of a curve
-WINDOWS = 20  # into which a curve is cut before its ups and downs are looked at
-SKILL = 0.25  # by which a held-out score in a task must have risen for the skill to be there
+MAX_SHARE = 1e6  # a larger change is shown as this
+WINDOWS = 20  # of a curve, before its drawdown is measured
+SKILL = 0.25  # rise of a task's held-out score that counts as having learned it
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What is kept of a held-out score."""
+    """Holds what is kept of a held-out score."""
 
-    round: int  # after which it was measured; -1: before the first
-    sampled: float
-    greedy: float | None
-    by_task: dict[str, float]
-    greedy_by_task: dict[str, float]
+    round: After  # -1: before the first
+    sampled: Number
+    greedy: Number | None
+    by_task: dict[str, Number]
+    greedy_by_task: dict[str, Number]
 
     @classmethod
     def of(cls, record: HeldOutRecord) -> "Score":
@@ -48,7 +48,7 @@ _LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """How an arm's learning rate was chosen: the held-out score at the end of every rate's runs."""
+    """Records how an arm's learning rate was chosen: the held-out score at the end of every rate's runs."""
 
     rate: float
     scores: dict[str, float]  # by rate
@@ -67,7 +67,7 @@ class NodeLog:
         for line in new_lines(files, path)[0]:
             try:
                 found = _LINE.decode(line)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise UserError(f"{files.root}/{path}: a line cannot be read ({error}).") from error
             if isinstance(found, RoundRecord):
                 log.rounds.append(found)
@@ -81,21 +81,21 @@ class NodeLog:
 
 @dataclass
 class Run:
-    """One run: its nodes in the order of their names."""
+    """Holds one run: its nodes in the order of their names."""
 
     job: Job
     nodes: list[NodeLog]
 
     @classmethod
     def read(cls, folder: Path) -> "Run | None":
-        """Reads the run in a folder; None where there is none."""
+        """Read the run in a folder; None where there is none."""
         job, files = Job.read(folder), files_of(folder)
         logs = [NodeLog.read(files, f"logs/{node}/{METRICS}") for node in files.folders_with(METRICS, "logs")]
         return cls.of(job, logs) if job else None
 
     @classmethod
     def of(cls, job: Job, logs: Sequence[NodeLog]) -> "Run | None":
-        """Makes a run of its nodes' logs, as far as all have got; None where they have not played."""
+        """Make a run of its nodes' logs, up to the last round that all have; None where there is none."""
         played = min((len(log.rounds) for log in logs), default=0)
         return cls(job, [log.up_to(played) for log in logs]) if played else None
 
@@ -105,25 +105,25 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all rounds were played, and all nodes examined after the last."""
+        """Return whether all rounds were played, and all nodes evaluated after the last."""
         ends = [node.held_out[-1] for node in self.nodes if node.held_out]
         done = all(line.round == self.job.rounds - 1 and line.greedy is not None for line in ends)
         return self.played == self.job.rounds and len(ends) == len(self.nodes) and done
 
     @property
     def share(self) -> float:
-        """How many nodes one node of this run stands for: a pooled learner has the questions of all."""
+        """Return how many nodes one node of this run stands for: a pooled learner has the questions of all."""
         return self.job.nodes / len(self.nodes)
 
 
 def percent(share: float) -> str:
-    """With its sign, and no -0."""
-    return f"{round(100 * share):+d}"
+    """Format a share with its sign, and no -0; a larger one as a millionfold."""
+    return f"{round(100 * min(share, MAX_SHARE)):+d}"
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A mean over seeds and nodes, with its 95 % interval."""
+    """Holds a mean over seeds and nodes, with its 95 % interval."""
 
     mean: float
     low: float
@@ -133,12 +133,12 @@ class Measure:
         return f"{self.mean:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-Values = Sequence[Sequence[float]]  # of every seed, of every node
-Point = tuple[float, float, float, float]  # of a curve: where, the mean, and its interval
+Values = Sequence[Sequence[float]]  # by seed and node
+Point = tuple[float, float, float, float]  # of a curve: x, mean, and its interval
 
 
 def measured(values: Values, total: float = 1.0, count: int = DRAWS) -> Measure:
-    """The mean over nodes and seeds times `total`, and the interval of that."""
+    """Average over nodes and seeds, times `total`, with an interval."""
     known = [list(of_seed) for of_seed in values if of_seed]
     if not known:
         return Measure(0.0, 0.0, 0.0)
@@ -148,7 +148,7 @@ def measured(values: Values, total: float = 1.0, count: int = DRAWS) -> Measure:
 
 
 def compared(values: Mapping[int, Sequence[float]], base: Mapping[int, Sequence[float]]) -> Measure | None:
-    """By which share the values are higher than the others, over the seeds that both have, seeds drawn together."""
+    """Return by which share the values are higher than the base, over the seeds that both have, drawn together."""
     seeds = sorted(values.keys() & base.keys())
     if not seeds or _mean([list(base[seed]) for seed in seeds]) == 0:
         return None
@@ -175,38 +175,37 @@ def _mean(values: Sequence[Sequence[float]]) -> float:
 
 
 def window(rounds: int, points: int = 100) -> int:
-    """Rounds that are one point of a curve. In short runs there are fewer points: a few rounds would show chance
-    alone."""
+    """Return the rounds per point of a curve. Short runs have fewer points: a few rounds would show noise."""
     return max(1, rounds // points, min(10, rounds // 20))
 
 
 def seconds(line: RoundRecord) -> float:
-    """What a round took this node; the nodes of a run take their turns."""
+    """Return the seconds of a round of this node; the nodes of a run take turns."""
     return line.seconds.total
 
 
 def oscillation(rewards: Sequence[float]) -> float:
-    """How far the reward lies below the highest that it had reached before, on average: 0 if it only rises.
+    """Return the mean drawdown: how far the reward lies below its highest value so far; 0 if it only rises.
 
-    Rounds are averaged in windows first, because the reward of a few questions jumps by itself.
+    Rounds are averaged in windows first, because the reward of a few questions is noisy.
     """
     size = max(5, len(rewards) // WINDOWS)
     windows = [mean(rewards[start : start + size]) for start in range(0, len(rewards) - size + 1, size)]
-    best = accumulate(windows, max, initial=0.0)  # of those before
+    best = accumulate(windows, max, initial=0.0)  # so far
     return mean([max(0.0, before - value) for before, value in zip(best, windows, strict=False)])
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How skills went round in one run: over all tasks that some node learned."""
+    """Measures how skills spread in one run, over all tasks that any node learned."""
 
-    tasks: int  # that some node learned
+    tasks: int  # that any node learned
     reach: float | None  # the share of the other nodes that had learned them by the end
-    rounds: float | None  # that it took them, from the first node to another
+    rounds: float | None  # from the first node to the others
 
 
 def spread(nodes: Sequence[NodeLog]) -> Spread:
-    """A node has a skill from the first look at which its score in the task is `SKILL` above its own start."""
+    """Measure the spread of skills. A node has a skill from the first score that is `SKILL` above its own start."""
     reached, lags, tasks = [], [], 0
     for task in nodes[0].held_out[0].by_task if nodes[0].held_out else ():
         since = [_learned(node, task) for node in nodes]
@@ -221,12 +220,12 @@ def spread(nodes: Sequence[NodeLog]) -> Spread:
 
 
 def _learned(node: NodeLog, task: str) -> int | None:
-    start = node.held_out[0].by_task[task] if node.held_out else 0.0
+    start = node.held_out[0].by_task.get(task, 0.0) if node.held_out else 0.0
     return next((line.round for line in node.held_out[1:] if line.by_task.get(task, 0.0) >= start + SKILL), None)
 
 
 def held_out_at(node: NodeLog, spent: Sequence[float], budget: float) -> float:
-    """The held-out score when so much had been spent, between two looks on the line that joins them."""
+    """Interpolate the held-out score at a budget between two evaluations."""
     points = [
         (0.0 if line.round < 0 else spent[min(line.round, len(spent) - 1)], line.sampled) for line in node.held_out
     ]
@@ -237,13 +236,13 @@ def held_out_at(node: NodeLog, spent: Sequence[float], budget: float) -> float:
 
 
 def fresh_until(node: NodeLog, spent: Sequence[float], budget: float) -> float:
-    """The mean reward of the fresh rollouts of the rounds until so much had been spent."""
+    """Average the reward of fresh rollouts over the rounds within a budget."""
     count = max(1, min(len(spent), bisect_left(spent, budget * (1 - 1e-9)) + 1))
     return mean([line.reward_local for line in node.rounds[:count]])
 
 
 def tokens_spent(run: Run, node: NodeLog) -> list[float]:
-    """Tokens generated so far, per node: a pooled learner's are those of all nodes."""
+    """Return the tokens generated so far, per node; a pooled learner's are divided among the nodes it stands for."""
     return list(accumulate(line.generated_tokens / run.share for line in node.rounds))
 
 
@@ -253,7 +252,7 @@ def seconds_spent(run: Run, node: NodeLog) -> list[float]:
 
 @dataclass
 class ArmResult:
-    """An arm with all its runs."""
+    """Holds an arm with all its runs."""
 
     label: str
     arm: Arm
@@ -268,18 +267,18 @@ class ArmResult:
         return self.runs[0].job.nodes
 
     def each(self, measure: Callable[[Run, NodeLog], float]) -> dict[int, list[float]]:
-        """A number of every node, by seed."""
+        """Return a number of every node, by seed."""
         return {run.job.seed: [measure(run, node) for node in run.nodes] for run in self.runs}
 
     def of(self, measure: Callable[[Run, NodeLog], float], total: float = 1.0) -> Measure:
         return measured(list(self.each(measure).values()), total)
 
     def budget(self, spent: Callable[[Run, NodeLog], list[float]]) -> float:
-        """What a node of this arm spends in all its rounds, on average."""
+        """Return what a node of this arm spends in all its rounds, on average."""
         return self.of(lambda run, node: spent(run, node)[-1]).mean
 
     def curve(self, value: Callable[[RoundRecord], float]) -> list[Point]:
-        """In windows of rounds: the last round of each, the mean over nodes and seeds, and its interval."""
+        """Average in windows of rounds: the last round of each, the mean over nodes and seeds, and its interval."""
         size = window(self.rounds)
         return [
             self._point(
@@ -290,7 +289,7 @@ class ArmResult:
         ]
 
     def held_out_curve(self) -> list[Point]:
-        """The sampled score after so many rounds, at the looks that all nodes of all seeds have had."""
+        """Return the sampled score after the rounds at which all nodes of all seeds were evaluated."""
         looks = [{line.round for line in node.held_out} for run in self.runs for node in run.nodes]
         return [
             self._point(
@@ -301,7 +300,7 @@ class ArmResult:
         ]
 
     def tokens_after(self, rounds: int) -> float:
-        """What a node has generated by then, on average."""
+        """Return the tokens that a node has generated by then, on average."""
         spent = [tokens_spent(run, node) for run in self.runs for node in run.nodes]
         return mean([each[rounds - 1] if rounds else 0.0 for each in spent])
 
@@ -310,7 +309,7 @@ class ArmResult:
         return (at, found.mean, found.low, found.high)
 
     def by_task(self, greedy: bool = False) -> dict[str, tuple[Measure, Measure]]:
-        """Of every task the held-out score at the start and at the end."""
+        """Return the held-out score of every task at the start and at the end."""
 
         def scores(line: Score) -> dict[str, float]:
             return line.greedy_by_task if greedy else line.by_task
@@ -327,7 +326,7 @@ class ArmResult:
         }
 
     def spread(self) -> tuple[Measure | None, Measure | None, float]:
-        """Reach and rounds of the skills' spread over the seeds, and how many tasks some node learned."""
+        """Return reach and rounds of the skills' spread over the seeds, and how many tasks any node learned."""
         found = [spread(run.nodes) for run in self.runs]
         reach = [[one.reach] for one in found if one.reach is not None]
         lag = [[one.rounds] for one in found if one.rounds is not None]

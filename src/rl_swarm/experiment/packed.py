@@ -1,10 +1,8 @@
 """Keeps an experiment as one file: what a report reads of its finished runs, as lines of JSON, compressed with xz.
 
 The first line holds the machine and the learning rates that were chosen. Every further line is a node of a run, with
-its
-rounds column by column, which compresses best. Anybody may have written such a file: its size is bounded before and
-after
-decompression, and each line is read as a message of a peer is.
+its rounds column by column, which compresses best. The author may be anyone: the file's size is bounded before and
+after decompression, and each line is read as a message of a peer is.
 """
 
 import io
@@ -27,7 +25,7 @@ MAX_PACKED, MAX_UNPACKED, MAX_MEMORY = 64 << 20, 256 << 20, 256 << 20  # bytes
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Holds what is said of an experiment beside its runs."""
+    """Holds what is known of an experiment beside its runs."""
 
     machine: dict[str, str]
     rates: dict[str, Tuned]  # by label
@@ -72,7 +70,7 @@ COLUMNS = NodeLine.__struct_fields__[2:-1]
 
 
 def write(path: Path, head: Head, runs: Sequence[Run]) -> None:
-    """Writes such a file, unless nobody could read it."""
+    """Write such a file, unless it would be too large to read."""
     lines = [head, *(NodeLine.of(run.job, log) for run in runs for log in run.nodes)]
     data = lzma.compress(msgspec.json.Encoder().encode_lines(lines))
     list(_unpacked(path, data)[1])
@@ -80,7 +78,7 @@ def write(path: Path, head: Head, runs: Sequence[Run]) -> None:
 
 
 def read(path: Path) -> tuple[Head, Iterator[Run]]:
-    """Reads such a file. Its runs are decoded one by one, as they are asked for."""
+    """Read such a file. Its runs are decoded one by one, on demand."""
     with _named(path):
         data = LocalFiles(path.parent).read(path.name, MAX_PACKED)
     return _unpacked(path, data)
@@ -91,7 +89,7 @@ def _unpacked(path: Path, data: bytes) -> tuple[Head, Iterator[Run]]:
         decompressor = lzma.LZMADecompressor(memlimit=MAX_MEMORY)
         lines = io.BytesIO(decompressor.decompress(data, MAX_UNPACKED))
         if len(data) > MAX_PACKED or not decompressor.eof or decompressor.unused_data:
-            raise ValueError("it is cut off, or too large")
+            raise ValueError("it is truncated, or too large")
         return convert(decode(lines.readline()), Head), _runs(path, lines)
 
 
@@ -102,13 +100,13 @@ def _runs(path: Path, lines: Iterable[bytes]) -> Iterator[Run]:
             logs = [node.log() for node in of_run]
             run = Run.of(job, logs)
             if run is None or not run.is_whole or len(logs) != job.count:
-                raise ValueError(f"{job.name} is not whole")
+                raise ValueError(f"{job.name} is incomplete")
             yield run
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Names the file in whatever is wrong with it."""
+    """Name the file in every error."""
     try:
         yield
     except (OSError, ValueError, lzma.LZMAError, Rejected) as error:

@@ -1,8 +1,7 @@
-"""Follows an experiment while it runs: how far its runs are, and what their arms have earned by then.
+"""Follows an experiment while it runs: the progress of its runs, and the measures of their arms so far.
 
-The measures are the report's. Where no run of an arm has finished yet they are of those that go on, up to the round
-that
-all of them have played; arms are compared up to the round that both have. Every look reads what is new.
+The measures are the report's. An arm without a finished run is measured over its unfinished ones, up to the round that
+all of them have played. Arms are compared up to the round that both have. Every poll reads what is new.
 """
 
 from array import array
@@ -19,39 +18,40 @@ from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, is_p
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry import journal
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 METRICS = ("fresh_local", "training_set", "held_out")
-Points = list[tuple[int, float]]  # after so many rounds, a value
+Points = list[tuple[int, float]]  # rounds played, and a value
 
 
 @dataclass(frozen=True)
-class RunStands:
+class RunProgress:
     run: str
     arm: str
     seed: int
     phase: Phase
     played: int
     rounds: int
-    packed: bool  # only its numbers are here, and no run to look into
+    packed: bool  # only its numbers are here, and no run that can be opened
 
 
 @dataclass(frozen=True)
 class ArmState:
-    """What an arm has earned. Rewards are totals over nodes and rounds, as in the report."""
+    """Holds the measures of an arm. Rewards are totals over nodes and rounds, as in the report."""
 
     arm: str
     nodes: int
-    seeds: list[int]  # that are counted: those that have finished, or else those that go on
+    seeds: list[int]  # of the finished runs, or of all where none has finished
     played: int
     rounds: int
     training_set: Measure | None
     fresh_local: Measure | None
     held_out_start: Measure | None
-    held_out: Measure | None  # at the last look
-    against: str | None  # with whom it is compared, as shares more or less, up to the round that both have played
+    held_out: Measure | None  # at the last evaluation
+    against: str | None  # the arm it is compared with, up to the round that both have played
     training_set_change: Measure | None
     fresh_local_change: Measure | None
     held_out_change: Measure | None
@@ -62,8 +62,8 @@ class ExperimentState:
     name: str
     phase: Phase
     arms: list[ArmState]
-    runs: list[RunStands]
-    tuning: int  # short runs that find out learning rates
+    runs: list[RunProgress]
+    tuning: int  # short runs of the learning-rate grid
     tuned: int  # of those, finished
 
 
@@ -71,7 +71,7 @@ _LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
 
 
 class FollowedNode:
-    """The few numbers of a node's log that are shown: thousands of rounds of many runs are kept."""
+    """Keeps the few numbers of a node's log that are shown: there are thousands of rounds of many runs."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -83,24 +83,24 @@ class FollowedNode:
 
     @classmethod
     def of(cls, log: measures.NodeLog) -> "FollowedNode":
-        """Takes all of a log that is whole."""
+        """Take all of a complete log."""
         found = cls()
         found.fresh.extend(line.reward_local for line in log.rounds)
         found.training.extend(line.reward_training for line in log.rounds)
         found.held_out += [(line.round + 1, line.sampled) for line in log.held_out]
         return found
 
-    def look(self, files: LocalFiles, path: str) -> bool:
-        """Reads what is new; a run that goes on after a crash has put another file in the old one's place."""
+    def poll(self, files: LocalFiles, path: str) -> bool:
+        """Read what is new; a run that resumes after a crash has replaced its old file."""
         try:
             file = files.stat(path).st_ino
-        except OSError:  # somebody has removed it
+        except OSError:  # it was removed
             return False
         if file != self._file:
             self._begin(file)
         lines, self._read = journal.new_lines(files, path, self._read)
         for line in lines:
-            with suppress(msgspec.DecodeError):  # the report, which needs them all, would say so
+            with suppress(*UNREADABLE):  # the report needs every line, and would raise
                 found = _LINE.decode(line)
                 if isinstance(found, RoundRecord):
                     self.fresh.append(found.reward_local)
@@ -110,8 +110,8 @@ class FollowedNode:
         return bool(lines)
 
     def scored(self, rounds: int) -> float:
-        """The held-out score at the last look until then."""
-        return [score for after, score in self.held_out if after <= rounds][-1]
+        """Return the held-out score of the last evaluation until then, or of the first."""
+        return ([score for after, score in self.held_out if after <= rounds] or [self.held_out[0][1]])[-1]
 
 
 @dataclass
@@ -126,19 +126,19 @@ class FollowedRun:
         known = [len(log.fresh) for log in self.logs.values() if log.held_out]
         return min(known) if len(known) == self.job.count else 0
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         if self.view is None or self.phase == "finished":
             return False
-        here, before = self.view.here, self.phase
-        self.phase = _phase(self.view)  # before the logs: when it has finished they are whole
-        for node in here.folders_with(journal.METRICS, "logs"):
+        files, before = self.view.local_files, self.phase
+        self.phase = _phase(self.view)  # before the logs: those of a finished run are complete
+        for node in files.folders_with(journal.METRICS, "logs"):
             self.logs.setdefault(node, FollowedNode())
-        logs = [log.look(here, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
+        logs = [log.poll(files, f"logs/{node}/{journal.METRICS}") for node, log in self.logs.items()]
         return any(logs) or self.phase != before
 
-    def stands(self) -> RunStands:
+    def progress(self) -> RunProgress:
         job, numbers_only = self.job, self.view is None
-        return RunStands(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, numbers_only)
+        return RunProgress(job.name, job.arm.label, job.seed, self.phase, self.played, job.rounds, numbers_only)
 
 
 def _phase(view: RunView) -> Phase:
@@ -163,29 +163,29 @@ class FollowedArm:
         return min((run.played for run in self.counted), default=0)
 
     def each(self, value: Callable[[FollowedNode], float]) -> dict[int, list[float]]:
-        """A number of every node, by seed."""
+        """Return a number of every node, by seed."""
         return {run.job.seed: [value(log) for log in run.logs.values()] for run in self.counted}
 
 
 class ExperimentProgress:
-    """Follows an experiment; one that was packed is read once."""
+    """Follows an experiment; a packed one is read once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.runs = _packed(path) if is_packed(path) else {}
         self.tuning: dict[str, FollowedRun] = {}
-        self._told: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
+        self._states: dict[str, tuple[object, ArmState]] = {}  # by arm, and what it was made from
 
-    def look(self) -> bool:
-        """Reads what is new; whether there was anything."""
+    def poll(self) -> bool:
+        """Read what is new; return whether there was anything."""
         if is_packed(self.path):
             return False
         found = [(RUNS, self.runs), (TUNING, self.tuning)]
         changed = [self._find(self.path / kind, runs) for kind, runs in found]
-        return any([*changed, *(run.look() for _, runs in found for run in list(runs.values()))])
+        return any([*changed, *(run.poll() for _, runs in found for run in list(runs.values()))])
 
     def _find(self, folder: Path, known: dict[str, FollowedRun]) -> bool:
-        """Takes up new runs, and again those that somebody has removed and started anew."""
+        """Add new runs, and those that were removed and started anew."""
         jobs = {path: Job.read(path) for path in job_folders(folder)}
         new = {path.name: job for path, job in jobs.items() if job}
         changed = [name for name in {*new, *known} if name not in known or new.get(name) != known[name].job]
@@ -201,9 +201,9 @@ class ExperimentProgress:
             by_label.setdefault(run.job.arm.label, FollowedArm(run.job.arm, [])).runs.append(run)
         return sorted(by_label.values(), key=lambda followed: followed.arm.place)
 
-    def told(self) -> ExperimentState:
+    def state(self) -> ExperimentState:
         arms = self.arms()
-        runs = [run.stands() for followed in arms for run in followed.runs]
+        runs = [run.progress() for followed in arms for run in followed.runs]
         phases = {run.phase for run in [*self.runs.values(), *self.tuning.values()]}
         phase: Phase = next(p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished")
         return ExperimentState(
@@ -222,28 +222,28 @@ class ExperimentProgress:
             if one
             for run in one.counted
         )
-        before, told = self._told.get(followed.arm.label, (None, None))
-        if told is None or before != made_from:
-            told = _stands(followed, base)
-            self._told[followed.arm.label] = (made_from, told)
-        return told
+        before, state = self._states.get(followed.arm.label, (None, None))
+        if state is None or before != made_from:
+            state = _arm_state(followed, base)
+            self._states[followed.arm.label] = (made_from, state)
+        return state
 
     def curves(self, metric: str, points: int) -> dict[str, Points]:
-        """Of every arm its mean over nodes and seeds, over rounds; where some seeds have got further, of those."""
+        """Return every arm's mean over nodes and seeds by round; where some seeds are ahead, over those."""
         return {followed.arm.label: _curve(followed.runs, metric, points) for followed in self.arms()}
 
 
 def followed(path: Path) -> ExperimentProgress:
-    """The experiment in a folder or file, looked at once; a clear error if there is none."""
+    """Open the experiment in a folder or file and poll it once; raise a clear error if there is none."""
     if not is_experiment(path):
-        raise UserError(f"{path} is no experiment. Give what `rl-swarm experiment sapo --out` was given.")
-    standing = ExperimentProgress(path)
-    standing.look()
-    return standing
+        raise UserError(f"{path} is no experiment. Give the directory that `rl-swarm experiment sapo --out` named.")
+    progress = ExperimentProgress(path)
+    progress.poll()
+    return progress
 
 
 def _packed(path: Path) -> dict[str, FollowedRun]:
-    """Takes the runs of a packed experiment."""
+    """Read the runs of a packed experiment."""
     found = {}
     for run in packed.read(path)[1]:
         logs = {str(number): FollowedNode.of(log) for number, log in enumerate(run.nodes)}
@@ -252,14 +252,14 @@ def _packed(path: Path) -> dict[str, FollowedRun]:
 
 
 def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm | None:
-    """With whom an arm is compared: nodes that train alone and generate as much, or else the first arm."""
+    """Choose the arm to compare with: nodes that train alone and generate as much, or else the first arm."""
     alone = [one for one in arms if one.arm.is_plain]
     same = [one for one in alone if one.arm.local_groups == followed.arm.local_groups]
     base = (same or alone or list(arms))[0]
     return None if followed.arm.is_plain or base is followed else base
 
 
-def _stands(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
+def _arm_state(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
     job, played = followed.runs[0].job, followed.played
     both = min(played, base.played) if base else 0
 
@@ -295,11 +295,11 @@ def _curve(runs: Sequence[FollowedRun], metric: str, points: int) -> Points:
             for after, score in log.held_out:
                 scores.setdefault(after, []).append(score)
         return [(after, mean(found)) for after, found in sorted(scores.items())]
-    kept = [log.fresh if metric == "fresh_local" else log.training for log in logs]
+    series = [log.fresh if metric == "fresh_local" else log.training for log in logs]
     size = measures.window(runs[0].job.rounds, points)
-    longest = max(map(len, kept), default=0)
+    longest = max(map(len, series), default=0)
     windows = [
-        (start + size, [mean(one[start : start + size]) for one in kept if len(one) >= start + size])
+        (start + size, [mean(one[start : start + size]) for one in series if len(one) >= start + size])
         for start in range(0, longest - size + 1, size)
     ]
     return [(after, mean(values)) for after, values in windows]

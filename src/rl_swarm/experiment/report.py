@@ -14,18 +14,18 @@ from rl_swarm.experiment.arms import RUNS, files_of, is_packed, job_folders, nam
 from rl_swarm.experiment.measures import ArmResult, NodeLog, Run, Score, Tuned
 from rl_swarm.experiment.packed import Head
 from rl_swarm.node.evaluation import mean
-from rl_swarm.protocol.wire import MAX_BYTES
+from rl_swarm.protocol.wire import MAX_BYTES, UNREADABLE
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.schema import RoundRecord
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
-PUBLISHED = ("4/4", "sapo")  # what the paper found best
+PUBLISHED = ("4/4", "sapo")  # the paper's best
 
 
 @dataclass
 class Findings:
-    """All that the report is made of."""
+    """Holds everything that the report is made of."""
 
     arms: list[ArmResult]
     unfinished: list[str] = field(default_factory=list)
@@ -34,7 +34,8 @@ class Findings:
 
 
 def find(paths: Sequence[Path]) -> Findings:
-    """Finds the finished runs of experiments, in folders or packed. Of several, arms carry the name of theirs."""
+    """Find the finished runs of experiments, in folders or packed. With several experiments, labels of arms begin with
+    the experiment's name."""
     found = Findings([])
     for path in paths:
         prefix = _prefix(path, paths)
@@ -55,13 +56,15 @@ def find(paths: Sequence[Path]) -> Findings:
 
 
 def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
-    """Reads the finished runs of one experiment, and the names of those that are not."""
+    """Read the finished runs of one experiment, and the names of the others."""
     if is_packed(path):
-        head, kept = packed.read(path)
-        return head, list(kept), []
+        head, packed_runs = packed.read(path)
+        return head, list(packed_runs), []
     folders, runs, unfinished = _folders(path), [], []
     if not folders:
-        raise UserError(f"{path} holds no run of an experiment. Give what `rl-swarm experiment sapo --out` was given.")
+        raise UserError(
+            f"{path} holds no run of an experiment. Give the directory that `rl-swarm experiment sapo --out` named."
+        )
     for folder in folders:
         run = Run.read(folder)
         if run is None or not run.is_whole:
@@ -73,8 +76,7 @@ def _experiment(path: Path) -> tuple[Head, list[Run], list[str]]:
 
 
 def _prefix(path: Path, paths: Sequence[Path]) -> str:
-    """What sets the arms of one experiment apart from those of others: its name, or its path where two have one
-    name."""
+    """Return the prefix of an experiment's arms: its name, or its path where two have one name."""
     names, name = [name_of(one) for one in paths], name_of(path)
     return "" if len(paths) == 1 else f"{name if names.count(name) == 1 else path}: "
 
@@ -94,12 +96,12 @@ def _read(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(files_of(path.parent).read(path.name, MAX_BYTES), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
 def write(paths: Sequence[Path], out: Path) -> Path:
-    """Writes report.md, report.json and the figures; returns the first."""
+    """Write report.md, report.json and the figures; return the path of the first."""
     found = find(paths)
     files, numbers = LocalFiles(out), as_numbers(found)
     files.write(NUMBERS, msgspec.json.format(msgspec.json.encode(numbers)) + b"\n")
@@ -108,7 +110,7 @@ def write(paths: Sequence[Path], out: Path) -> Path:
 
 
 def pack(folder: Path, path: Path) -> int:
-    """Keeps what a report reads of the finished runs as one file; returns how many those are."""
+    """Pack what a report reads of the finished runs into one file; return how many runs those are."""
     head, runs, unfinished = _experiment(folder)
     if not runs:
         raise UserError(f"No run has finished yet in {folder}; unfinished: {', '.join(unfinished)}.")
@@ -117,7 +119,7 @@ def pack(folder: Path, path: Path) -> int:
 
 
 def read(paths: Sequence[Path]) -> dict[str, Any]:
-    """The numbers of some experiments; of one whose runs are not there, what its report.json says."""
+    """Return the numbers of some experiments; without runs, those of its report.json."""
     known = [is_packed(path) or bool(_folders(path)) for path in paths]
     if all(known):
         return as_numbers(find(paths))
@@ -131,7 +133,7 @@ def read(paths: Sequence[Path]) -> dict[str, Any]:
         for arm in arms.values():
             arm["against"] = {prefix + base: change for base, change in arm["against"].items()}
         numbers["compared_with"] = [prefix + base for base in numbers["compared_with"]]
-        for arm in arms.values():  # each at the budget of its own experiment, which is not that of the others
+        for arm in arms.values():  # experiments have different budgets
             arm["against_at_equal_tokens"] = {}
         lists: dict[str, Any] = {"compared_with": [], "compared_at_equal_tokens": [], "unfinished": []}
         merged = merged or {**numbers, **lists, "configurations": {}}
@@ -150,12 +152,12 @@ def _drawn(numbers: Mapping[str, Any], out: Path) -> dict[str, str]:
 
 
 def bases(arms: Sequence[ArmResult]) -> list[ArmResult]:
-    """What others are compared with: nodes that train alone, in the plain way."""
+    """Return the arms that others are compared with: nodes that train alone, in the plain way."""
     return [result for result in arms if result.arm.is_plain] or list(arms[:1])
 
 
 def rivals(arms: Sequence[ArmResult]) -> list[ArmResult]:
-    """What others are compared with at equal cost: those, and SAPO as it was published."""
+    """Return the arms that others are compared with at equal cost: the bases, and SAPO as published."""
     published = [result for result in arms if (result.arm.configuration, result.arm.strategy) == PUBLISHED]
     return bases(arms) + [result for result in published if result not in bases(arms)]
 
@@ -206,8 +208,8 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
         "nodes": result.nodes,
         "rounds": result.rounds,
         "seeds": [job.seed for job in jobs],
-        "model": settings.model,
-        "generations": settings.generations,
+        "model": settings.model.model,
+        "generations": settings.sampling.generations,
         "learning_rate": settings.step_size(),
         "learning_rate_chosen": msgspec.to_builtins(tuned),
         "settings": jobs[0].settings,
@@ -251,7 +253,7 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
 def _changes(
     result: ArmResult, others: Sequence[ArmResult], values: Mapping[str, Callable[[Run, NodeLog], float]]
 ) -> dict[str, object]:
-    """Compares an arm with others: by which share each of its values is higher."""
+    """Compare an arm with others: by which share each of its values is higher."""
     return {
         base.label: {
             name: (change := measures.compared(result.each(value), base.each(value))) and asdict(change)

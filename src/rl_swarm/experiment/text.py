@@ -12,7 +12,7 @@ Arms = Mapping[str, Mapping[str, Any]]  # by label, as in report.json
 
 
 def whole(numbers: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    """The report; `pictures` are files by what they show."""
+    """Write the report; `pictures` are files by what they show."""
     parts = ["# What sharing rollouts is worth", *head(numbers)]
     for title, section in sections(numbers).items():
         parts += [f"## {title}", section]
@@ -41,7 +41,7 @@ def sections(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def head(numbers: Mapping[str, Any]) -> list[str]:
-    """What was compared, in a few lines."""
+    """Describe in a few lines what was compared."""
     arms: Arms = numbers["configurations"]
     seeds = sorted({seed for arm in arms.values() for seed in arm["seeds"]})
     machine = numbers["machine"]
@@ -57,32 +57,30 @@ def head(numbers: Mapping[str, Any]) -> list[str]:
         f"In brackets: 95 % intervals by bootstrap over seeds and nodes.{_narrow(arms)}",
     ]
     for given in dict.fromkeys(_given(arm) for arm in arms.values() if _given(arm)):
-        parts.append(f"Settings beside the defaults: {given}.")
+        parts.append(f"Settings that differ from the defaults: {given}.")
     if numbers["unfinished"]:
         parts.append(f"Left out, because unfinished: {', '.join(numbers['unfinished'])}.")
     return parts
 
 
 def _narrow(arms: Arms) -> str:
-    """What must be known of intervals from few seeds."""
+    """Warn about intervals from few seeds."""
     once = [label for label, arm in arms.items() if len(arm["seeds"]) == 1]
     if not once:
-        return (
-            " From a few seeds they are somewhat too narrow." if min(len(a["seeds"]) for a in arms.values()) < 6 else ""
-        )
+        return " Few seeds make them somewhat too narrow." if min(len(a["seeds"]) for a in arms.values()) < 6 else ""
     whose = "" if len(once) == len(arms) else f" ({', '.join(once)})"
-    return f" With one seed{whose} they tell how nodes differ, not how seeds do: they are too narrow."
+    return f" With one seed{whose} they show how nodes differ, not how seeds do: they are too narrow."
 
 
 def _one_of(arms: Arms, name: str, unit: str = "") -> str:
-    """A number that all arms have in common; or all that there are."""
+    """Format a number that all arms have in common, or all values that occur."""
     *others, last = dict.fromkeys(arm[name] for arm in arms.values())
     return " or ".join([*map(str, others), counted(last, unit) if unit else str(last)])
 
 
 def _what(arms: Arms) -> str:
-    """What the names of these arms mean."""
-    says = ["`I/J`: in a round a node answers I questions and takes J groups of others' answers."]
+    """Explain the names of these arms."""
+    says = ["`I/J`: in a round a node answers I questions and trains on J groups of peers, too."]
     if any("x" in arm["configuration"] for arm in arms.values()):
         says.append("`xN`: N updates a round, all on the same groups.")
     if any("@" in arm["configuration"] for arm in arms.values()):
@@ -91,7 +89,7 @@ def _what(arms: Arms) -> str:
         says.append("`-pooled`: one learner that has the questions of all nodes.")
     for name in dict.fromkeys(arm["strategy"] for arm in arms.values() if arm["strategy"] != "alone"):
         kind = strategies.STRATEGIES.get(name)
-        about = " ".join((kind.__doc__ or "").split()) if kind else "a class of one's own."
+        about = " ".join((kind.__doc__ or "").split()) if kind else "a class of your own."
         says.append(f"`{name}`: {about[0].lower()}{about[1:]}")
     return " ".join(says)
 
@@ -142,12 +140,9 @@ def _rewards(arms: Arms, bases: Sequence[str]) -> str:
     return (
         _table(head, rows)
         + "\n\nTotals are over all nodes and rounds, of the mean reward of a round. `training set` is what a node "
-        "trained "
-        "on, external groups included, as the paper seems to log it; these were chosen, so it does not say what a "
-        "model can "
-        "do. "
-        "`fresh local` is what its own model has just written. A pooled learner counts as all nodes whose questions it "
-        "has."
+        "trained on, external groups included, as the paper seems to log it; these were chosen, so it does not say "
+        "what a model can do. `fresh local` is what its own model has just written. A pooled learner counts as all "
+        "nodes whose questions it has."
     )
 
 
@@ -170,7 +165,7 @@ def _held_out(arms: Arms, bases: Sequence[str]) -> str:
 
 
 def _paper(arms: Arms) -> str:
-    """The arms that the paper has too; nothing where there are none to compare."""
+    """Compare the arms that the paper has too; return nothing where there are none."""
     same = {
         label: arm["configuration"]
         for label, arm in arms.items()
@@ -199,14 +194,14 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
     spent, earned = [], []
     for label, arm in arms.items():
         names = ("generated_tokens_per_node", "trained_tokens_per_node", "seconds_per_node")
-        fresh, held = arm["fresh_local"], arm["held_out"]
+        fresh, scores = arm["fresh_local"], arm["held_out"]
         spent.append(
             [label, *(f"{arm[name]['mean']:,.0f}" for name in names),
-             *(_number(of[f"at_equal_{what}"]) for what in ("tokens", "seconds") for of in (fresh, held))]
+             *(_number(of[f"at_equal_{what}"]) for what in ("tokens", "seconds") for of in (fresh, scores))]
         )  # fmt: skip
         earned.append(
             [label, *(_number(fresh[name]) for name in ("per_1000_tokens", "per_second")),
-             _number(held["gain_per_million_tokens"], 2), _number(held["gain_per_hour"], 2)]
+             _number(scores["gain_per_million_tokens"], 2), _number(scores["gain_per_hour"], 2)]
         )  # fmt: skip
     return "\n\n".join(
         [
@@ -216,9 +211,8 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
                 spent,
             ),
             f"Per node. `equal tokens`: when a node had generated {equal['tokens']:,.0f} tokens, the fewest of all "
-            "arms; `equal "
-            f"seconds`: when it had worked for {equal['seconds']:,.0f} s. Seconds are those of its own work, in its "
-            "turn.",
+            f"arms; `equal seconds`: when it had worked for {equal['seconds']:,.0f} s. Seconds are those of its own "
+            "work, in its turn.",
             _table(
                 ["arm", "fresh local per 1000 tokens", "per second", "held-out gain per million tokens", "per hour"],
                 earned,
@@ -228,7 +222,7 @@ def _costs(arms: Arms, equal: Mapping[str, float]) -> str:
 
 
 def _equal(arms: Arms, rivals: Sequence[str]) -> str:
-    """How much more every arm has at the same number of generated tokens."""
+    """Compare arms at the same number of generated tokens."""
     if len(arms) < 2 or not rivals:
         return ""
     kinds = ("fresh_local", "held_out")
@@ -260,13 +254,10 @@ def _learning(arms: Arms) -> str:
     return (
         _table(head, rows)
         + "\n\n`signal`: the share of own groups whose rewards differ. `oscillation`: how far the fresh local reward, "
-        "in "
-        "windows, lies below the highest it had reached before, on average; it jumps more by chance where a node "
-        "answers fewer "
-        "questions. `reach`: of the tasks in which some node rose by "
-        f"{SKILL} or more, the share of the other nodes that did so too by the end; `after`: how many rounds later "
-        "than the "
-        "first, as finely as held-out scores were taken."
+        "in windows, lies below the highest it had reached before, on average; it jumps more by chance where a node "
+        f"answers fewer questions. `reach`: of the tasks in which some node rose by {SKILL} or more, the share of the "
+        "other nodes that did so too by the end; `after`: how many rounds later than the first, as finely as "
+        "held-out scores were taken."
     )
 
 

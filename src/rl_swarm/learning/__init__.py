@@ -1,1 +1,1 @@
-"""Holds a model and makes it better: sampling, GRPO, memory, devices."""
+"""Samples from a model and trains it: GRPO, memory planning, devices."""

@@ -1,7 +1,7 @@
 """Packs groups into flat tensors: micro-batches cut by tokens, each one row without padding.
 
 The row holds all prompts of a micro-batch, then all completions. A token is predicted by the state before it, so
-the last token of a completion is never fed. Shapes: N tokens fed, M tokens learned from.
+the last token of a completion is never an input. Shapes: N input tokens, M target tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """The tokens of a group and what is to be learned from it."""
+    """The tokens of a group with their advantages."""
 
     prompt: Sequence[int]
     completions: Sequence[Sequence[int]]
     advantages: Sequence[float]
-    logprobs: Sequence[Sequence[float]] | None  # under the policy that sampled, if known
-    claimed: bool = False  # by a stranger: their influence is capped
+    logprobs: Sequence[Sequence[float]] | None  # under the behaviour policy, if known
+    claimed: bool = False  # log-probabilities come from a peer: their influence is capped
     trained: Sequence[bool] = field(default=())  # False leaves a completion out; empty means all
 
     @property
@@ -32,10 +32,10 @@ class TrainingGroup:
     def size(self) -> int:
         return len(self.prompt) + sum(map(len, self.completions))
 
-    def leaning(self, negatives: float) -> "TrainingGroup":
-        """With completions that are worse than the others counting so much less; at 0 they are left out."""
-        if negatives:
-            return replace(self, advantages=[a if a > 0 else a * negatives for a in self.advantages])
+    def scale_negatives(self, factor: float) -> "TrainingGroup":
+        """Multiply negative advantages by the factor; at 0 their completions are left out."""
+        if factor:
+            return replace(self, advantages=[a if a > 0 else a * factor for a in self.advantages])
         kept = [number for number, advantage in enumerate(self.advantages) if advantage > 0]
         return replace(
             self,
@@ -47,35 +47,35 @@ class TrainingGroup:
 
 
 def count_tokens(groups: Sequence[TrainingGroup]) -> int:
-    """Tokens that are learned from."""
+    """Count the tokens that are trained on."""
     return sum(len(ids) for group in groups for ids, use in zip(group.completions, group.used, strict=True) if use)
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The lengths of what lies in the row; completion i continues prompt `rows[i]`."""
+    """The lengths of the sequences in a row; completion i continues prompt `rows[i]`."""
 
     prompts: tuple[int, ...]
-    completions: tuple[int, ...]  # as fed
+    completions: tuple[int, ...]  # as inputs
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Fields that end in `_M` have a number per token that is learned from."""
+    """One micro-batch. Fields that end in `_M` have a number per target token."""
 
     ids_N: Tensor
-    before_M: Tensor  # where in the row the state stands that predicts a token
+    before_M: Tensor  # the position in the row whose hidden state predicts the target
     targets_M: Tensor
     advantages_M: Tensor
     weights_M: Tensor  # a token's share in the loss; 0 leaves it out
-    sampled_M: Tensor  # log-probabilities under the policy that sampled, where known
-    own_M: Tensor  # whether they are this node's own
-    claimed_M: Tensor  # whether they are a stranger's
+    sampled_M: Tensor  # log-probabilities under the behaviour policy, where known
+    own_M: Tensor  # whether this node's sampler computed them
+    claimed_M: Tensor  # whether a peer claims them
 
     @classmethod
     def of(cls, groups: Sequence[TrainingGroup], tokens: int) -> tuple["Batch", BatchShape]:
-        """The batch on the CPU; `tokens` of the whole update share the loss."""
+        """Pack groups into a batch on the CPU. The loss is a mean over `tokens`, all target tokens of the update."""
         rows = [number for number, group in enumerate(groups) for _ in group.completions]
         completions = [ids for group in groups for ids in group.completions]
         fed = [*(group.prompt for group in groups), *(ids[:-1] for ids in completions)]
@@ -91,7 +91,7 @@ class Batch:
 
         lengths = list(map(len, completions))
 
-        def per_token(values: Sequence[float], dtype: type) -> Tensor:  # numpy, which never waits for other threads
+        def per_token(values: Sequence[float], dtype: type) -> Tensor:  # numpy does not wait for other threads
             return torch.from_numpy(np.repeat(np.array(values, dtype), lengths))
 
         known = [group.logprobs or [[0.0] * len(ids) for ids in group.completions] for group in groups]
@@ -110,13 +110,13 @@ class Batch:
         return batch, shape
 
     @classmethod
-    def reading(cls, ids_N: Tensor) -> "Batch":
-        """Tokens that are only read."""
+    def prefill(cls, ids_N: Tensor) -> "Batch":
+        """Make a batch of prompts without targets."""
         nothing, no = torch.empty(0), torch.empty(0, dtype=torch.int64)
         return cls(ids_N, no, no, nothing, nothing, nothing, no.bool(), no.bool())
 
     def part(self, here: slice) -> "Batch":
-        """The same row, with only these of the tokens learned from."""
+        """Return the same row with only these target tokens."""
         names = [name for name in vars(self) if name.endswith("_M")]
         return replace(self, **{name: getattr(self, name)[here] for name in names})
 
@@ -124,8 +124,8 @@ class Batch:
         return Batch(*(value.to(device, non_blocking=True) for value in vars(self).values()))
 
 
-def side_by_side(batches: Sequence[Batch], tokens: int, targets: int) -> Batch:
-    """One row of several, each filled up with zeros to so many tokens, and so many of them learned from."""
+def stack_rows(batches: Sequence[Batch], tokens: int, targets: int) -> Batch:
+    """Join rows into one, each padded with zeros to `tokens` inputs and `targets` targets."""
     fields = {}
     for name in vars(batches[0]):
         each = [getattr(batch, name) for batch in batches]
@@ -138,25 +138,25 @@ def side_by_side(batches: Sequence[Batch], tokens: int, targets: int) -> Batch:
 
 
 def flat(rows: Sequence[Sequence[float]], dtype: type) -> Tensor:
-    """All numbers of all rows, one after the other. By way of numpy, which is faster than `torch.tensor`."""
-    with np.errstate(over="ignore"):  # what a stranger claims may be more than float32 holds
+    """Return all numbers of all rows end to end, through numpy, which is faster than `torch.tensor`."""
+    with np.errstate(over="ignore"):  # a claimed value may exceed float32
         return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows))))
 
 
 def micro_batches(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
-    """Groups of similar length together, in as few batches as the budget allows, of about equal size.
+    """Batch groups of similar length, in as few batches of about equal size as the budget allows.
 
-    A single sequence may exceed the budget. A stranger decides how large a group is.
+    A single sequence may exceed the budget, and a peer decides how large its group is.
     """
     total = sum(group.size for group in groups)
-    # A group that is cut up has its prompt twice, and what is left of a batch may be too little for a completion.
+    # A group that is cut repeats its prompt, and the rest of a batch may be too short for a completion.
     spare = max((len(g.prompt) + max(map(len, g.completions)) for g in groups), default=0)
     enough = min(budget, -(-total // max(1, -(-total // budget))) + spare)
     yield from in_order(sorted(groups, key=lambda g: (len(g.prompt), max(map(len, g.completions)))), enough)
 
 
 def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[TrainingGroup]]:
-    """Fill batches in the order given. A group may be cut up, its prompt going with every part."""
+    """Fill batches in the order given. A group may be cut; every part gets the prompt."""
     batch: list[TrainingGroup] = []
     size = 0
     for group in groups:
@@ -167,7 +167,7 @@ def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[Trai
                 yield batch
                 batch, size = [], 0
                 continue
-            batch.append(part_of(group, start, max(end, start + 1)))
+            batch.append(subgroup(group, start, max(end, start + 1)))
             size += batch[-1].size
             start = max(end, start + 1)
     if batch:
@@ -175,7 +175,7 @@ def in_order(groups: Sequence[TrainingGroup], budget: int) -> Iterator[list[Trai
 
 
 def _fitting(group: TrainingGroup, start: int, room: int) -> int:
-    """Up to which completion, from `start`, the group fits."""
+    """Return the end of the completions, from `start` on, that fit into the room."""
     room -= len(group.prompt)
     while start < len(group.completions) and len(group.completions[start]) <= room:
         room -= len(group.completions[start])
@@ -183,8 +183,8 @@ def _fitting(group: TrainingGroup, start: int, room: int) -> int:
     return start
 
 
-def part_of(group: TrainingGroup, start: int, end: int) -> TrainingGroup:
-    """Makes a group of some of the completions."""
+def subgroup(group: TrainingGroup, start: int, end: int) -> TrainingGroup:
+    """Return a group of some of the completions."""
     part = slice(start, end)
     return replace(
         group,

@@ -1,11 +1,11 @@
-"""Writes a node's model, optimiser and place in the swarm, whole or not at all.
+"""Writes checkpoints of a node: model, optimiser and place in the swarm, atomically.
 
 Random numbers are drawn from seeds made of the swarm's seed, the peer and the round, so the round
 number is the random state. No pickle: weights and optimiser are safetensors, the rest is JSON.
 
 A checkpoint is written to the node's private directory and copied to the swarm's folder. `place.json` is signed and has
-size and digest of every other file. One that is only in the folder is copied back into the private directory, verified
-on the way, and loaded from there: what is loaded is what was verified.
+size and digest of every other file. A checkpoint that is only in the folder is copied back into the private directory,
+verified on the way, and loaded from there: only verified files are loaded.
 """
 
 import errno
@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import Identity
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.wire import Count, Id, Rejected, seal, unseal
 from rl_swarm.storage.files import LASTING, ROUND_FOLDER, LocalFiles
 
@@ -39,15 +40,15 @@ log = logging.getLogger(__name__)
 PLACE = "place.json"
 PLACE_BYTES = 1 << 16
 SHARED = "checkpoints"  # in the swarm's folder
-MAX_LOOKED_AT = 2000  # folders of rounds in which a checkpoint is looked for, the newest first
-MAX_TIDIED = 64  # in which one is looked for that can go
-MAX_LOGGED = 5  # checkpoints that are passed over, named in the log
+MAX_LISTED = 2000  # folders of rounds that are searched for a checkpoint, the newest first
+MAX_PRUNED = 64  # that are searched for an old checkpoint to remove
+MAX_LOGGED = 5  # skipped checkpoints that are named in the log
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what Adam keeps of a parameter
 OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
 MAX_KEPT = 256  # peers in a checkpoint: the worst ones
-# Peers, each with its failures and the round from which it is asked again.
+# By peer: its failures, and the round from which it is asked again.
 KeptReputation = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MAX_KEPT)]
 
 
@@ -56,25 +57,25 @@ class CheckpointError(UserError):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a checkpoint stands: the stage it had finished."""
+    """The place of a checkpoint in the swarm: the last finished stage, and the digests of its files."""
 
     swarm: str
-    peer_id: str  # of who signed it
+    peer_id: str  # of the signer
     model: str
     round: int
     stage: int
     policy_version: int
-    kind: Literal["", "checkpoint"] = ""  # no other document that this key signs is one
+    kind: Literal["", "checkpoint"] = ""  # tells it from other documents that this key signs
     node: str = ""
     files: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each
-    logs: dict[str, tuple[int, str]] = {}  # of the node's logs, as they were then
+    logs: dict[str, tuple[int, str]] = {}  # of the node's logs at that time
     standing: KeptReputation = {}  # of peers
-    role: dict[str, object] | msgspec.UnsetType = msgspec.UNSET  # what its role remembers
+    role: dict[str, object] | msgspec.UnsetType = msgspec.UNSET  # the state of its role
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was found: in the private directory, or in the swarm's folder."""
+    """A checkpoint that was found in the private directory, or else in the swarm's folder."""
 
     place: Place
     private: Path | None = None
@@ -93,13 +94,15 @@ class Checkpoints:
         keep_private: int = 1,
     ) -> None:
         self.private, self.signer, self.node, self.files = private, signer, node, files
-        self.keep, self.keep_private = keep, keep_private  # the newest, in the folder and here
-        self._is_in_folder = False  # the last one
-        self._passed_over = 0  # that could not be used
+        self.keep, self.keep_private = keep, keep_private  # how many of the newest, in the folder and here
+        self._is_in_folder = False  # whether the last one is
+        self._skipped = 0  # that could not be used
 
     def save(self, policy: "Policy | None", place: Place) -> Path:
-        """Writes a checkpoint, copies it to the folder, and removes older ones. A model that does not learn is not
-        written. Returns the private directory."""
+        """Write a checkpoint, copy it to the folder, remove older ones, and return the private directory.
+
+        A model that does not learn (None) is not written.
+        """
         target = self.private / f"round_{place.round}"
         aside = self._aside()
         try:
@@ -112,8 +115,8 @@ class Checkpoints:
             os.replace(aside, target)
         except BaseException as error:
             shutil.rmtree(aside, ignore_errors=True)
-            if told := OS_ERROR.search(str(error)):  # safetensors tells a full disk in its own way
-                raise OSError(int(told[1]), os.strerror(int(told[1])), str(target)) from error
+            if found := OS_ERROR.search(str(error)):  # safetensors hides the errno in its message
+                raise OSError(int(found[1]), os.strerror(int(found[1])), str(target)) from error
             raise
         for number in sorted(self._private_rounds() - {place.round}, reverse=True)[self.keep_private - 1 :]:
             shutil.rmtree(self.private / f"round_{number}", ignore_errors=True)
@@ -121,7 +124,7 @@ class Checkpoints:
         return target
 
     def _aside(self) -> Path:
-        """Makes a directory to write in, and removes those of processes that were killed meanwhile."""
+        """Make a directory to write in, and remove those that killed processes left."""
         self.private.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in self.private.glob(".new-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -130,14 +133,14 @@ class Checkpoints:
         return aside
 
     def _copy(self, number: int) -> None:
-        """Copies a checkpoint to the folder. What others have done to the folder costs the copy, not the node."""
+        """Copy a checkpoint to the folder. Damage to the folder by peers fails the copy, not the node."""
         if self.files is None:
             return
         self._is_in_folder = False
         try:
             self.files.copy_in(self.private / f"round_{number}", self.shared(number))
             self._is_in_folder = True
-            older = [round for round in self._shared_rounds(number)[:MAX_TIDIED] if self._is_copied(round)]
+            older = [round for round in self._shared_rounds(number)[:MAX_PRUNED] if self._is_copied(round)]
             for round in older[self.keep - 1 :]:
                 self.files.remove(self.shared(round))
                 self.files.remove_if_empty(f"{SHARED}/round_{round}")
@@ -149,20 +152,20 @@ class Checkpoints:
             log.warning("the checkpoint of round %d is not copied to the folder: %s", number, error)
 
     def shared(self, number: int) -> str:
-        """Names the folder of a copy."""
+        """Return the path of a copy in the swarm's folder."""
         return f"{SHARED}/round_{number}/{self.node}"
 
     def written(self, swarm: str) -> Iterator[Saved]:
-        """Finds this node's checkpoints in this swarm, newest first; private ones before copies of the same round."""
+        """Yield this node's checkpoints in this swarm, newest first; private ones before copies of the same round."""
         found = [(number, True) for number in self._private_rounds()]
-        looked = [number for number in self._shared_rounds() if self._is_copied(number)]
-        for number, private in sorted({*found, *((number, False) for number in looked)}, reverse=True):
+        copied = [number for number in self._shared_rounds() if self._is_copied(number)]
+        for number, private in sorted({*found, *((number, False) for number in copied)}, reverse=True):
             saved = self._read(number, private)
             if saved and (saved.place.swarm, saved.place.round) == (swarm, number):
                 yield saved
 
     def fetch(self, saved: Saved) -> Path:
-        """Returns a private directory with the files of a checkpoint, verified; raises `CheckpointError`."""
+        """Return a private directory with the verified files of a checkpoint; raise `CheckpointError`."""
         place = saved.place
         if saved.private is not None:
             verify(saved.private, place)
@@ -182,7 +185,7 @@ class Checkpoints:
         return target
 
     def clear(self) -> None:
-        """Removes the private checkpoints of a run that has ended, where the last one is in the folder too."""
+        """Remove the private checkpoints of a run that has ended, if the last one is in the folder too."""
         if self._is_in_folder:
             shutil.rmtree(self.private, ignore_errors=True)
 
@@ -196,11 +199,11 @@ class Checkpoints:
                 data = self.files.read(f"{where}/{PLACE}", PLACE_BYTES)
             place = unseal(data, Place, PLACE_BYTES)
             if (place.kind, place.peer_id, place.node) != ("checkpoint", self.signer.peer_id, self.node):
-                raise Rejected("owner", "not signed by this node")
+                raise Rejected(RejectReason.OWNER, "not signed by this node")
         except (OSError, Rejected) as error:
-            self._passed_over += 1
-            if self._passed_over <= MAX_LOGGED:
-                log.warning("the checkpoint %s is passed over: %s", where, error)
+            self._skipped += 1
+            if self._skipped <= MAX_LOGGED:
+                log.warning("the checkpoint %s is skipped: %s", where, error)
             return None
         return Saved(place, self.private / f"round_{number}" if private else None)
 
@@ -208,14 +211,14 @@ class Checkpoints:
         return _rounds(LocalFiles(self.private).names(""))
 
     def _shared_rounds(self, before: int | None = None) -> list[int]:
-        """Lists the rounds that have a folder, or those before another round; the newest first."""
+        """List the rounds that have a folder, newest first; with `before`, only earlier ones."""
         try:
             names = self.files.names(SHARED) if self.files else []
         except OSError as error:
             log.warning("the checkpoints in the folder cannot be listed: %s", error)
             return []
         found = [number for number in _rounds(names) if before is None or number < before]
-        return sorted(found, reverse=True)[:MAX_LOOKED_AT]
+        return sorted(found, reverse=True)[:MAX_LISTED]
 
     def _is_copied(self, number: int) -> bool:
         return self.files is not None and self.files.has_folder(self.shared(number))
@@ -226,7 +229,7 @@ def _rounds(names: list[str]) -> set[int]:
 
 
 def verify(folder: Path, place: Place) -> None:
-    """Raises unless the files of a private directory are those that the node wrote."""
+    """Raise unless the files of a private directory are those that the node wrote."""
     try:
         found = _digests(folder)
     except OSError as error:
@@ -259,8 +262,8 @@ def restore_optimizer(policy: "Policy", folder: Path) -> None:
         values = {name.split("/")[1]: t for name, t in tensors.items() if name.startswith(f"{number}/")}
         if values.keys() >= MOMENTS:
             optimizer.state[parameter] = values
-        elif values:  # memory ran out while they were made, so no step was taken with them
-            log.warning("the moments of parameter %d in %s are incomplete: they begin anew", number, folder)
+        elif values:  # memory ran out while they were allocated, so no step has used them
+            log.warning("the moments of parameter %d in %s are incomplete: they start from zero", number, folder)
 
 
 def _flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

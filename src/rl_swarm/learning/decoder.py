@@ -23,20 +23,20 @@ from rl_swarm.learning.support import LLAMA_LIKE
 # (layer, queries [N, H, D], keys, values) -> attended [N, H * D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # The residual stream is the sum of these; the last is a bias, the same for every token.
-Parts = tuple[Tensor, Tensor | None, Tensor | None]
+Residual = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Decoder:
     """A model of a known family, as a function of packed tokens.
 
-    With `fused`, what stands between the matrix products runs in the kernels of `cuda`. With
-    `frugal`, the inside of a layer is computed again on the way back instead of kept.
+    With `fused`, everything between the matrix products runs in the kernels of `cuda`. With `checkpointed`, the
+    activations of a layer are recomputed in the backward pass (activation checkpointing).
     """
 
-    exact = False  # whether products are in float32 where bfloat16 is faster
+    exact = False  # whether matrix products stay in float32 where bfloat16 is faster
 
-    def __init__(self, model: Any, fused: bool | None = None, frugal: bool = False) -> None:
-        self.fused, self.frugal = has_kernels(model) if fused is None else fused, frugal
+    def __init__(self, model: Any, fused: bool | None = None, checkpointed: bool = False) -> None:
+        self.fused, self.checkpointed = has_kernels(model) if fused is None else fused, checkpointed
         config = model.config
         self.model, self.family = model, config.model_type
         self.head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
@@ -51,7 +51,7 @@ class Decoder:
             self.key_heads = config.num_key_value_heads
             self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
             self.last_norm = self.body.norm
-        self.plain_gate = support.plain_activation(config)
+        self.known_activation = support.plain_activation(config)
         self.kinds = support.layer_kinds(config)
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
         self.scale: float = config.query_pre_attn_scalar**-0.5 if self.family == "gemma3_text" else self.head_size**-0.5
@@ -62,24 +62,24 @@ class Decoder:
         return support.refusal(model) is None
 
     def run(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """The hidden state after the last norm, of every token.
+        """Return the hidden state of every token after the last norm.
 
-        Between layers the residual stream is in parts, so that the norm behind can add them up as it reads them.
+        Between layers the residual stream stays unsummed, so that the next norm adds it up as it reads it.
         """
-        step = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(self.family, self._llama_layer)
-        parts: Parts
+        run_layer = {"gpt2": self._gpt2_layer, "gemma3_text": self._gemma_layer}.get(self.family, self._llama_layer)
+        residual: Residual
         if self.family == "gpt2":
-            parts = self._embedded(self.body.wte, ids_N), self._embedded(self.body.wpe, positions_N), None
+            residual = self._embedded(self.body.wte, ids_N), self._embedded(self.body.wpe, positions_N), None
         else:
-            parts = self._embedded(self.body.embed_tokens, ids_N), None, None
-        turns = self.rotations(parts[0], positions_N)
+            residual = self._embedded(self.body.embed_tokens, ids_N), None, None
+        rotations = self.rotations(residual[0], positions_N)
         for number, layer in enumerate(self.layers):
-            given = (layer, parts, number, turns.get(self.kinds[number]), attend)
-            parts = checkpoint(step, *given, use_reentrant=False) if self.frugal else step(*given)
-        return self._added(self.last_norm, parts)[1]
+            given = (layer, residual, number, rotations.get(self.kinds[number]), attend)
+            residual = checkpoint(run_layer, *given, use_reentrant=False) if self.checkpointed else run_layer(*given)
+        return self._residual_norm(self.last_norm, residual)[1]
 
     def rotations(self, hidden: Tensor, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines of the positions, [N, 1, D], for every kind of layer."""
+        """Return cosines and sines of the positions, [N, 1, D], for every kind of layer."""
         if self.family == "gpt2":
             return {}
         rotary = self.body.rotary_emb
@@ -91,7 +91,7 @@ class Decoder:
         return by_kind
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
-        """The norm, in the precision that the products behind it take."""
+        """Apply a norm; its result has the precision of the next matrix product."""
         if self.family == "gpt2":
             y: Tensor = norm(x)
         elif self.family == "gemma3_text":
@@ -101,54 +101,54 @@ class Decoder:
         kind = x.device.type
         return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 
-    def _added(self, norm: Any, parts: Parts) -> tuple[Tensor, Tensor]:
-        """The residual stream, and what the norm makes of it."""
-        hidden, more, _ = parts
+    def _residual_norm(self, norm: Any, residual: Residual) -> tuple[Tensor, Tensor]:
+        """Return the summed residual stream and its norm."""
+        hidden, more, _ = residual
         if self.fused:
             from rl_swarm.learning.cuda import fused
 
             kind = hidden.device.type
             low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             if self.family == "gpt2":
-                return fused.added_norm(*parts, norm.weight, norm.bias, norm.eps, low)
+                return fused.residual_norm(*residual, norm.weight, norm.bias, norm.eps, low)
             gemma = self.family == "gemma3_text"
             weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
-            return fused.added_norm(*parts, weight, None, eps, low)
+            return fused.residual_norm(*residual, weight, None, eps, low)
         hidden = hidden if more is None else hidden + more
         return hidden, self._norm(norm, hidden)
 
     def _embedded(self, module: Any, ids_N: Tensor) -> Tensor:
         if self.fused and type(module) is torch.nn.Embedding:
-            from rl_swarm.learning.cuda import fused
+            from rl_swarm.learning.cuda import vocabulary
 
-            return fused.embedded(ids_N, module.weight, module.padding_idx)
+            return vocabulary.embedded(ids_N, module.weight, module.padding_idx)
         out: Tensor = module(ids_N)
         return out
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        """The module's product; where nothing has been put around it, with a faster way back."""
-        if self.fused and (is_turned(module) or type(module) is torch.nn.Linear):
+        """Apply a linear module; a plain one has a faster backward pass in the kernels."""
+        if self.fused and (is_transposed(module) or type(module) is torch.nn.Linear):
             from rl_swarm.learning.cuda import fused
 
-            return fused.linear(x, module.weight, module.bias, is_turned(module))
+            return fused.linear(x, module.weight, module.bias, is_transposed(module))
         out: Tensor = module(x)
         return out
 
-    def _branch(self, hidden: Tensor, module: Any, x: Tensor) -> Parts:
-        """The residual stream and the module's product, to be added up by the next norm."""
-        if self.fused and is_turned(module):
+    def _branch(self, hidden: Tensor, module: Any, x: Tensor) -> Residual:
+        """Return the residual stream and the module's product, which the next norm adds up."""
+        if self.fused and is_transposed(module):
             from rl_swarm.learning.cuda import fused
 
             return hidden, fused.linear(x, module.weight, None, True), module.bias
         return hidden, self._linear(module, x), None
 
-    def _projected(self, attention: Any, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, attention: Any, x: Tensor, rotation: Any) -> tuple[Tensor, Tensor, Tensor]:
         shape = (len(x), -1, self.head_size)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = (self._linear(projection, x).view(shape) for projection in projections)
         if self.family in ("qwen3", "gemma3_text"):
             q, k = self._norm(attention.q_norm, q), self._norm(attention.k_norm, k)
-        cos, sin = turn
+        cos, sin = rotation
         if self.fused:
             from rl_swarm.learning.cuda import fused
 
@@ -157,50 +157,57 @@ class Decoder:
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
         gate, up, down = self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x), mlp.down_proj
-        if self.fused and self.plain_gate and type(down) is torch.nn.Linear and getattr(down, "bias", None) is None:
+        if (
+            self.fused
+            and self.known_activation
+            and type(down) is torch.nn.Linear
+            and getattr(down, "bias", None) is None
+        ):
             from rl_swarm.learning.cuda import fused
 
             kind = "silu" if self.family in LLAMA_LIKE else "gelu"
             return fused.gated_product(gate, up, down.weight, kind)
         return self._linear(down, mlp.act_fn(gate) * up)
 
-    def _llama_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
+    def _llama_layer(self, layer: Any, residual: Residual, number: int, rotation: Any, attend: Attend) -> Residual:
         attention = layer.self_attn
-        hidden, x = self._added(layer.input_layernorm, parts)
-        attended = attend(number, *self._projected(attention, x, turn))
-        hidden, x = self._added(layer.post_attention_layernorm, self._branch(hidden, attention.o_proj, attended))
+        hidden, x = self._residual_norm(layer.input_layernorm, residual)
+        attended = attend(number, *self._projected(attention, x, rotation))
+        hidden, x = self._residual_norm(
+            layer.post_attention_layernorm, self._branch(hidden, attention.o_proj, attended)
+        )
         return hidden, self._gated(layer.mlp, x), None
 
-    def _gemma_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
+    def _gemma_layer(self, layer: Any, residual: Residual, number: int, rotation: Any, attend: Attend) -> Residual:
         attention = layer.self_attn
-        hidden, x = self._added(layer.input_layernorm, parts)
-        attended = self._linear(attention.o_proj, attend(number, *self._projected(attention, x, turn)))
+        hidden, x = self._residual_norm(layer.input_layernorm, residual)
+        attended = self._linear(attention.o_proj, attend(number, *self._projected(attention, x, rotation)))
         more = self._norm(layer.post_attention_layernorm, attended)
-        hidden, x = self._added(layer.pre_feedforward_layernorm, (hidden, more, None))
+        hidden, x = self._residual_norm(layer.pre_feedforward_layernorm, (hidden, more, None))
         return hidden, self._norm(layer.post_feedforward_layernorm, self._gated(layer.mlp, x)), None
 
-    def _gpt2_layer(self, layer: Any, parts: Parts, number: int, turn: Any, attend: Attend) -> Parts:
-        hidden, x = self._added(layer.ln_1, parts)
+    def _gpt2_layer(self, layer: Any, residual: Residual, number: int, rotation: Any, attend: Attend) -> Residual:
+        hidden, x = self._residual_norm(layer.ln_1, residual)
         q, k, v = self._linear(layer.attn.c_attn, x).view(len(x), 3 * self.heads, -1).chunk(3, 1)
-        hidden, x = self._added(layer.ln_2, self._branch(hidden, layer.attn.c_proj, attend(number, q, k, v)))
+        hidden, x = self._residual_norm(layer.ln_2, self._branch(hidden, layer.attn.c_proj, attend(number, q, k, v)))
         inside, out = layer.mlp.c_fc, layer.mlp.c_proj
-        if self.fused and self.plain_gate and is_turned(inside) and is_turned(out):
+        if self.fused and self.known_activation and is_transposed(inside) and is_transposed(out):
             from rl_swarm.learning.cuda import fused
 
             inner = fused.linear(x, inside.weight, None, True)
-            return hidden, fused.activated_product(inner, inside.bias, out.weight), out.bias
+            return hidden, fused.gelu_product(inner, inside.bias, out.weight), out.bias
         inner = self._linear(inside, x)
-        inner = F.gelu(inner, approximate="tanh") if self.plain_gate else layer.mlp.act(inner)
+        inner = F.gelu(inner, approximate="tanh") if self.known_activation else layer.mlp.act(inner)
         return self._branch(hidden, out, inner)
 
 
-def is_turned(module: Any) -> bool:
-    """Whether this is GPT-2's own kind of a linear layer, whose weight is [inputs, outputs]."""
+def is_transposed(module: Any) -> bool:
+    """Return whether this is GPT-2's linear layer, whose weight is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D"
 
 
 def has_kernels(model: Any) -> bool:
-    """Whether the kernels written in Triton can run where this model is."""
+    """Return whether Triton kernels can run on this model's device."""
     return model.device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -211,7 +218,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where packed sequences stand in a rectangle, one row each, on the right or on the left."""
+    """The place of packed sequences in a padded rectangle, one row each, aligned left or right."""
 
     lengths: tuple[int, ...]
     width: int
@@ -232,7 +239,7 @@ class Layout:
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self.slots_N.device)
 
     def spread(self, packed_N: Tensor) -> Tensor:
-        """[N, H, D] as [B, H, T, D], zeros where there is nothing."""
+        """Unpack [N, H, D] to [B, H, T, D], with zeros as padding."""
         rows, width = len(self.lengths), self.width
         if len(packed_N) == rows * width:
             return packed_N.view(rows, width, *packed_N.shape[1:]).transpose(1, 2)
@@ -240,13 +247,13 @@ class Layout:
         return flat.view(rows, width, *packed_N.shape[1:]).transpose(1, 2)
 
     def pack(self, attended_BHTD: Tensor) -> Tensor:
-        """The other way round: [N, H * D]."""
+        """Pack [B, H, T, D] to [N, H * D]."""
         rows, _, width, _ = attended_BHTD.shape
         return attended_BHTD.transpose(1, 2).reshape(rows * width, -1)[self.slots_N]
 
 
 def causal_mask(filled_BT: Tensor, window: int | None) -> Tensor:
-    """[B, 1, T, T]: a token sees itself and what stands before it in its row, within the window."""
+    """Return the mask [B, 1, T, T]: a token attends to itself and earlier tokens of its row, within the window."""
     width = filled_BT.shape[1]
     index = torch.arange(width, device=filled_BT.device)
     distance = index[:, None] - index
@@ -257,7 +264,7 @@ def causal_mask(filled_BT: Tensor, window: int | None) -> Tensor:
 
 
 class SharedPrompts:
-    """Attention over prompts and their completions in one pass, for training.
+    """Computes attention over prompts and their completions in one pass, for training.
 
     The packed row holds all prompts, then all completions; completion i continues prompt `rows[i]`.
     """
@@ -307,11 +314,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-class GrowingCache:
-    """Attention of one new token per sequence over all before it, for sampling.
+class KVCache:
+    """Computes attention of one new token per sequence over all earlier ones, for sampling.
 
-    Keys and values of prompt and completion stand in one rectangle per layer, the prompt at the right edge
-    of its part, so that every sequence grows in the same column.
+    Keys and values of prompt and completion share one rectangle per layer. Prompts are aligned right, so that every
+    sequence grows in the same column.
     """
 
     def __init__(self, decoder: Decoder, prompts: Layout, rows: Tensor, room: int) -> None:
@@ -323,8 +330,8 @@ class GrowingCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def read_prompts(self, layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
-        """Attention inside the prompts, which also fills the cache."""
+    def prefill(self, layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
+        """Compute attention inside the prompts, and fill the cache."""
         decoder, prompts = self.decoder, self.prompts
         keys, values = prompts.spread(k_N), prompts.spread(v_N)
         for cache, given in ((self.keys, keys), (self.values, values)):
@@ -334,7 +341,7 @@ class GrowingCache:
         mask = causal_mask(prompts.filled_BT, decoder.windows[layer])
         return prompts.pack(attention(prompts.spread(q_N), keys, values, mask, decoder.scale))
 
-    def read_token(self, layer: int, q_B: Tensor, k_B: Tensor, v_B: Tensor) -> Tensor:
+    def decode(self, layer: int, q_B: Tensor, k_B: Tensor, v_B: Tensor) -> Tensor:
         keys, values, end = self.keys[layer], self.values[layer], self.length + 1
         keys[:, :, self.length], values[:, :, self.length] = k_B, v_B
         window = self.decoder.windows[layer]
@@ -346,12 +353,12 @@ class GrowingCache:
         out = attention(q_B[:, :, None], keys[:, :, start:end], values[:, :, start:end], mask, self.decoder.scale)
         return out.flatten(1)
 
-    def grown(self) -> None:
+    def advance(self) -> None:
         self.length += 1
         self.next_B = self.next_B + 1
 
     def keep(self, rows: Tensor) -> None:
-        """Only these sequences go on."""
+        """Drop all sequences but these."""
         self.keys = [cache[rows] for cache in self.keys]
         self.values = [cache[rows] for cache in self.values]
         self.filled_BL, self.next_B = self.filled_BL[rows], self.next_B[rows]

@@ -1,4 +1,4 @@
-"""Says what this machine can run: device, memory, and the model that fits."""
+"""Chooses device and model for this machine, and describes its hardware."""
 
 import logging
 import platform
@@ -12,31 +12,34 @@ from typing import Any
 import psutil
 import torch
 
-from rl_swarm import __version__, settings
+from rl_swarm import __version__
+from rl_swarm.environments.settings import TaskSettings
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning import memory
 from rl_swarm.learning.cpu import precision
+from rl_swarm.learning.settings import BUNDLED as BUNDLED_MODELS
+from rl_swarm.learning.settings import ModelSettings, PolicySettings
 from rl_swarm.learning.sizes import ModelShape
-from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.telemetry.machine import GIB, machine
 
 log = logging.getLogger(__name__)
 
 HUB_SECONDS = 10.0  # for the hub to answer
 LARGE_POOL_FROM = 40 * GIB  # of GPU memory
-OVERHEAD = 1.5  # what a round takes beside its matrix products, as a factor
-WIDE_ENOUGH = 256  # below this hidden size a CPU spends more on converting than it saves
+OVERHEAD = 1.5  # of a round over its matrix products, as a factor
+MIN_WIDTH = 256  # hidden size below which converting to bfloat16 costs a CPU more than it saves
 
-BUNDLED = {name: Path(__file__).parent / "models" / name for name in settings.BUNDLED}
+BUNDLED = {name: Path(__file__).parent / "models" / name for name in BUNDLED_MODELS}
 TINY = BUNDLED["tiny"]
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model of the pools."""
+    """A model that `auto` may choose."""
 
     name: str
     pool: str
-    shape: ModelShape  # layers, hidden, inner, heads, key heads, head size, vocabulary
+    shape: ModelShape
 
 
 CATALOGUE = (
@@ -52,7 +55,7 @@ CATALOGUE = (
 )
 
 
-def pick_device(settings: Settings) -> torch.device:
+def pick_device(settings: ModelSettings) -> torch.device:
     if settings.cpu_only or settings.device == "cpu":
         return torch.device("cpu")
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -67,12 +70,12 @@ def pick_device(settings: Settings) -> torch.device:
 
 
 def use_threads(count: int, device: torch.device) -> None:
-    """Compute with so many threads of the processor; beside a GPU one is enough."""
+    """Use `count` processor threads; beside a GPU one is enough."""
     torch.set_num_threads(max(1, count) if device.type == "cpu" else 1)
 
 
-def devices_of(device: torch.device, settings: Settings) -> list[torch.device]:
-    """All that a node uses, where it uses several GPUs together."""
+def devices_of(device: torch.device, settings: ModelSettings) -> list[torch.device]:
+    """Return all devices that a node uses."""
     if device.type != "cuda" or settings.devices_per_node == 1:
         return [device]
     return [torch.device("cuda", k) for k in range(min(settings.devices_per_node, torch.cuda.device_count()))]
@@ -98,48 +101,48 @@ def hardware(devices: Sequence[torch.device]) -> dict[str, str]:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that a model on this device can use: the GPU's, or the machine's."""
+    """Return the memory of the GPU, or else of the machine, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)
 
 
-def pick_model(settings: Settings, device: torch.device) -> str:
-    """The model that the settings name; for `auto` the first of the right pools that fits, else the bundled one."""
-    if settings.model != "auto":
-        return settings.model
-    coding = settings.environment == "coding"
-    free = memory.available(device, memory.sharing(settings, device))
+def pick_model(settings: PolicySettings, device: torch.device) -> str:
+    """Return the model that the settings name; for `auto`, the first that fits, else a bundled one."""
+    if settings.model.model != "auto":
+        return settings.model.model
+    coding = settings.task.environment == "coding"
+    free = memory.available(device, memory.processes_on_device(settings.model, device))
     fitting = (
         card.name
-        for pool in _pools(settings, device)
+        for pool in _pools(settings.task, device)
         for card in CATALOGUE
         if card.pool == pool and memory.plan(card.shape, free, settings, device.type).fits
     )
-    if coding:  # where `auto` is the default, so it must not need the hub
-        fitting = (name for name in fitting if at_hand(name, settings.hf_token))
+    if coding:  # `auto` is the default there, and must not need the hub
+        fitting = (name for name in fitting if is_available(name, settings.model.hf_token))
     picked = next(fitting, None)
     if picked is None and not coding:
         log.warning("no model of the pools fits here: tiny, which can do the tasks of `--tasks tiny` and no others")
     return picked or ("coder" if coding else "tiny")
 
 
-def at_hand(name: str, token: str | None) -> bool:
-    """Whether a model of the hub lies in its cache here, or the hub can be asked for it."""
+def is_available(name: str, token: str | None) -> bool:
+    """Return whether a model of the hub is cached here, or can be downloaded."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
         return True
     try:
         HfApi(token=token).model_info(name, timeout=HUB_SECONDS)
-    except Exception as error:  # noqa: BLE001 whatever the library raises, there is another model
-        log.info("%s is not to be had from the hub: %s", name, " ".join(str(error).split())[:200])
+    except Exception as error:  # noqa: BLE001 the library raises errors of many kinds
+        log.info("%s cannot be downloaded from the hub: %s", name, " ".join(str(error).split())[:200])
         return False
     return True
 
 
-def _pools(settings: Settings, device: torch.device) -> tuple[str, ...]:
-    """Where `auto` looks, in this order. Code takes a GPU, and an evaluator that is better than the solvers."""
+def _pools(settings: TaskSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the pools that `auto` searches, in order. Coding needs a GPU, and a better model for evaluators."""
     if settings.environment == "coding":
         if device.type != "cuda":
             return ()
@@ -149,30 +152,33 @@ def _pools(settings: Settings, device: torch.device) -> tuple[str, ...]:
 
 
 def speed(device: torch.device, rows: int, seconds: float = 0.1) -> float:
-    """Operations a second in products of so many rows with a matrix too large for a cache."""
+    """Measure operations per second in products of `rows` rows with a matrix too large for a cache."""
     low = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
     dtype, width = torch.bfloat16 if low else torch.float32, 8192 if device.type == "cuda" else 2048
     left = torch.ones(rows, width, device=device, dtype=dtype)
     right = torch.ones(width, width, device=device, dtype=dtype)
-    done, started = -1, 0.0  # the first product is for getting ready
+    done, started = -1, 0.0  # the first product is a warm-up
     while done < 0 or time.perf_counter() - started < seconds:
         (left @ right)[0, 0].item()
         done, started = (done + 1, started) if started else (0, time.perf_counter())
     return 2.0 * rows * width * width * done / (time.perf_counter() - started)
 
 
-def round_seconds(shape: ModelShape, settings: Settings, sampling: float, training: float) -> float:
-    """About how long a round takes at these speeds, when all completions are as long as can be."""
-    group = memory.prompt_tokens(settings) + settings.generations * settings.completion_tokens()
-    sampled, trained = settings.local_groups * group, (settings.local_groups + settings.external_groups) * group
+def round_seconds(shape: ModelShape, settings: PolicySettings, sampling: float, training: float) -> float:
+    """Estimate how long a round takes at these speeds with completions of full length."""
+    group = memory.prompt_tokens(settings.model) + settings.sampling.generations * settings.completion_tokens()
+    sampled, trained = (
+        settings.learning.local_groups * group,
+        (settings.learning.local_groups + settings.learning.external_groups) * group,
+    )
     return OVERHEAD * shape.parameters * (2 * sampled / sampling + 6 * trained / training)
 
 
 def prefers_bfloat16(model: Any) -> bool:
-    """Whether matrix products of this model run faster in bfloat16 where it is."""
+    """Return whether matrix products of this model run faster in bfloat16 on its device."""
     if model.device.type == "cuda":
         return True
-    if model.device.type != "cpu" or getattr(model.config, "hidden_size", 0) < WIDE_ENOUGH:
+    if model.device.type != "cpu" or getattr(model.config, "hidden_size", 0) < MIN_WIDTH:
         return False
     return cpu_has_bfloat16() and precision.chosen(model.config.hidden_size) == "bfloat16"
 
@@ -183,11 +189,11 @@ def cpu_has_bfloat16() -> bool:
 
 
 def low_precision(model: Any) -> torch.autocast:
-    """The context in which matrix products run in bfloat16, where that is faster than float32."""
+    """Return a context in which matrix products run in bfloat16, where that is faster than float32."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=prefers_bfloat16(model))
 
 
-# What torch, CUDA and MPS say when there is no memory, the CPU's allocator, and oneDNN, which does not say why.
+# From messages of torch, CUDA, MPS and the CPU's allocator without memory, and of oneDNN, which gives no reason.
 NO_MEMORY = (
     "out of memory",
     "alloc_failed",
@@ -202,9 +208,9 @@ NO_MEMORY = (
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it says that memory ran out: torch has a class for CUDA's, and only words for all others.
+    """Return whether memory ran out: torch has a class for CUDA's error, and only messages for all others.
 
-    An error of ours that quotes such words, as of a helper that has ended, is another one.
+    An error of this package may quote such a message, as of a failed worker, and does not count.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -213,7 +219,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Gives back to the device what is cached for reuse."""
+    """Return the allocator's cached memory to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
@@ -225,9 +231,9 @@ def free_disk(path: Path) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory this process has used so far, in bytes."""
+    """Return the peak memory of this process in bytes."""
     if device.type == "cuda":
-        found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # several times as fast as the flat ones
+        found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # several times as fast as `memory_stats`
         return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
     import resource
     import sys
@@ -237,13 +243,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_table() -> str:
-    """What a round with the default settings needs, as the Markdown table of docs/hardware.md."""
+    """Return the memory that a round with the default settings needs, as the Markdown table of docs/hardware.md."""
     kinds = (("CPU", "cpu", 0), ("CPU, LoRA", "cpu", 16), ("GPU", "cuda", 0), ("GPU, LoRA", "cuda", 16))
     rows = [("model", "parameters", *(title for title, *_ in kinds)), ("---", *["---:"] * (1 + len(kinds)))]
     for card in CATALOGUE:
         cells = []
         for _, kind, rank in kinds:
-            settings = Settings(model=card.name, lora_rank=rank)
+            settings = PolicySettings.of(model=card.name, lora_rank=rank)
             plans = [memory.plan(card.shape, free, settings, kind) for free in (0, 1 << 50)]
             cells.append(" to ".join(f"{plan.needed / GIB:.1f}" for plan in plans))
         rows.append((f"`{card.name}`", f"{card.shape.parameters / 1e6:,.0f} M", *cells))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
-    """How much better than its group each completion did, optionally in standard deviations."""
+    """Return each reward minus the group's mean, optionally in standard deviations."""
     mean = sum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]
     if not normalize:
@@ -23,7 +23,7 @@ def advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
 def clipped_loss(
     logprobs_M: Tensor, old_logprobs_M: Tensor, advantages_M: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of every token, and where the clip took its gradient away."""
+    """Return the loss of every token, and whether clipping removed its gradient."""
     ratio_M = torch.exp(logprobs_M - old_logprobs_M)
     clipped_M = ratio_M.clamp(1 - clip_low, 1 + clip_high)
     loss_M = -torch.minimum(ratio_M * advantages_M, clipped_M * advantages_M)
@@ -32,15 +32,15 @@ def clipped_loss(
 
 
 def capped_loss(logprobs_M: Tensor, claimed_M: Tensor, advantages_M: Tensor, cap: float) -> Tensor:
-    """The loss of tokens whose behaviour log-probabilities a stranger claims.
+    """Return the loss of tokens whose behaviour log-probabilities a peer claims.
 
-    A truncated importance weight, held constant: whatever is claimed, a token counts for at most `cap`.
+    The importance weight is truncated and held constant: whatever is claimed, a token counts for at most `cap`.
     """
     weight_M = torch.exp((logprobs_M - claimed_M).detach().clamp(max=10)).clamp(max=cap)
     return -weight_M * advantages_M * torch.exp(logprobs_M - logprobs_M.detach())
 
 
 def kl_k3(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy, reference) per token: unbiased and never negative."""
+    """Return Schulman's k3 estimate of KL(policy, reference) per token: unbiased and never negative."""
     difference_M = reference_M - logprobs_M
     return torch.exp(difference_M) - difference_M - 1

@@ -1,11 +1,13 @@
-"""Finds the stretch of a text that a model would hardly write."""
+"""Finds the span of a text that a model is least likely to write."""
 
 from collections.abc import Iterable
 
 
 def max_span_nll(excess: Iterable[float]) -> float:
-    """The largest sum over any stretch of tokens: a stretch that this model would not write stands out however long
-    the rest is. `excess` is by how much each token was less likely than tokens are on average at its place."""
+    """Return the largest sum over any contiguous span of tokens, which does not depend on the length of the rest.
+
+    `excess` is by how much the negative log-likelihood of each token exceeds its expectation at that position.
+    """
     worst = here = 0.0
     for value in excess:
         here = max(0.0, here + value)

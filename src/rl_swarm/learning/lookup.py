@@ -1,26 +1,26 @@
-"""Finds out whether there is a model of a name, before anything waits for it. Loads no torch."""
+"""Checks early, without torch, whether a model of a given name exists."""
 
 import difflib
 import os
 
 from rl_swarm.errors import ModelError
 from rl_swarm.learning import smollm2
-from rl_swarm.settings import BUNDLED
+from rl_swarm.learning.settings import BUNDLED
 
 HUB_SECONDS = 10.0  # for the hub to answer
-HERE = (*BUNDLED, smollm2.NAME, "auto")
+OFFLINE_NAMES = (*BUNDLED, smollm2.NAME, "auto")
 
 
 def check(name: str, token: str | None = None) -> None:
-    """Raises `ModelError` unless the name is a model of this package, a directory, or one that the hub has."""
-    if name in HERE:
+    """Raise `ModelError` unless the name is a model of this package, a directory, or a model on the hub."""
+    if name in OFFLINE_NAMES:
         return
     if os.path.isdir(directory := os.path.expanduser(name)):
         _check_directory(name, directory)
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"MODEL_NAME={name}: there is no such directory.")
-    if "/" not in name and (close := difflib.get_close_matches(name.lower(), HERE, n=1)):
+    if "/" not in name and (close := difflib.get_close_matches(name.lower(), OFFLINE_NAMES, n=1)):
         raise ModelError(
             f"MODEL_NAME={name}: there is no such model. Did you mean `{close[0]}`? A model of the hub is written as "
             "owner/name, a directory with a slash."
@@ -43,7 +43,7 @@ def _check_directory(name: str, directory: str) -> None:
 
 
 def _ask_hub(name: str, token: str | None) -> None:
-    """Asks once. The library that loads models would try again and again, file by file."""
+    """Ask the hub once; the library that loads models would retry for every file."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -53,7 +53,7 @@ def _ask_hub(name: str, token: str | None) -> None:
             return
         HfApi(token=token).model_info(name, timeout=HUB_SECONDS)
     except GatedRepoError:
-        return  # the loader says what to do
+        return  # the loader explains what to do
     except HFValidationError as error:
         raise ModelError(f"MODEL_NAME={name} is no name of a model. {remedy}") from error
     except RepositoryNotFoundError as error:
@@ -65,6 +65,5 @@ def _ask_hub(name: str, token: str | None) -> None:
         reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise ModelError(
             f"MODEL_NAME={name} is not on this machine, and the hub cannot be asked for it: {reason}. If the hub "
-            "cannot be "
-            f"reached from here, give a directory. {remedy}"
+            f"cannot be reached from here, give a directory. {remedy}"
         ) from error

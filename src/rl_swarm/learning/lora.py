@@ -1,10 +1,10 @@
-"""Adapts a model by LoRA: small trained matrices beside frozen weights, where the optimiser would not fit.
+"""Adapts a model by LoRA: trains small matrices beside frozen weights, which needs less memory.
 
 A linear map W becomes W + scale * B A, with A and B of a small rank; so do the experts of a mixture, which are one
 parameter of three dimensions. peft puts them onto the model's own modules, in place, so everything that calls those
-modules (transformers, `decoder`) computes with them. A checkpoint holds the ordinary model with the adapters added in.
-The adapters alone lie in a folder below, as peft writes them, and a node goes on from those without rounding anything.
-They cannot lie beside the model: transformers would add them to it a second time.
+modules (transformers, `decoder`) computes with them. A checkpoint holds the ordinary model with the adapters merged.
+A folder in it holds the adapters alone, as peft writes them; a node resumes from these without rounding. They are not
+beside the model, because transformers would merge them a second time.
 """
 
 import copy
@@ -20,20 +20,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_swarm.errors import ConfigError
 from rl_swarm.learning.checkpoints import CheckpointError
-from rl_swarm.settings import ConfigError
 
 log = logging.getLogger(__name__)
 
 FOLDER, FILE = "adapter", "adapter_model.safetensors"  # below a checkpoint; peft's name
 PREFIX = "base_model.model."  # of the names in the file
-SHAPES = "rl_swarm_shapes"  # an attribute of an adapted model: the weights that it had before
-SCALE = 2.0  # whatever the rank, so that one learning rate serves all of them
+SHAPES = "rl_swarm_shapes"  # an attribute of an adapted model: the shapes of its weights before
+SCALE = 2.0  # for every rank, so that one learning rate fits all
 BASE = "base"  # in the file: a digest of a frozen weight
 
 
 def adapt(model: Any, rank: int, seed: int) -> None:
-    """Puts adapters on every linear map but the last, which so far change nothing, and freezes all the rest."""
+    """Add adapters that are zero to every linear map but the head, and freeze all other weights."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -60,12 +60,12 @@ def adapt(model: Any, rank: int, seed: int) -> None:
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether this linear map, or any in this model, has an adapter."""
+    """Return whether this linear map, or any in this model, has an adapter."""
     return any(hasattr(part, "lora_A") for part in module.modules())
 
 
 def merged_weight(linear: Any) -> Tensor:
-    """The weight that a linear map, adapted or not, multiplies by; laid out as in the map without an adapter."""
+    """Return the weight of a linear map with its adapter merged, in the layout of the plain map."""
     if not hasattr(linear, "lora_A"):
         plain: Tensor = linear.weight
         return plain
@@ -74,7 +74,7 @@ def merged_weight(linear: Any) -> Tensor:
 
 
 def _base(adapted: Any) -> Tensor:
-    """Return the frozen weight below an adapter. A module with several adapted parameters has one around the other."""
+    """Return the frozen weight below an adapter; several adapted parameters of a module are nested."""
     name = _parameter(adapted)
     while hasattr(adapted, "lora_A"):
         adapted = adapted.base_layer
@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def merged_state(model: Any) -> dict[str, Tensor]:
-    """The weights of the same model without adapters. Those that no adapter changes are not copied."""
+    """Return the state of the plain model with adapters merged. Weights without adapters are not copied."""
     state = {_plain(name): value for name, value in model.state_dict().items() if ".lora_" not in name}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -109,7 +109,7 @@ def merged_state(model: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(model: Any, folder: Path, name: str) -> None:
-    """Write the adapters as peft does; `name` is of the model that they are for."""
+    """Write the adapters as peft does; `name` is that of the base model."""
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
     config = copy.copy(model.peft_config["default"])
@@ -119,7 +119,7 @@ def save_adapters(model: Any, folder: Path, name: str) -> None:
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Gives a model the adapters of a checkpoint; both must have them, of one rank, or neither."""
+    """Load the adapters of a checkpoint; model and checkpoint must have the same rank, or none."""
     file = folder / FOLDER / FILE
     there, here = file.exists(), is_adapted(model)
     if there and not here:
@@ -145,7 +145,7 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:
-    """The adapters' own weights, not copies of them, by the names that peft gives them in a file."""
+    """Return the weights of the adapters, not copies, by the names that peft gives them in a file."""
     return {
         PREFIX + name.replace(".default.", "."): value.detach()
         for name, value in model.named_parameters()
@@ -154,7 +154,7 @@ def _adapters(model: Any) -> dict[str, Tensor]:
 
 
 def _digest(model: Any) -> str:
-    """Tells models of one shape apart, by the first weight that has an adapter."""
+    """Return a digest of the first weight that has an adapter, which differs between models of one shape."""
     first = next(module for module in model.modules() if hasattr(module, "lora_A"))
     weight = _base(first).detach().cpu().contiguous()
     return hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

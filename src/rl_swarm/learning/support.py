@@ -39,9 +39,8 @@ READ = {
     ),
 }
 FAMILIES = frozenset(READ)
-# Names, types and tokens; how weights began; dropout, which is off here; what `generate` does; how several devices
-# would
-# share the model, which some versions note while they load it; notes of other tools.
+# Names, types and tokens; initialisation; dropout, which is off here; options of `generate`; plans for tensor
+# parallelism, which some versions write while they load a model; notes of other tools.
 IRRELEVANT = _names(
     """architectures auto_map dtype finetuning_task id2label label2id model_type name_or_path num_labels problem_type
     task_specific_params tokenizer_class torch_dtype transformers_version
@@ -97,17 +96,17 @@ def refuse(model: Any, reason: str) -> None:
 
 
 def shares_prompts(model: Any) -> bool:
-    """Return whether what a model keeps of a prompt can be handed to several completions."""
+    """Return whether completions can share the cache of their prompt."""
     return not getattr(model, WHOLE, False)
 
 
 def run_whole(model: Any) -> None:
-    """Run this model, and copies made of it, over whole sequences."""
+    """Mark this model, and copies made of it, as one that runs over whole sequences."""
     setattr(model, WHOLE, True)
 
 
 def copy_obstacle(config: Any) -> str | None:
-    """Name what the copy of the weights that is sampled from does not compute, although the decoder does."""
+    """Name what the sampler's copy of the weights does not compute, although the decoder does."""
     activation = activation_of(config)
     if not plain_activation(config):
         return f"the activation {activation!r}"
@@ -136,7 +135,7 @@ def activation_of(config: Any) -> str | None:
 
 
 def plain_activation(config: Any) -> bool:
-    """Return whether it is the one that the family's kernels compute."""
+    """Return whether the activation is the one that the family's kernels compute."""
     return activation_of(config) in ACTIVATIONS["silu" if config.model_type in LLAMA_LIKE else "gelu"]
 
 

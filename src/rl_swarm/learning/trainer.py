@@ -2,50 +2,55 @@
 
 Own rollouts come with the log-probabilities of the sampler, so the clip acts on the real mismatch
 between sampler and trainer. External ones have none unless their sender's are used; without them the
-ratio is 1 and the update is plain policy gradient on their advantages.
+ratio is 1 and the update is plain policy gradient on their advantages. The logits of all tokens never exist at the same
+time: the head runs forward and backward a chunk of tokens at a time.
 """
 
 import copy
 import logging
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rl_swarm.learning import grpo
-from rl_swarm.learning.batches import Batch, TrainingGroup, count_tokens, in_order, micro_batches
-from rl_swarm.learning.decoder import Attend, Decoder
+from rl_swarm.learning.batches import Batch, BatchShape, TrainingGroup, count_tokens, in_order, micro_batches
+from rl_swarm.learning.cpu.attention import PackedAttention
+from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.devices import low_precision, out_of_memory, release_memory
-from rl_swarm.learning.logprobs import add_gradients, attention_of, packed_logprobs
-from rl_swarm.learning.memory import MAX_TOKENS
+from rl_swarm.learning.memory import LOGITS, MAX_TOKENS
 from rl_swarm.learning.sequences import (
     Model,
     completion_logits,
     pad_right,
     run_prompts,
-    token_logprobs,
     whole_logits,
 )
+from rl_swarm.learning.settings import LEARNING_RATE, LearningSettings
 from rl_swarm.learning.support import shares_prompts
-from rl_swarm.settings import Settings
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
-    from rl_swarm.learning.cuda.graphs import Recorder
+    from rl_swarm.learning.cuda.graphs import GraphCache
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+# (some tokens, their log-probabilities, their entropies) -> loss
+Loss = Callable[[slice, Tensor, Tensor], Tensor]
+
+ALIGNED = 64  # tokens: matrix products of odd sizes are slower
 
 
 @dataclass
 class Update:
-    """What one update did, or several."""
+    """Metrics of one update, or the means of several."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -57,7 +62,7 @@ class Update:
     kl: float = 0.0
 
     def filled(self, found: Sequence[float]) -> "Update":
-        """With the figures, and behind them the gradient's norm."""
+        """Fill in summed metrics, followed by the gradient's norm."""
         *means, own_tokens, self.grad_norm = found
         for name, value in zip(UPDATE_METRICS, means, strict=False):
             setattr(self, name, value)
@@ -67,8 +72,8 @@ class Update:
         return self
 
     def add(self, later: "Update") -> None:
-        """Figures become means over the tokens of both. The mismatch stays the first's: after it the policy is
-        another."""
+        """Average metrics over the tokens of both updates. The mismatch stays that of the first, which alone is
+        on-policy."""
         tokens = self.tokens + later.tokens
         if not self.tokens:
             self.logprob_mismatch = later.logprob_mismatch
@@ -78,78 +83,80 @@ class Update:
         self.tokens = tokens
 
 
-# What a micro-batch adds to the figures of its update; the last is the number of tokens sampled here.
+# Sums over the tokens of a micro-batch; the last is the number of tokens that this node sampled.
 UPDATE_METRICS = ("loss", "entropy", "nll", "clip_fraction", "kl", "logprob_mismatch", "own_tokens")
 
 
-class HalfStepError(RuntimeError):
-    """A step that changed some of the weights. The node has to go on from its last checkpoint."""
+class PartialStepError(RuntimeError):
+    """An optimiser step that changed only part of the weights. The node has to resume from its last checkpoint."""
 
 
 class Trainer:
-    def __init__(self, model: Model, pad: int, settings: Settings) -> None:
-        self.model, self.pad, self.settings = model, pad, settings
+    def __init__(self, model: Model, pad: int, settings: LearningSettings, temperature: float = 1.0) -> None:
+        self.model, self.pad, self.settings, self.temperature = model, pad, settings, temperature
         self.batch_tokens = settings.batch_tokens or MAX_TOKENS
-        self.frugal = False  # whether the inside of layers is computed twice to save memory
-        self.figures = torch.zeros(len(UPDATE_METRICS), device=model.device)
+        self.checkpointed = False  # whether layers recompute activations in the backward pass
+        self.metrics = torch.zeros(len(UPDATE_METRICS), device=model.device)
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
-            lr=settings.step_size(),
+            lr=settings.learning_rate or LEARNING_RATE,
             betas=(0.9, 0.99),
             weight_decay=0.0,
             fused=model.device.type != "mps",
         )
         self.reference: Model = copy.deepcopy(model).eval() if settings.kl_weight > 0 else None
-        self.recorder = self._recorder()
+        self.graphs = self._make_graphs()
 
-    def _recorder(self) -> "Recorder | None":
-        """What runs whole passes on a GPU, where they can be recorded."""
+    def _make_graphs(self) -> "GraphCache | None":
+        """Make the cache of CUDA graphs, where the forward and backward pass can be captured."""
         if not Decoder.supports(self.model) or not Decoder(self.model).fused:
             return None
-        from rl_swarm.learning.cuda.graphs import Recorder
+        from rl_swarm.learning.cuda.graphs import GraphCache
 
-        return Recorder(self._recorded, self.model.device)
+        return GraphCache(self._captured_pass, self.model.device)
 
     def parameters(self) -> list[Tensor]:
-        """Those that are trained."""
+        """Return the trained parameters."""
         trained: list[Tensor] = self.optimizer.param_groups[0]["params"]
         return trained
 
     def release(self) -> None:
-        """Gives back what is kept between updates, Adam's moments aside."""
+        """Free the gradients and CUDA graphs that are kept between updates; Adam's moments stay."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.recorder is not None:
-            from rl_swarm.learning.cuda.fused import forget_low
+        if self.graphs is not None:
+            from rl_swarm.learning.cuda.products import drop_low
 
-            self.recorder.release()
-            forget_low(self.parameters())
+            self.graphs.release()
+            drop_low(self.parameters())
 
     def update(self, groups: Sequence[TrainingGroup]) -> Update:
-        """One step on the groups; the same step in smaller pieces when memory runs out."""
-        return self._in_memory(self._update, groups)
+        """Make one optimiser step on the groups, in smaller micro-batches when memory runs out."""
+        return self._retry_smaller(self._update, groups)
 
-    def _in_memory(self, work: Callable[[Sequence[TrainingGroup]], Result], groups: Sequence[TrainingGroup]) -> Result:
-        """Do the work again, in smaller pieces, as long as memory runs out."""
+    def _retry_smaller(
+        self, work: Callable[[Sequence[TrainingGroup]], Result], groups: Sequence[TrainingGroup]
+    ) -> Result:
+        """Repeat the work in smaller micro-batches as long as memory runs out."""
         while True:
             try:
                 return work(groups)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold what did fit
+                traceback.clear_frames(error.__traceback__)  # they hold tensors
                 self._shrink(groups)
 
     def _shrink(self, groups: Sequence[TrainingGroup]) -> None:
-        """Asks for less memory at the next try, or gives up."""
+        """Halve the micro-batches, then recompute activations, then raise the error at hand."""
         self.release()
         release_memory()
         alone = all(sum(len(g.completions) for g in batch) == 1 for batch in micro_batches(groups, self.batch_tokens))
         if not alone:
             self.batch_tokens = min(self.batch_tokens, sum(g.size for g in groups)) // 2
             log.warning("out of memory: micro-batches now hold at most %d tokens", self.batch_tokens)
-        elif not self.frugal and Decoder.supports(self.model):
-            self.frugal = True
-            log.warning("out of memory: layers are now computed twice instead of kept")
+        elif not self.checkpointed and Decoder.supports(self.model):
+            self.checkpointed = True
+            log.warning("out of memory: activations are now recomputed in the backward pass")
         else:
             raise
 
@@ -157,19 +164,19 @@ class Trainer:
         report = Update(tokens=count_tokens(groups))
         if report.tokens == 0:
             return report
-        return report.filled(self._launched(groups, report.tokens).tolist())
+        return report.filled(self._launch_update(groups, report.tokens).tolist())
 
-    def _launched(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
-        """Gives the device all of an update to do, without waiting for it; the figures and the gradient's norm."""
+    def _launch_update(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
+        """Launch a whole update without waiting for the device; return the metrics and the gradient's norm."""
         self._make_moments()
-        figures = self._gradients(groups, tokens)
+        metrics = self._gradients(groups, tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.settings.max_grad_norm)
         self._step(norm)
-        self.optimizer.zero_grad(set_to_none=self.recorder is None)
-        return torch.cat([figures, norm.to(figures).reshape(1)])
+        self.optimizer.zero_grad(set_to_none=self.graphs is None)
+        return torch.cat([metrics, norm.to(metrics).reshape(1)])
 
     def _make_moments(self) -> None:
-        """Make Adam's state of all parameters that have none, or of none of them when memory runs out."""
+        """Allocate Adam's moments of all parameters that have none, or of none of them when memory runs out."""
         missing = [p for p in self.parameters() if not self.optimizer.state.get(p)]
         fused = self.optimizer.defaults["fused"]
         made = [
@@ -183,7 +190,7 @@ class Trainer:
         self.optimizer.state.update(zip(missing, made, strict=True))
 
     def _step(self, norm: Tensor) -> None:
-        """Adam's step, unless the gradient is not finite, which a fused step finds out where it runs."""
+        """Take Adam's step unless the gradient is not finite; a fused optimiser checks that on the device."""
         if self.optimizer.defaults["fused"]:
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         elif not norm.isfinite():
@@ -193,30 +200,30 @@ class Trainer:
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            raise HalfStepError("memory ran out in the middle of an optimiser step") from error
-        for parameter in self.parameters():  # which a fused step does not do, and copies of weights go by it
+            raise PartialStepError("memory ran out in the middle of an optimiser step") from error
+        for parameter in self.parameters():  # a fused step does not, and the sampler's copy depends on it
             increment_version(parameter)
 
     def _gradients(self, groups: Sequence[TrainingGroup], tokens: int) -> Tensor:
-        """Adds up the gradients and figures of all micro-batches; returns the figures."""
-        self.figures.zero_()
-        if self.recorder is not None:
-            from rl_swarm.learning.cuda.fused import keep_low
+        """Sum gradients and metrics over all micro-batches; return the metrics."""
+        self.metrics.zero_()
+        if self.graphs is not None:
+            from rl_swarm.learning.cuda.products import keep_low
 
             with low_precision(self.model):
                 keep_low(self.parameters())
         for batch in micro_batches(groups, self.batch_tokens):
             self._accumulate(batch, tokens)
-        return self.figures
+        return self.metrics
 
     def _accumulate(self, groups: Sequence[TrainingGroup], tokens: int) -> None:
-        """Adds the gradients and figures of one micro-batch."""
+        """Add the gradients and metrics of one micro-batch."""
         batch, shape = Batch.of(groups, tokens)
-        if self.recorder is not None:
+        if self.graphs is not None:
             for parameter in self.parameters():
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)  # recordings add to these
-            self.recorder.run(batch, shape)
+                    parameter.grad = torch.zeros_like(parameter)  # captured add to these
+            self.graphs.run(batch, shape)
             return
         batch = batch.to(self.model.device)
         if Decoder.supports(self.model):
@@ -225,12 +232,12 @@ class Trainer:
             found = self._plain_logprobs(self.model, groups)
             self._loss(batch, *found, self._plain_reference(groups)).backward()  # type: ignore[no-untyped-call]
 
-    def _recorded(self, batch: Batch, segments: "Segments") -> None:
+    def _captured_pass(self, batch: Batch, segments: "Segments") -> None:
         self._backward(batch, segments.attention(Decoder(self.model)), segments.positions_N)
 
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
-        """The pass there and back of a model of a known family."""
-        temperature, reference_M = self.settings.temperature, None
+        """Run the forward and backward pass of a model of a known family."""
+        temperature, reference_M = self.temperature, None
         if self.reference is not None:
             decoder = Decoder(self.reference)
             reference_M, _ = packed_logprobs(decoder, batch, attend, positions_N, temperature)
@@ -239,21 +246,21 @@ class Trainer:
             reference = None if reference_M is None else reference_M[here]
             return self._loss(batch.part(here), logprobs_M, entropy_M, reference)
 
-        decoder = Decoder(self.model, frugal=self.frugal)
+        decoder = Decoder(self.model, checkpointed=self.checkpointed)
         add_gradients(decoder, batch, attend, positions_N, temperature, loss_of)
 
     def _loss(self, batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None) -> Tensor:
-        """The loss of some tokens, which are added to the figures."""
-        loss_M, figures_FM = token_losses(batch, logprobs_M, entropy_M, reference_M, self.settings)
-        self.figures += figures_FM.sum(1)
+        """Return the loss of some tokens, and add them to the metrics."""
+        loss_M, metrics_FM = token_losses(batch, logprobs_M, entropy_M, reference_M, self.settings)
+        self.metrics += metrics_FM.sum(1)
         return loss_M.sum()
 
-    def excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
-        """By how many nats each token of each completion was less likely than tokens are on average at its place."""
-        return self._in_memory(self._excess, groups)
+    def excess_nll(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
+        """Return by how many nats the negative log-likelihood of each token exceeds the entropy at its position."""
+        return self._retry_smaller(self._excess_nll, groups)
 
     @torch.no_grad()
-    def _excess(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
+    def _excess_nll(self, groups: Sequence[TrainingGroup]) -> list[list[list[float]]]:
         found: list[float] = []
         for part in in_order(groups, self.batch_tokens):
             logprobs_M, entropy_M = self.logprobs(part)
@@ -263,13 +270,13 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[TrainingGroup]) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of every completion token and the entropy there."""
+        """Return the log-probability of every completion token and the entropy at its position."""
         if not Decoder.supports(self.model):
             return self._plain_logprobs(self.model, groups)
         batch, shape = Batch.of(groups, 1)
         decoder = Decoder(self.model)
         attention = attention_of(decoder, shape)
-        return packed_logprobs(decoder, batch.to(self.model.device), *attention, self.settings.temperature)
+        return packed_logprobs(decoder, batch.to(self.model.device), *attention, self.temperature)
 
     def _plain_reference(self, groups: Sequence[TrainingGroup]) -> Tensor | None:
         if self.reference is None:
@@ -278,7 +285,7 @@ class Trainer:
             return self._plain_logprobs(self.reference, groups)[0]
 
     def _plain_logprobs(self, model: Model, groups: Sequence[TrainingGroup]) -> tuple[Tensor, Tensor]:
-        """The same through transformers, for any model."""
+        """Return the same as `logprobs` through transformers, for any model."""
         device = model.device
         completions = [ids for g in groups for ids in g.completions]
         ids_BT = pad_right(completions, self.pad, torch.long, device)
@@ -291,17 +298,17 @@ class Trainer:
                 logits_BTV = completion_logits(model, prefix, ids_BT)
             else:
                 logits_BTV = whole_logits(model, [groups[row].prompt for row in rows], completions, self.pad)
-        there_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
-        logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.settings.temperature)
-        return logprobs_BT[there_BT], entropy_BT[there_BT]
+        used_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
+        logprobs_BT, entropy_BT = token_logprobs(logits_BTV, ids_BT, self.temperature)
+        return logprobs_BT[used_BT], entropy_BT[used_BT]
 
 
 def token_losses(
-    batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None, settings: Settings
+    batch: Batch, logprobs_M: Tensor, entropy_M: Tensor, reference_M: Tensor | None, settings: LearningSettings
 ) -> tuple[Tensor, Tensor]:
-    """What every token adds to the loss, and to the figures."""
+    """Return the share of every token in the loss and in the metrics."""
     detached_M, weights_M = logprobs_M.detach(), batch.weights_M
-    # A stranger's numbers stay out of the ratio: where it overflows, the gradient of all others is lost too.
+    # Claimed log-probabilities stay out of the ratio: an overflow there would make the whole gradient infinite.
     behaviour_M = torch.where(batch.own_M, batch.sampled_M, detached_M)
     loss_M, clip_M = grpo.clipped_loss(
         logprobs_M, behaviour_M, batch.advantages_M, settings.clip_low, settings.clip_high
@@ -317,3 +324,83 @@ def token_losses(
     means_FM = torch.stack([loss_M, entropy_M, -detached_M, clip_M.float(), kl_M]).detach() * weights_M
     mismatch_M = (detached_M - behaviour_M).abs() * own_M
     return loss_M * weights_M, torch.cat([means_FM, torch.stack([mismatch_M, own_M])])
+
+
+def packed_logprobs(
+    decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of every target and the entropy at its position, [M], without gradients."""
+    with torch.no_grad(), _precision(decoder):
+        states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
+        parts = [
+            head_logprobs(decoder, states_ME[here], batch.targets_M[here], temperature)
+            for here in chunks(decoder, len(states_ME))
+        ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def add_gradients(
+    decoder: Decoder, batch: Batch, attend: Attend, positions_N: Tensor, temperature: float, loss_of: Loss
+) -> None:
+    """Add the gradients of a loss that is a sum over tokens.
+
+    The head runs forward and backward chunk by chunk; then one backward pass goes through the layers.
+    """
+    with _precision(decoder):
+        states_ME = decoder.run(batch.ids_N, positions_N, attend).index_select(0, batch.before_M)
+    leaves = []
+    for here in chunks(decoder, len(states_ME)):
+        leaf = states_ME[here].detach().requires_grad_()
+        with _precision(decoder):
+            found = head_logprobs(decoder, leaf, batch.targets_M[here], temperature)
+        loss_of(here, *found).backward()  # type: ignore[no-untyped-call]
+        leaves.append(leaf)
+    states_ME.backward(torch.cat([leaf.grad for leaf in leaves]))  # type: ignore[no-untyped-call, misc]
+
+
+def _precision(decoder: Decoder) -> AbstractContextManager[object]:
+    return nullcontext() if decoder.exact else low_precision(decoder.model)
+
+
+def attention_of(decoder: Decoder, shape: BatchShape) -> tuple[Attend, Tensor]:
+    """Return attention over a row of this shape, and the positions of its tokens."""
+    device = decoder.model.device
+    if decoder.fused:
+        from rl_swarm.learning.cuda.attention import Segments
+
+        segments = Segments.of(shape).to(device)
+        return segments.attention(decoder), segments.positions_N
+    if PackedAttention.fits(decoder, shape):
+        packed = PackedAttention(decoder, shape)
+        return packed, packed.positions_N
+    layouts = Layout.of(shape.prompts, device), Layout.of(shape.completions, device)
+    attend = SharedPrompts(decoder, *layouts, torch.tensor(shape.rows, device=device))
+    return attend, attend.positions()
+
+
+def chunks(decoder: Decoder, tokens: int) -> Iterator[slice]:
+    """Split tokens into as few parts of about equal size as the memory for their logits allows."""
+    width: int = getattr(decoder.head, "out_features", 1)
+    most = max(1, LOGITS // ((1 if decoder.fused else 4) * width))
+    size = -(-tokens // max(1, -(-tokens // most)))
+    size = min(most, -(-size // ALIGNED) * ALIGNED)
+    return (slice(start, start + size) for start in range(0, max(1, tokens), max(1, size)))
+
+
+def head_logprobs(decoder: Decoder, states_ME: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    head: Any = decoder.head
+    if decoder.fused and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
+        from rl_swarm.learning.cuda.vocabulary import target_logprobs
+
+        return target_logprobs(states_ME, head.weight, targets_M, temperature)
+    return token_logprobs(head(states_ME), targets_M, temperature)
+
+
+def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each token, and the entropy at its position (no gradient)."""
+    scaled_BTV = logits_BTV.float() / temperature
+    all_BTV = scaled_BTV.log_softmax(-1)
+    with torch.no_grad():
+        entropy_BT = -(all_BTV.exp() * all_BTV).sum(-1)
+    return all_BTV.gather(-1, ids_BT[..., None]).squeeze(-1), entropy_BT

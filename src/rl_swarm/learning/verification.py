@@ -1,8 +1,8 @@
-"""Compares sampling and training with transformers' own forward pass, on a few tokens, when a model is loaded.
+"""Verifies sampler and trainer against transformers' own forward pass, on a few tokens, when a model is loaded.
 
-Support is decided by the fields of a configuration (`support`); this catches what they do not tell. The reference is
-computed in float32. Where products run in bfloat16, transformers is run in it too: the rounding that it shows is what
-ours is allowed, with a margin that a wrong scale or a missing term exceeds.
+The fields of a configuration decide support (`support`); this catches what the fields do not tell. The reference is
+computed in float32. Where products run in bfloat16, transformers runs in it too. Its rounding error, times a margin
+that a wrong scale or a missing term exceeds, is allowed here.
 """
 
 import logging
@@ -20,17 +20,17 @@ from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.devices import low_precision, out_of_memory, prefers_bfloat16, release_memory
 from rl_swarm.learning.lora import is_adapted
 from rl_swarm.learning.sequences import Model
+from rl_swarm.learning.settings import LearningSettings
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.trainer import Trainer
-from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 
 LENGTHS = (5, 3)  # of the prompts
 EACH, TOKENS = 2, 4  # completions of a prompt, and their length
-EXACT = 1e-3  # nats per token that float32 may be off
-ROUNDED = 1e-2  # that bfloat16 may be off in any case
-MARGIN = 4.0  # times the rounding of transformers, where that is more
+EXACT = 1e-3  # nats per token that float32 may differ
+ROUNDED = 1e-2  # that bfloat16 may always differ
+MARGIN = 4.0  # times the rounding error of transformers, where that is more
 
 _found = dict[Hashable, tuple[str | None, bool]]()  # models alike are compared once in a process
 _one_at_a_time = threading.Lock()
@@ -65,8 +65,8 @@ def _compare_ways(model: Model, name: str, pad: int) -> None:
     if wrong is not None:
         support.run_whole(model)
         log.warning(
-            "%s: what it keeps of a prompt cannot be shared by completions: %s. Prompts are computed for each of "
-            "them, which takes longer",
+            "%s: completions cannot share the cache of their prompt: %s. The prompt is computed for each of them, "
+            "which takes longer",
             name,
             wrong,
         )
@@ -88,7 +88,7 @@ def difference(model: Model, pad: int) -> str | None:
         if out_of_memory(error):
             log.warning("out of memory: log-probabilities are not compared with those of transformers")
             return None
-        return f"way through our code ends with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"computation here ends with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         if model.device.type == "cuda":
             sampler.release(model)
@@ -98,7 +98,7 @@ def difference(model: Model, pad: int) -> str | None:
 @torch.no_grad()
 def _difference(model: Model, pad: int) -> str | None:
     prompts = _prompts(model)
-    drawn = sampler.sample(model, prompts, EACH, sampler.Decoding(TOKENS, frozenset(), pad), 0)
+    drawn = sampler.sample(model, prompts, EACH, sampler.SamplingParams(TOKENS, frozenset(), pad), 0)
     completions = [[list(sample.tokens) for sample in group] for group in drawn]
     exact = _reference(model, prompts, completions, nullcontext())
     if not exact.isfinite().all():
@@ -106,7 +106,7 @@ def _difference(model: Model, pad: int) -> str | None:
     groups = [TrainingGroup(p, ids, [1.0] * EACH, None) for p, ids in zip(prompts, completions, strict=True)]
     found = {
         "sampler": torch.tensor([value for group in drawn for sample in group for value in sample.logprobs]),
-        "trainer": Trainer(model, pad, Settings(temperature=1.0)).logprobs(groups)[0].cpu(),
+        "trainer": Trainer(model, pad, LearningSettings()).logprobs(groups)[0].cpu(),
     }
     off = {part: float((logprobs - exact).abs().mean()) for part, logprobs in found.items()}
     part = max(off, key=lambda part: math.inf if math.isnan(off[part]) else off[part])

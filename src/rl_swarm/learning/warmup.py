@@ -1,9 +1,9 @@
-"""Gives a model that scores nothing a short supervised start.
+"""Fine-tunes a model that scores nothing on right answers, before reinforcement learning.
 
-Reinforcement needs answers that are sometimes right. A model that never writes its answer as it is asked to
-earns 0 for all of them, and so learns nothing. Here it first learns from right answers to generated questions,
-never held-out ones. A step is the trainer's own: with an advantage of 1 and nothing known about who sampled the
-answer, its gradient is that of the answer's log-probability.
+Reinforcement learning needs answers that are occasionally correct. A model that never writes its answer as asked
+earns 0 for every answer, and so learns nothing. Here it is trained on right answers to generated questions, never on
+held-out ones. A step is the trainer's own: with advantage 1 and no behaviour policy, its gradient is that of the
+answer's log-probability.
 """
 
 import os
@@ -22,8 +22,8 @@ from rl_swarm.protocol.rollouts import Completion
 
 BATCH = 16  # examples per step
 RATE = 2e-4
-ASKED_AT_ONCE = 64
-MAX_QUESTIONS = 8  # made for every example that is wanted, before giving up
+QUESTION_BATCH = 64
+MAX_QUESTIONS = 8  # per example, before giving up
 
 
 class WarmUpError(UserError):
@@ -41,12 +41,12 @@ class WarmupExample:
 def make_examples(
     environment: Reasoning, count: int, seed: int, fits: Callable[[str], bool] = lambda completion: True
 ) -> tuple[list[WarmupExample], list[str]]:
-    """So many examples that fit, and the tasks that gave none: no right answer is known, or all are too long."""
+    """Return `count` examples that fit, and the tasks without any: their right answers are unknown or too long."""
     rng = random.Random(f"warm-up {seed}")
     examples: list[WarmupExample] = []
     asked: set[str] = set()
-    for _ in range(0, MAX_QUESTIONS * count, ASKED_AT_ONCE):
-        questions = environment.questions([rng.getrandbits(62) for _ in range(ASKED_AT_ONCE)])
+    for _ in range(0, MAX_QUESTIONS * count, QUESTION_BATCH):
+        questions = environment.questions([rng.getrandbits(62) for _ in range(QUESTION_BATCH)])
         asked.update(question.task for question in questions)
         for question, completion in zip(questions, environment.solutions(questions), strict=True):
             if completion is not None and fits(completion):
@@ -58,9 +58,9 @@ def make_examples(
 
 
 def train(policy: Policy, examples: Sequence[WarmupExample], epochs: int, rate: float, seed: int) -> Iterator[float]:
-    """One step at a time; yields how improbable the right answers were before it, in nats a token.
+    """Train step by step; yield the negative log-likelihood of the right answers before each step, in nats per token.
 
-    The step size rises at the start and falls to nothing at the end, so that the last steps settle.
+    The learning rate warms up and then decays linearly to 0.
     """
     groups = [
         TrainingGroup(
@@ -86,7 +86,7 @@ def step_count(examples: int, epochs: int) -> int:
 
 
 def save(policy: Policy, out: Path) -> None:
-    """A model directory like any other, whole or not at all."""
+    """Write an ordinary model directory atomically."""
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)

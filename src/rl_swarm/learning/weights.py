@@ -1,8 +1,8 @@
 """Copies a model's weights for sampling: low precision, fused, norms folded in.
 
-The scale of an RMS norm is a factor of the columns of the projection behind it, so it is multiplied into
-the copy. The projections of queries, keys and values are one matrix, and so are gate and up. Embeddings
-are read from the trainer's own weights. Copies of several models of one shape can lie in one `Stack`.
+The scale of an RMS norm multiplies the columns of the next projection, so the copy contains it. The projections of
+queries, keys and values are one matrix, and so are gate and up. Embeddings are read from the trainer's own weights.
+Copies of several models of one shape can share a `Stack`.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ class Linear:
 class LayerWeights:
     qkv: Linear
     o: Linear
-    up: Linear  # gate and up, one after the other, where the model has a gate
+    up: Linear  # gate, then up, where the model has a gate
     down: Linear
-    before_attention: Norm | None = None  # None: folded into the product that follows
+    before_attention: Norm | None = None  # None: folded into the next product
     before_mlp: Norm | None = None
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
@@ -48,14 +48,16 @@ class LayerWeights:
 
 
 class Stack:
-    """Memory for the copies of several models of one shape: what one of them calls a tensor is a slice of
-    [models, ...], so that a kernel that knows the first model's finds all others'."""
+    """Memory for the copies of several models of one shape.
+
+    Each tensor of a copy is a slice of [models, ...], so kernels find all models from the tensor of the first.
+    """
 
     def __init__(self, models: int) -> None:
         self.models, self.tensors = models, list[Tensor]()
 
     def slices(self, model: int) -> Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]:
-        """Makes the tensors of one model. All models ask for the same ones in the same order."""
+        """Return an allocator for one model. All models allocate the same tensors in the same order."""
         numbers = count()
 
         def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -70,19 +72,19 @@ class Stack:
 
 
 class Weights:
-    """The copy. `refresh` brings it up to date when the trainer has changed the model."""
+    """A copy of the weights; `refresh` updates it when the trainer has changed the model."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, stack: Stack | None = None, number: int = 0) -> None:
         self.decoder, self.dtype = decoder, dtype
         self._new = (stack or Stack(1)).slices(number)
         self._writes: list[Callable[[], object]] = []
-        self._seen: list[int] = []
+        self._versions: list[int] = []
         self._parameters = list(decoder.model.parameters())
         self._graph: Any = None
         body, config, gpt2 = decoder.body, decoder.model.config, decoder.family == "gpt2"
-        self.words: Tensor = body.wte.weight if gpt2 else body.embed_tokens.weight
-        self.places: Tensor | None = body.wpe.weight if gpt2 else None
-        self.word_scale = 1.0 if gpt2 else float(getattr(body.embed_tokens, "embed_scale", 1.0))
+        self.embeddings: Tensor = body.wte.weight if gpt2 else body.embed_tokens.weight
+        self.positions: Tensor | None = body.wpe.weight if gpt2 else None
+        self.embedding_scale = 1.0 if gpt2 else float(getattr(body.embed_tokens, "embed_scale", 1.0))
         self.gated, self.activation = not gpt2, "silu" if decoder.family in LLAMA_LIKE else "gelu"
         self.eps = float(config.layer_norm_epsilon if gpt2 else config.rms_norm_eps)
         make = self._gpt2_layer if gpt2 else self._llama_layer
@@ -92,41 +94,41 @@ class Weights:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Return whether what is done with the copy is what this model does."""
+        """Return whether the copy computes what this model computes."""
         model = decoder.model
         return support.refusal(model) is None and support.copy_obstacle(model.config) is None
 
     def refresh(self) -> None:
         versions = [parameter._version for parameter in self._parameters]
-        if versions != self._seen:
-            self._seen = versions
+        if versions != self._versions:
+            self._versions = versions
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Hundreds of small kernels, so on a GPU they are recorded."""
+        """Write the copy with hundreds of small kernels, which a GPU captures and replays."""
         if self._graph is not None:
             self._graph.replay()
             return
         for write in self._writes:
             write()
-        if self.words.device.type == "cuda":
-            from rl_swarm.learning.cuda.graphs import recording
+        if self.embeddings.device.type == "cuda":
+            from rl_swarm.learning.cuda.graphs import capture
 
             self._graph = torch.cuda.CUDAGraph()
-            with recording(self._graph):
+            with capture(self._graph):
                 for write in self._writes:
                     write()
 
     def run_layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """The hidden state after the last layer: what `Decoder.run_layers` does, with the copy."""
+        """Return the hidden state after the last layer."""
         decoder = self.decoder
-        hidden_NE = F.embedding(ids_N, self.words).float() * self.word_scale
-        if self.places is not None:
-            hidden_NE = hidden_NE + self.places[positions_N]
-        turns = decoder.rotations(hidden_NE, positions_N)
+        hidden_NE = F.embedding(ids_N, self.embeddings).float() * self.embedding_scale
+        if self.positions is not None:
+            hidden_NE = hidden_NE + self.positions[positions_N]
+        rotations = decoder.rotations(hidden_NE, positions_N)
         for number, layer in enumerate(self.layers):
             x = product(self.normed(hidden_NE, layer.before_attention), layer.qkv)
-            q, k, v = self._heads(x, layer, turns.get(decoder.kinds[number]))
+            q, k, v = self._heads(x, layer, rotations.get(decoder.kinds[number]))
             attended = product(attend(number, q, k, v), layer.o)
             hidden_NE = hidden_NE + self._after(layer.after_attention, attended)
             inner = product(self.normed(hidden_NE, layer.before_mlp), layer.up)
@@ -138,7 +140,7 @@ class Weights:
         return product(self.normed(hidden_NE, self.last_norm), self.head).float()
 
     def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Before a product; None is an RMS norm whose scale the product contains."""
+        """Normalise the input of a product; None is an RMS norm whose scale the product contains."""
         if norm is None:
             return F.rms_norm(x, x.shape[-1:], None, self.eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.eps)
@@ -152,17 +154,17 @@ class Weights:
         gate, up = inner.chunk(2, -1)
         return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def _heads(self, qkv: Tensor, layer: LayerWeights, turn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values in float32, normalised and rotated."""
+    def _heads(self, qkv: Tensor, layer: LayerWeights, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        """Return queries, keys and values in float32, normalised and rotated."""
         decoder = self.decoder
-        asking, width = decoder.heads + decoder.key_heads, decoder.head_size
+        qk_heads, width = decoder.heads + decoder.key_heads, decoder.head_size
         heads = qkv.float().view(len(qkv), -1, width)
-        qk, values = heads[:, :asking], heads[:, asking:]
+        qk, values = heads[:, :qk_heads], heads[:, qk_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             parts = (layer.q_norm.expand(decoder.heads, -1), layer.k_norm.expand(decoder.key_heads, -1))
             qk = F.rms_norm(qk, (width,), None, self.eps) * torch.cat(parts)
-        if turn is not None:
-            qk = rotated(qk, *turn)
+        if rotation is not None:
+            qk = rotated(qk, *rotation)
         return qk[:, : decoder.heads], qk[:, decoder.heads :], values
 
     @property
@@ -196,7 +198,7 @@ class Weights:
 
     def _linear(self, modules: list[Any], norm: Any = None) -> Linear:
         sizes = [matrix(module).shape[0] for module in modules]
-        device = self.words.device
+        device = self.embeddings.device
         weight = self._new((sum(sizes), matrix(modules[0]).shape[1]), self.dtype, device)
         for part, module in zip(torch.split(weight, sizes), modules, strict=True):
             self._writes.append(partial(self._write_matrix, part, module, norm))
@@ -235,7 +237,7 @@ def product(x: Tensor, linear: Linear) -> Tensor:
 
 
 def copy_matrix(target: Tensor, given: Tensor) -> None:
-    """What lies the other way round is read and written in squares on a GPU, which is several times as fast there."""
+    """Copy a matrix; on a GPU a transposed one is copied in tiles, which is several times as fast."""
     if target.device.type == "cuda" and not given.is_contiguous() and given.t().is_contiguous():
         from rl_swarm.learning.cuda.decoding import transpose
 
@@ -246,6 +248,6 @@ def copy_matrix(target: Tensor, given: Tensor) -> None:
 
 
 def matrix(module: Any) -> Tensor:
-    """The weight of a linear module as [outputs, inputs]; GPT-2 keeps it the other way round."""
+    """Return the weight of a linear module as [outputs, inputs]; GPT-2 stores it transposed."""
     weight = merged_weight(module).detach()
     return weight.t() if type(getattr(module, "base_layer", module)).__name__ == "Conv1D" else weight

@@ -1,4 +1,4 @@
-"""Reads from a model how probable one word is against another, as the very next one."""
+"""Computes the probability of one next word against another under a model."""
 
 import math
 import time
@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 BATCH_TOKENS = 8192  # of a forward pass
-LONGEST_PROMPT = 1024  # tokens; of what is longer nothing is said
+MAX_PROMPT = 1024  # tokens; longer prompts get 0.5
 
 
 class Model(Protocol):
-    """The part of a policy that is used here."""
+    """The part of a policy that this module uses."""
 
     model: Any
     tokenizer: Any
@@ -31,11 +31,11 @@ def word_probability(
 ) -> list[float]:
     """Return how probable `word` is as the next word of each prompt, against `other`: 0.5 where a prompt is too long.
 
-    With `seconds`, of the first prompts only, where all would take longer.
+    With `seconds`, return only the first prompts when all would take longer.
     """
     until = math.inf if seconds is None else time.monotonic() + seconds
     rows = [policy.prompt_ids(prompt) for prompt in prompts]
-    short = [number for number, row in enumerate(rows) if len(row) <= LONGEST_PROMPT]
+    short = [number for number, row in enumerate(rows) if len(row) <= MAX_PROMPT]
     words, others = (_first_tokens(policy.tokenizer, text) for text in (word, other))
     found = [0.5] * len(rows)
     for batch in _batches(short, [len(row) for row in rows]):
@@ -60,7 +60,7 @@ def word_probability(
 
 
 def _batches(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the numbers of rows in their order, as many at a time as fit into a forward pass."""
+    """Yield the numbers of rows in order, as many at a time as fit into a forward pass."""
     batch, width = list[int](), 0
     for number in numbers:
         width = max(width, lengths[number])
@@ -73,7 +73,7 @@ def _batches(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[in
 
 
 def _first_tokens(tokenizer: Any, word: str) -> list[int]:
-    """Return the tokens with which a model may begin the word."""
+    """Return the tokens that may begin the word."""
     spellings = [word, word.capitalize(), f" {word}", f" {word.capitalize()}"]
     ids = [tokenizer(spelling, add_special_tokens=False)["input_ids"] for spelling in spellings]
     first = {found[0] for found in ids if found and len(tokenizer.decode(found[:1]).strip()) > 1}

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import Event, NodeRow, Overview
 from rl_swarm.monitor.run_reader import RunView
@@ -20,9 +20,9 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 MAX_EVENTS = 5
 MAX_MODELS = 3  # that are named
-LEAST_ROWS = 3  # of the table, however low the terminal
-LONGEST, LONGEST_PATH = 200, 1000  # characters of what somebody else wrote, and of a path
-LONGEST_TIME = 1e7  # seconds that are worth telling
+LEAST_ROWS = 3  # of the table, even in a low terminal
+LONGEST, LONGEST_PATH = 200, 1000  # characters of a peer's text, and of a path
+LONGEST_TIME = 1e7  # seconds; longer times are not shown
 TITLES = ("#", "node", "model", "rounds", "reward", "trend", "wins", "held-out", "tokens/s", "external")
 WORTH = (
     "node",
@@ -40,105 +40,108 @@ GAP = 2  # between columns
 
 
 class Drawing:
-    """A swarm that is followed, and how it looks now."""
+    """Follows a swarm and draws it."""
 
     def __init__(self, view: RunView, clock: Callable[[], float] = time.monotonic) -> None:
         self.follower, self.clock = Follower(view), clock
         self.started = clock()
         self._first: tuple[int, float] | None = None  # the first round that was seen, and when
 
-    def look(self, again: bool = False) -> Overview:
-        """What is known now; `again`: although it was looked at just before."""
-        self.follower.look_again() if again else self.follower.look()
-        return telling.overview(self.follower)
+    def refresh(self, now: bool = False) -> Overview:
+        """Read what is new; with `now`, even if it was read just before."""
+        self.follower.poll_now() if now else self.follower.poll()
+        return snapshot.overview(self.follower)
 
     def ended(self) -> bool:
-        """Whether nothing more will come: the last round is over, and nobody measures any more what it brought."""
-        told = telling.overview(self.follower)
-        return told.phase == "finished" and not told.alive
+        """Return whether nothing more will come: the last round is over and no node measures its held-out score any
+        more."""
+        overview = snapshot.overview(self.follower)
+        return overview.phase == "finished" and not overview.alive
 
-    def seconds_left(self, told: Overview) -> float | None:
-        """From the pace since the first round that was seen."""
-        if told.phase != "running":
+    def seconds_left(self, overview: Overview) -> float | None:
+        """Estimate the time left from the pace since the first round that was seen."""
+        if overview.phase != "running":
             return None
         if self._first is None:
-            self._first = (told.round, self.clock())
+            self._first = (overview.round, self.clock())
         first, since = self._first
-        done = told.round - first
-        return (self.clock() - since) / done * (told.rounds - told.round) if done > 0 else None
+        done = overview.round - first
+        return (self.clock() - since) / done * (overview.rounds - overview.round) if done > 0 else None
 
     def draw(self, width: int, height: int | None = None, notes: Sequence[str] = ()) -> Group:
-        """The whole view, in so many columns and lines. `notes` are said at its end."""
-        told = telling.overview(self.follower)
-        head: list[RenderableType] = [self._name(told), self._progress(told, width)]
-        head += self._facts(told, width)
-        happened = telling.events(self.follower, limit=MAX_EVENTS).events
+        """Draw the whole view, in so many columns and lines, with `notes` at the end."""
+        overview = snapshot.overview(self.follower)
+        head: list[RenderableType] = [self._name(overview), self._progress(overview, width)]
+        head += self._facts(overview, width)
+        happened = snapshot.events(self.follower, limit=MAX_EVENTS).events
         foot: list[RenderableType] = [Text(), *(_event(event) for event in happened)] if happened else []
-        foot += [Text(plain(note), style="yellow") for note in [*_torn(told), *notes]]
-        room = told.nodes if height is None else max(LEAST_ROWS, height - len(head) - len(foot) - 3)
-        page = telling.nodes(self.follower, limit=room)
+        foot += [Text(plain(note), style="yellow") for note in [*_unreadable(overview), *notes]]
+        room = overview.nodes if height is None else max(LEAST_ROWS, height - len(head) - len(foot) - 3)
+        page = snapshot.nodes(self.follower, limit=room)
         if page.total > room:
             foot.insert(0, Text(f"and {page.total - room} more", style="dim"))
-        return Group(*head, _table([_cells(row, told) for row in page.nodes], width), *foot)
+        return Group(*head, _table([_cells(row, overview) for row in page.nodes], width), *foot)
 
-    def _name(self, told: Overview) -> Text:
-        name = _line(plain(told.name or told.address), style="bold")
-        return name.append(f"  {plain(told.address)}", style="dim") if told.name not in ("", told.address) else name
+    def _name(self, overview: Overview) -> Text:
+        line = _line(plain(overview.name or overview.address), style="bold")
+        if overview.name not in ("", overview.address):
+            line.append(f"  {plain(overview.address)}", style="dim")
+        return line
 
-    def _progress(self, told: Overview, width: int) -> Table:
-        done = told.rounds if told.phase == "finished" else told.round
-        stage = f", stage {told.stage + 1}/{told.stages}" if told.stages > 1 else ""
+    def _progress(self, overview: Overview, width: int) -> Table:
+        done = overview.rounds if overview.phase == "finished" else overview.round
+        stage = f", stage {overview.stage + 1}/{overview.stages}" if overview.stages > 1 else ""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_row(
-            _line(f"round {done}/{told.rounds}{stage}", style="bold"),
-            ProgressBar(max(1, told.rounds), done, width=max(5, min(30, width // 6))),
-            _line(self._phase(told), style="dim"),
+            _line(f"round {done}/{overview.rounds}{stage}", style="bold"),
+            ProgressBar(max(1, overview.rounds), done, width=max(5, min(30, width // 6))),
+            _line(self._phase(overview), style="dim"),
         )
         return grid
 
-    def _phase(self, told: Overview) -> str:
-        if told.phase == "waiting":
-            return f"starting: {told.alive} of {told.nodes} online"
-        if told.phase == "stopped":
+    def _phase(self, overview: Overview) -> str:
+        if overview.phase == "waiting":
+            return f"starting: {overview.alive} of {overview.nodes} online"
+        if overview.phase == "stopped":
             return "stopped: no node is online"
-        if told.phase == "finished":
-            return "measuring the held-out score" if told.alive else "finished"
-        soon, left = told.seconds_to_next, self.seconds_left(told)
+        if overview.phase == "finished":
+            return "measuring the held-out score" if overview.alive else "finished"
+        soon, left = overview.seconds_to_next, self.seconds_left(overview)
         known = [f"next in {clock(soon)}"] if soon else []
         return ", ".join(known + ([f"{clock(left)} left"] if left else [])) or "first rounds"
 
-    def _facts(self, told: Overview, width: int) -> list[Text]:
-        named = [plain(model, 40) for model in told.models[:MAX_MODELS]]
-        models = ", ".join(named) + (f" and {len(told.models) - MAX_MODELS} more" if told.models[MAX_MODELS:] else "")
-        nodes = counted(told.nodes, "node")
-        online = f"{told.alive} of {nodes} online" if told.phase == "running" else nodes
+    def _facts(self, overview: Overview, width: int) -> list[Text]:
+        named, more = overview.models[:MAX_MODELS], len(overview.models) - MAX_MODELS
+        models = ", ".join(plain(model, 40) for model in named) + (f" and {more} more" if more > 0 else "")
+        nodes = counted(overview.nodes, "node")
+        online = f"{overview.alive} of {nodes} online" if overview.phase == "running" else nodes
         facts = [online, f"model {models}" if models else ""]
-        if told.held_out_now is not None:
-            change = _change(told.held_out_start, told.held_out_now, 3)
+        if overview.held_out_now is not None:
+            change = _change(overview.held_out_start, overview.held_out_now, 3)
             facts.append(f"held-out {change} ({self.follower.view.held_out_protocol()})")
-        if told.external_share is not None:
-            facts.append(f"{told.external_share:.0%} external groups")
-        facts.append(counted(told.rollouts, "rollout") if told.rollouts else "")
-        facts.append(counted(told.tokens, "token") if told.tokens else "")
+        if overview.external_share is not None:
+            facts.append(f"{overview.external_share:.0%} external groups")
+        facts.append(counted(overview.rollouts, "rollout") if overview.rollouts else "")
+        facts.append(counted(overview.tokens, "token") if overview.tokens else "")
         lines = [_line(line) for line in packed([fact for fact in facts if fact], width)]
-        if told.reward is not None:
-            start = f"reward {_figure(told.reward)}  "
+        if overview.reward is not None:
+            start = f"reward {_figure(overview.reward)}  "
             room = max(1, min(CURVE_WIDTH, width - len(start)))
-            mean = telling.lines(self.follower, "reward_local", points=room, most=0).mean
+            mean = snapshot.lines(self.follower, "reward_local", points=room, most=0).mean
             lines.insert(0, _line(start).append(curve(mean), style="green"))
-        if any(reward is not None for reward in told.reward_by_stage):
-            figures = ("–" if reward is None else _figure(reward) for reward in told.reward_by_stage)
+        if any(reward is not None for reward in overview.reward_by_stage):
+            figures = ("–" if reward is None else _figure(reward) for reward in overview.reward_by_stage)
             lines.insert(1, _line(f"by stage {', '.join(figures)}"))
         return lines
 
 
-def _torn(told: Overview) -> list[str]:
-    lines = told.unreadable_lines
+def _unreadable(overview: Overview) -> list[str]:
+    lines = overview.unreadable_lines
     return [f"{counted(lines, 'line')} of the nodes' logs cannot be read"] if lines else []
 
 
 def curve(values: Sequence[float | None]) -> str:
-    """A curve of one line, as high as the values are apart; a gap where there is none."""
+    """Draw values as one line of block characters, from the lowest to the highest; a gap where there is none."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -150,7 +153,7 @@ def curve(values: Sequence[float | None]) -> str:
 
 
 def packed(items: Sequence[str], width: int) -> list[str]:
-    """Items side by side, on as many lines as it takes."""
+    """Join items on as few lines as they fit."""
     lines: list[str] = []
     for item in items:
         if lines and cell_len(lines[-1]) + cell_len(item) + 3 <= width:
@@ -161,12 +164,12 @@ def packed(items: Sequence[str], width: int) -> list[str]:
 
 
 def plain(text: str, most: int = LONGEST) -> str:
-    """What a stranger wrote, as one line that a terminal takes for nothing but text."""
+    """Return a peer's text as one line without control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text[:most])
 
 
 def marked(text: str, most: int = LONGEST) -> str:
-    """The same for a line with markup of ours."""
+    """Return a peer's text, safe in a line with markup."""
     return escape(plain(text, most))
 
 
@@ -177,10 +180,10 @@ def clock(seconds: float | None) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
+def _cells(row: NodeRow, overview: Overview) -> dict[str, Text]:
     change, flat = row.trend, row.trend is None or abs(row.trend) <= 0.005
-    behind = told.round - row.round if row.round is not None else 0
-    running = told.phase == "running"
+    behind = overview.round - row.round if row.round is not None else 0
+    running = overview.phase == "running"
     note = " (offline)" if running and not row.alive else f" ({behind} behind)" if running and behind > 1 else ""
     sign = "•" if flat else "▲" if change and change > 0 else "▼"
     arrow = "" if change is None else f"{sign} {_figure(change, sign='+')}"
@@ -201,9 +204,9 @@ def _cells(row: NodeRow, told: Overview) -> dict[str, Text]:
 
 
 def _table(rows: Sequence[dict[str, Text]], width: int) -> Table:
-    """The nodes, with as many columns as there is room for."""
+    """Draw the nodes, with as many columns as fit."""
     left, shown = width, set[str]()
-    one_model = len({row["model"].plain for row in rows}) < 2  # which is told above the table
+    one_model = len({row["model"].plain for row in rows}) < 2  # which stands above the table
     for title in (title for title in WORTH if title != "model" or not one_model):
         wide = max([len(title), *(row[title].cell_len for row in rows)])
         if left >= wide or title == "node":
@@ -234,7 +237,7 @@ def _change(start: float | None, now: float, digits: int) -> str:
 
 
 def _figure(value: float, digits: int = 2, sign: str = "") -> str:
-    """A number in few letters, whatever somebody claims."""
+    """Format a number in few characters, however large it is."""
     return f"{value:{sign},.{digits}f}" if abs(value) < 1e6 else f"{value:{sign}.0e}"
 
 

@@ -1,4 +1,4 @@
-"""Keeps up with a swarm: every look reads what is new since the last one."""
+"""Follows a swarm: every poll reads what is new since the last one."""
 
 import logging
 import threading
@@ -6,85 +6,84 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rl_swarm.monitor.node_history import AHEAD, Track
+from rl_swarm.monitor.node_history import AHEAD, NodeHistory
 from rl_swarm.monitor.records import Event
-from rl_swarm.monitor.reports import Reports, add
+from rl_swarm.monitor.reports import ReportReader, add_report
 from rl_swarm.monitor.run_reader import NodeView, RunView
 from rl_swarm.protocol.rounds import State
 
 log = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 1.0  # between looks
+PAUSE_SECONDS = 1.0  # between polls
 LONGEST_PAUSE = 5.0
-IDLE_TIMES = 25  # as long as a look computes there is none, so that watching costs little
+IDLE_TIMES = 25  # a pause is this many times as long as the poll's processor time
 READ_SECONDS, FIRST_SECONDS = (
     2.0,
     10.0,
-)  # that a look, and the first one, spend on logs; the rest waits for the next
-MAX_EVENTS = 2000  # remembered of all nodes together
+)  # that a poll, and the first one, spend on logs; the rest waits for the next
+MAX_EVENTS = 2000  # kept, of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
-class Looking:
-    """What many look at and one reads, no more often than it is worth. Whoever reads from it holds `lock`."""
+class Poller:
+    """Lets one thread read for many viewers, at a bounded share of a processor. Hold `lock` to read from it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.lock = threading.Lock()
         self.version = 0
-        self._looking = threading.Lock()
+        self._polling = threading.Lock()
         self._next = -1.0
 
-    def look(self) -> int:
-        """Reads what is new, if it is time to and nobody else does; the version after that."""
-        first = not self.version  # everybody waits for the first look, and nobody for another
-        if (not first and self.clock() < self._next) or not self._looking.acquire(blocking=first):
+    def poll(self) -> int:
+        """Read what is new if it is time to and no other thread does. Return the version after that."""
+        first = not self.version  # threads wait for the first poll, and for no other
+        if (not first and self.clock() < self._next) or not self._polling.acquire(blocking=first):
             return self.version
         try:
             if not self.version or self.clock() >= self._next:
                 started, cost = self.clock(), time.thread_time()
-                changed = self._read()  # may take long: others go on with what is known
+                changed = self._read()  # may take long: other threads use what is known
                 with self.lock:
                     self.version += changed or not self.version
                 ended, cost = self.clock(), time.thread_time() - cost
                 pause = max(PAUSE_SECONDS, ended - started, IDLE_TIMES * cost)
                 self._next = ended + min(pause, LONGEST_PAUSE)
         finally:
-            self._looking.release()
+            self._polling.release()
         return self.version
 
-    def look_again(self) -> int:
-        """The same although it is not time to: the last look of somebody who leaves."""
+    def poll_now(self) -> int:
+        """Poll although it is not time to: a viewer that leaves wants the end."""
         self._next = self.clock()
-        return self.look()
+        return self.poll()
 
     def _read(self) -> bool:
-        """Brings it up to date; whether there was anything new."""
+        """Read what is new; return whether there was anything."""
         raise NotImplementedError
 
 
-class Follower(Looking):
-    """A swarm that is followed."""
+class Follower(Poller):
+    """Follows a swarm: its nodes' histories and events."""
 
     def __init__(
         self, view: RunView, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
     ) -> None:
         super().__init__(clock)
         self.view, self.now = view, now
-        self.tracks: dict[str, Track] = {}
+        self.histories: dict[str, NodeHistory] = {}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._reports = Reports()
-        self._trouble = ""  # why it could not be read, said once
+        self._reports = ReportReader()
+        self._trouble = ""  # why it could not be read; logged once
         self._last = ""  # the node whose log was read last
-        self._place: Place | None = None  # in the run, when it was looked at last
+        self._place: Place | None = None  # in the run, at the last poll
 
     def _read(self) -> bool:
-        """Brings the view and the tracks up to date; whether there was anything new."""
         view = self.view
         try:
             view.refresh_swarm()
             self._trouble = ""
-        except OSError as error:  # a store or peers that do not answer now: what was read before stands
+        except OSError as error:  # a store or peers do not answer now: what was read before stays
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 log.warning("the swarm cannot be read now: %s", error)
@@ -103,32 +102,32 @@ class Follower(Looking):
             reports = self._reports.read(view)
             with self.lock:
                 for report in reports:
-                    add(report, self.tracks[report.node], view.manifest.stages if view.manifest else 1)
+                    add_report(report, self.histories[report.node], view.manifest.stages if view.manifest else 1)
             changed |= bool(reports)
         return changed
 
     def _in_turn(self) -> list[NodeView]:
-        """Begins with the nodes that the last look had no time for."""
+        """Return the nodes, those first that the last poll had no time for."""
         nodes = list(self.view.nodes.values())
         names = [node.node for node in nodes]
         begin = names.index(self._last) + 1 if self._last in names else 0
         return [*nodes[begin:], *nodes[:begin]]
 
     def _take(self, node: NodeView) -> bool:
-        """Hands what the view has read of a node to its track; whether there was anything."""
+        """Add what was read of a node to its history; return whether there was anything."""
         view, state = self.view, self.view.state
         known = view.manifest.rounds if view.manifest else 0
         most = min(known, state.round + AHEAD) if state else 0
-        track = self.tracks.setdefault(node.node, Track())
-        events = track.new_events(node, view.here)
-        if track.alive is None and view.address.is_url and node.peer:  # its log is elsewhere
+        history = self.histories.setdefault(node.node, NodeHistory())
+        events = history.new_events(node, view.local_files)
+        if history.alive is None and view.address.is_url and node.peer:  # its log is on another machine
             said = f"with {node.peer.model}"
             events.append(Event(node.peer.joined, node.node, node.name, "joined", None, said))
-        if track.alive is not None and track.alive != node.alive and state and state.phase == "running":
+        if history.alive is not None and history.alive != node.alive and state and state.phase == "running":
             word = "online" if node.alive else "offline"
             events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
-        changed = bool(track.take(node, most)) or bool(events) or track.alive != node.alive
-        track.alive = node.alive
+        changed = bool(history.update(node, most)) or bool(events) or history.alive != node.alive
+        history.alive = node.alive
         self.events.extend(events)
         return changed
 

@@ -1,4 +1,4 @@
-"""Remembers one node: its curves and sums, and not the lines of its log that they were made from."""
+"""Keeps a node's curves and sums, not the lines of its log."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any, get_type_hints
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
 from rl_swarm.monitor.series import Curves, number
-from rl_swarm.settings import tellable
+from rl_swarm.node.settings import public_settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, read_lines
 from rl_swarm.telemetry.schema import PHASES, Load, RoundRecord
 
-NO_CURVE = (  # they place a record, or are only summed over the run
+NO_CURVE = (  # they say when, or are summed over the run
     "timestamp", "round", "stage", "policy_version", "local_groups", "local_with_signal", "external_scored",
     "generated_tokens",
 )  # fmt: skip
@@ -27,38 +27,40 @@ KEPT_LINES = 2 * TREND_ROUNDS  # of a log: the trend is made from them
 MAX_NAMES = 1024  # of peers or reasons that are counted for one node
 MAX_WORDS = 128  # settings of one node
 ERRORS = ("failed", "push_failed")
-LONGEST = 300  # characters of what is said about an event
+LONGEST = 300  # characters of an event's detail
 AHEAD = 1000  # rounds by which a log may be ahead of the state that was read before it
 
 
 @dataclass
-class Track:
+class NodeHistory:
     curves: Curves = field(default_factory=Curves)
     held_out: Curves = field(default_factory=Curves)
     tokens: float = 0.0
     rollouts: int = 0
-    own: int = 0  # groups of its own with something to teach
-    taken: int = 0  # groups of others that it learned from
+    own_groups: int = 0  # with signal
+    external_groups: int = 0  # trained on
     learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
-    rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by whose they were, and reason
+    rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by author and reason
     errors: Counter[str] = field(default_factory=Counter)
     hardware: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
     skipped: int = 0
-    alive: bool | None = None  # when it was looked at last
-    _rounds: int = 0  # lines of the view that were taken
+    alive: bool | None = None  # at the last poll
+    _rounds: int = 0  # lines of the view that were added
     _scores: int = 0
     _events: int = 0  # bytes of its events that were read
     _begun: bool = False  # it has joined before
 
     @property
     def external_share(self) -> float | None:
-        return self.taken / (self.taken + self.own) if self.taken + self.own else None
+        groups = self.external_groups + self.own_groups
+        return self.external_groups / groups if groups else None
 
-    def take(self, view: NodeView, most_rounds: int) -> int:
-        """Adds what the view has read since the last time, and lets go of it; how much that was."""
+    def update(self, view: NodeView, most_rounds: int) -> int:
+        """Add what the view has read since the last time, then drop it from the view. Return how many lines that
+        were."""
         lines = view.rounds[self._rounds :]
         if lines := [line for line in lines if line.round < most_rounds]:
             self._add(lines)
@@ -69,7 +71,7 @@ class Track:
             played = number(line.get("round"))
             if played is not None and -1 <= played < most_rounds:
                 values = {key: [number(line[key])] for key in ("sampled", "greedy")}
-                self.held_out.add([int(played) + 1], values)  # of so many rounds: 0 is before the first
+                self.held_out.add([int(played) + 1], values)  # number of rounds played: 0 is before the first
         del view.held_out[1:-1]
         self._scores = len(view.held_out)
         return len(lines) + len(scores)
@@ -84,8 +86,8 @@ class Track:
         for line in lines:
             self.tokens += line.tokens_per_second * (line.seconds.generate or 0.0)
             self.rollouts += line.local_groups
-            self.own += line.local_with_signal
-            self.taken += line.external_accepted
+            self.own_groups += line.local_with_signal
+            self.external_groups += line.external_accepted
             count(self.learned_from, line.external_by_peer)
             count(self.rejected, line.external_rejected)
 
@@ -94,14 +96,14 @@ class Track:
         return [event for line in lines if (event := self._event(line, view)) is not None]
 
     def _event(self, line: Mapping[str, Any], view: NodeView) -> Event | None:
-        """What a line of the log tells, noted here. Who joins again was started again."""
+        """Count a line of the log; a second `joined` of a node is a restart."""
         event = event_of(line, view)
         if event is None:
             return None
         if event.event in ("joined", "resumed"):
             self.hardware = words(line.get("hardware"))
             settings = line.get("settings")
-            self.settings = words(tellable(settings) if isinstance(settings, dict) else None)
+            self.settings = words(public_settings(settings) if isinstance(settings, dict) else None)
             if self._begun or event.event == "resumed":
                 self.restarts += 1
                 after = f"after round {event.round}" if event.round is not None else "from the start"
@@ -116,12 +118,12 @@ class Track:
 
 
 def by_stage(stage: int) -> str:
-    """The name of the rewards of one stage, where a round has several."""
+    """Return the name of the curve of one stage's rewards."""
     return f"reward_local.stage_{stage}"
 
 
 def count(counter: Counter[str], found: Mapping[str, int]) -> None:
-    """Adds what a log counted. Its names are a stranger's, hence not any number of them."""
+    """Add what a log counted. A peer wrote its names, so their number is bounded."""
     for name, times in found.items():
         if name in counter:
             counter[name] += times
@@ -135,7 +137,7 @@ def count_one(counter: Counter[Any], name: Any) -> None:
 
 
 def words(found: object) -> dict[str, str]:
-    """A small table that a log holds, as text."""
+    """Return a small table of a log as text."""
     if not isinstance(found, dict):
         return {}
     return {str(name)[:64]: str(value)[:LONGEST] for name, value in list(found.items())[:MAX_WORDS]}

@@ -1,4 +1,4 @@
-"""Defines what is told about a swarm, as plain records: the API's responses are exactly these."""
+"""Defines what is known of a swarm, as plain records: exactly the API's responses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,36 +11,36 @@ class Overview:
     name: str
     address: str
     swarm: str
-    phase: Phase  # `stopped`: it has not finished, and nobody is there
+    phase: Phase  # `stopped`: it has not finished, and no node is alive
     round: int
     stage: int
     rounds: int
     stages: int
     round_end: str
-    seconds_to_next: float | None  # as the pace or the interval lets expect
+    seconds_to_next: float | None  # estimated from the pace or the interval
     nodes: int
     alive: int
     models: list[str]
     tasks: list[str]
-    tokens: int  # written by the models whose logs are at hand
+    tokens: int  # generated, by the logs on this machine
     rollouts: int
     tokens_per_second: float
     reward: float | None  # mean of the nodes' last rounds
     reward_by_stage: list[float | None]  # the same in every stage; empty where a round has one
     held_out_start: float | None
     held_out_now: float | None
-    held_out_protocol: str  # what these are the mean of
-    external_share: float | None  # share of the groups learned from
+    held_out_protocol: str  # questions, samples and temperature of these
+    external_share: float | None  # of the groups trained on
     has_logs: bool  # the nodes' logs can be read
-    unreadable_lines: int  # of these logs
-    can_stop: bool  # whoever has the token may stop the run from here
-    experiment: str  # of which it is a run, where that is being watched
+    unreadable_lines: int  # in these logs
+    can_stop: bool  # a user with the token can stop the run here
+    experiment: str  # the experiment that it is a run of, if that is watched
     version: int  # grows when anything changes
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A line of the leaderboard."""
+    """Holds a line of the leaderboard."""
 
     rank: int
     node: str
@@ -58,7 +58,7 @@ class NodeRow:
     held_out_now: float | None
     tokens_per_second: float | None
     external_share: float | None
-    role: str  # empty for the ordinary one
+    role: str  # empty for an ordinary node
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class NodePage:
 
 @dataclass(frozen=True)
 class Link:
-    """Groups that one node learned from another."""
+    """Counts the groups that one node learned from another."""
 
     node: str
     name: str
@@ -95,18 +95,18 @@ class NodeDetail:
     rollouts: int
     peak_memory: float | None  # bytes
     restarts: int
-    skipped: int  # times that it went past rounds
-    rejected: dict[str, int]  # rollouts of others, by reason
-    rejected_by_peers: dict[str, int]  # its own rollouts that others rejected, by reason
+    skipped: int  # times that it skipped rounds
+    rejected: dict[str, int]  # rollouts of peers, by reason
+    rejected_by_peers: dict[str, int]  # its own rollouts, by reason
     errors: dict[str, int]
     learned_from: list[Link]
     used_by: list[Link]
     held_out: list[TaskScore]
     checkpoints: list[int]  # rounds
-    settings: dict[str, str]  # its own; where its log is not at hand, those of the run
+    settings: dict[str, str]  # its own; without its log, those of the run
     hardware: dict[str, str]
-    metrics: list[str]  # of which there are curves
-    role_metrics: dict[str, float]  # that its role told last
+    metrics: list[str]  # that have curves
+    role_metrics: dict[str, float]  # the last ones of its role
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """One metric of several nodes over the same rounds, and their mean."""
+    """Holds one metric of several nodes over the same rounds, and their mean."""
 
     metric: str
     rounds: list[int]
@@ -128,7 +128,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class NodeCurves:
-    """Several metrics of one node over the same rounds."""
+    """Holds several metrics of one node over the same rounds."""
 
     node: str
     name: str
@@ -154,13 +154,13 @@ class EventPage:
 
 
 @dataclass(frozen=True)
-class Text:
-    """One completion. The reward is its author's claim; the advantage follows from the rewards of its group."""
+class ShownCompletion:
+    """Holds one completion. Its author claims the reward; the advantage follows from the rewards of its group."""
 
     text: str
     reward: float
     advantage: float
-    truncated: bool  # at the limit of tokens
+    truncated: bool  # ended by the token limit
     shortened: bool  # shown in part
 
 
@@ -174,18 +174,18 @@ class RolloutRow:
     name: str
     timestamp: float
     model: str
-    task: str | None  # None where the question could not be made again
+    task: str | None  # None if the question could not be generated again
     question: str
-    answer: str | None  # None where it is not known, or many are right
+    answer: str | None  # None if unknown, or if several answers are right
     reward: float  # mean of the group
-    completions: list[Text]
+    completions: list[ShownCompletion]
 
 
 @dataclass(frozen=True)
 class RolloutPage:
     rollouts: list[RolloutRow]
-    next: str | None  # where the next page begins; there may be one although this one is empty
-    unreadable: int  # publications that were passed over
+    next: str | None  # where the next page begins; an empty page may have a next one
+    unreadable: int  # publications that were left out
 
 
 @dataclass(frozen=True)
@@ -218,4 +218,4 @@ class Health:
     status: Literal["alive", "stale", "waiting", "finished"]
     round: int
     alive: int
-    seconds_since_heartbeat: float | None  # of life, from anybody in the swarm
+    seconds_since_heartbeat: float | None  # of any node of the swarm

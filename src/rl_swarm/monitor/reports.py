@@ -1,27 +1,27 @@
-"""Fetches the rewards of nodes whose logs are elsewhere, a few reports at a time, the newest round first."""
+"""Fetches the rewards of nodes whose logs are elsewhere: a few reports at a time, the newest round first."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from rl_swarm.monitor.node_history import Track, by_stage
+from rl_swarm.monitor.node_history import NodeHistory, by_stage
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.documents import RECORD_BYTES, report_key
 from rl_swarm.protocol.rounds import Report
 from rl_swarm.protocol.wire import Rejected, unseal
 
 ROUNDS_BACK = 100  # that are asked for
-AT_A_TIME, AT_ONCE = 32, 8  # reports per look, and questions at the same time
-LATE_ROUNDS = 2  # after which nobody is expected to report any more
+AT_A_TIME, AT_ONCE = 32, 8  # reports per poll, and requests at the same time
+LATE_ROUNDS = 2  # after which no more reports are expected
 
 Place = tuple[int, int, str]  # round, stage, node
 
 
-class Reports:
+class ReportReader:
     def __init__(self) -> None:
         self._done: set[Place] = set()  # read, or never to come
 
     def read(self, view: RunView) -> list[Report]:
-        """Some of the reports that are not known yet. Over a network this takes its time."""
+        """Fetch some of the reports that are not known yet. Over a network this takes time."""
         wanted = [place for place, _ in zip(self._wanted(view), range(AT_A_TIME), strict=False)]
         if not wanted:
             return []
@@ -48,7 +48,7 @@ class Reports:
         assert state is not None and manifest is not None and peer is not None
         try:
             report = unseal(view.store.read(report_key(*place), RECORD_BYTES), Report, RECORD_BYTES)
-        except (OSError, Rejected):  # not yet, not now, or nothing that can be used
+        except (OSError, Rejected):  # missing, unreachable or unusable
             if state.phase == "finished" or place[0] < state.round - LATE_ROUNDS:
                 self._done.add(place)
             return None
@@ -57,10 +57,10 @@ class Reports:
         return report if here == (manifest.swarm(), peer.peer_id, *place) else None
 
 
-def add(report: Report, track: Track, stages: int) -> None:
+def add_report(report: Report, history: NodeHistory, stages: int) -> None:
     rewards = {"reward_local": [report.reward], "reward_training": [report.training_reward]}
     if stages > 1 and report.rollouts:
         rewards |= {by_stage(report.stage): [report.reward]}
-    if stages == 1 or report.rollouts:  # else it had nothing to do
-        track.curves.add([report.round], rewards)
-    track.rollouts += report.rollouts
+    if stages == 1 or report.rollouts:  # else it had no role
+        history.curves.add([report.round], rewards)
+    history.rollouts += report.rollouts

@@ -1,8 +1,7 @@
-"""Shows what the models of a swarm write: rollouts, newest first, a page at a time, with the answer key.
+"""Reads the rollouts of a swarm, newest first, a page at a time, with the answer key.
 
-A publication tells neither task nor answer key. Both follow from its place in the swarm, so they are made again here,
-as
-every node does, in a scoring process that starts with the first page somebody reads.
+A publication carries neither task nor answer key. Both follow from its place in the swarm, so they are generated again,
+in a scoring process that starts with the first page.
 """
 
 import re
@@ -11,37 +10,35 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_swarm import environments
+from rl_swarm.environments.base import Environment
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.records import RolloutPage, RolloutRow, Text
+from rl_swarm.monitor.records import RolloutPage, RolloutRow, ShownCompletion
 from rl_swarm.monitor.snapshot import find
 from rl_swarm.network.documents import rollouts_key
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
-from rl_swarm.protocol.rollouts import Publication, Rollout, unpack
+from rl_swarm.protocol.reject_reason import RejectReason
+from rl_swarm.protocol.rollouts import Answer, Publication, Rollout, unpack
 from rl_swarm.protocol.wire import Rejected, unseal
-
-if TYPE_CHECKING:
-    from rl_swarm.environments.base import Environment
 
 CACHED, LARGEST_CACHED = 128, 100_000  # publications, and the characters of one
 LONGEST = 20_000  # characters of one text that are shown
 MAX_COMPLETIONS = 64  # of one question
-MAX_CHARACTERS = 1_000_000  # of one page, about
-MAX_TRIES = 200  # publications that are looked for, for one page
-MAX_TRIES_FAR = 40  # where each is a question to a server or a peer
+MAX_CHARACTERS = 1_000_000  # of one page, roughly
+MAX_TRIES = 200  # publications read for one page
+MAX_TRIES_FAR = 40  # where each is a request over the network
 
 Place = tuple[int, int, str]  # round, stage, node
 CURSOR = re.compile(r"([0-9]{1,15})-([0-9]{1,4})-([0-9]{1,6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which rollouts to show. Rewards are means of a group."""
+class RolloutFilter:
+    """Selects rollouts to show. Rewards are means of a group."""
 
     round: int | None = None
     node: str = ""
@@ -49,7 +46,7 @@ class Wanted:
     min_reward: float | None = None
     max_reward: float | None = None
 
-    def holds(self, row: RolloutRow) -> bool:
+    def matches(self, row: RolloutRow) -> bool:
         return (
             (not self.task or row.task == self.task)
             and (self.min_reward is None or row.reward >= self.min_reward)
@@ -57,27 +54,28 @@ class Wanted:
         )
 
 
-class Texts:
+class RolloutReader:
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
         self._lock = threading.Lock()  # one page at a time: they share the cache and the scoring process
         self._cache: OrderedDict[Place, list[RolloutRow]] = OrderedDict()
         self._environment: Environment | None = None
-        self._failed = False  # questions cannot be made here
+        self._failed = False  # questions cannot be generated here
 
-    def page(self, wanted: Wanted, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
-        """Rollouts behind a place, the newest round first; without `keys` task and answer may be left out."""
+    def page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool = True) -> RolloutPage:
+        """Return the rollouts from `after` on, the newest round first. Without `keys`, task and answer may be
+        missing."""
         with self._lock:
-            return self._page(wanted, after, limit, keys)
+            return self._page(filters, after, limit, keys)
 
-    def _page(self, wanted: Wanted, after: str | None, limit: int, keys: bool) -> RolloutPage:
+    def _page(self, filters: RolloutFilter, after: str | None, limit: int, keys: bool) -> RolloutPage:
         start = cursor(after)
         rows: list[RolloutRow] = []
         unreadable = characters = 0
         tries = MAX_TRIES_FAR if self.follower.view.address.is_url else MAX_TRIES
-        for place in self._places(wanted, start):
+        for place in self._places(filters, start):
             if tries == 0:
-                return RolloutPage(rows, name_of(place, 0), unreadable)
+                return RolloutPage(rows, id_of(place, 0), unreadable)
             tries -= 1
             try:
                 found = self._read(place, keys)
@@ -88,7 +86,7 @@ class Texts:
                 continue
             for row in found:
                 before = start is not None and place == start[:3] and row.number < start[3]
-                if before or not wanted.holds(row):
+                if before or not filters.matches(row):
                     continue
                 if len(rows) == limit or characters > MAX_CHARACTERS:
                     return RolloutPage(rows, row.id, unreadable)
@@ -96,19 +94,19 @@ class Texts:
                 characters += characters_of(row)
         return RolloutPage(rows, None, unreadable)
 
-    def _places(self, wanted: Wanted, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
-        """Where publications may lie, from the start on. Nodes are asked for by name; nobody lists rollouts."""
+    def _places(self, filters: RolloutFilter, start: tuple[int, int, str, int] | None) -> Iterator[Place]:
+        """Yield where publications may lie. They are looked up by the nodes' names, as no store lists rollouts."""
         view = self.follower.view
         state, manifest = view.state, view.manifest
         if state is None or manifest is None:
             return
-        if wanted.node:
-            chosen = find(self.follower, wanted.node)
+        if filters.node:
+            chosen = find(self.follower, filters.node)
             nodes = [chosen.node] if chosen else []
         else:
             nodes = sorted(view.nodes)
-        newest = state.round if wanted.round is None else min(wanted.round, state.round)
-        oldest = 0 if wanted.round is None else wanted.round
+        newest = state.round if filters.round is None else min(filters.round, state.round)
+        oldest = 0 if filters.round is None else filters.round
         if start:
             newest = min(newest, start[0])
         for number in range(newest, oldest - 1, -1):
@@ -120,7 +118,7 @@ class Texts:
                         yield number, stage, node
 
     def _read(self, place: Place, keys: bool) -> list[RolloutRow]:
-        """The rollouts of one publication, made of what its author signed and of what follows from its place."""
+        """Return the rollouts of one publication, as its author signed them, with what follows from its place."""
         if place in self._cache:
             self._cache.move_to_end(place)
             return self._cache[place]
@@ -144,7 +142,7 @@ class Texts:
         peer = view.nodes[place[2]].peer
         here = (published.swarm, published.round, published.stage, published.node)
         if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:
-            raise Rejected("place", "published for another place, or by somebody else")
+            raise Rejected(RejectReason.PLACE, "published for another place, or by another peer")
         return published
 
     def _rows(self, published: Publication, manifest: Manifest, name: str, keys: bool) -> list[RolloutRow]:
@@ -160,7 +158,7 @@ class Texts:
             texts = zip(given, advantages(rewards), strict=True)
             rows.append(
                 RolloutRow(
-                    id=name_of(place, rollout.number),
+                    id=id_of(place, rollout.number),
                     round=published.round,
                     stage=published.stage,
                     number=rollout.number,
@@ -172,10 +170,7 @@ class Texts:
                     question=rollout.prompt[:LONGEST],
                     answer=real.answer[:LONGEST] if real and real.answer is not None else None,
                     reward=sum(rewards) / len(rewards),
-                    completions=[
-                        Text(a.response[:LONGEST], a.reward, advantage, not a.ended, len(a.response) > LONGEST)
-                        for a, advantage in list(texts)[:MAX_COMPLETIONS]
-                    ],
+                    completions=[_completion(answer, advantage) for answer, advantage in list(texts)[:MAX_COMPLETIONS]],
                 )
             )
         return rows
@@ -185,15 +180,15 @@ class Texts:
             return {}
         try:
             self._environment = self._environment or environments.made(manifest)
-            return dict(enumerate(self._transcript(manifest, rollouts[0].round).asked(rollouts)))
-        except Rejected:  # as other nodes see it too
+            return dict(enumerate(self._conversation(manifest, rollouts[0].round).questions_of(rollouts)))
+        except Rejected:  # other nodes reject it too
             return {}
-        except (UserError, OSError):  # rollouts can be read without their keys
+        except (UserError, OSError):  # rollouts can be shown without answer keys
             self._failed = True
             return {}
 
-    def _transcript(self, manifest: Manifest, round: int) -> Conversation:
-        """What a question of a later stage was made from is read where its author read it."""
+    def _conversation(self, manifest: Manifest, round: int) -> Conversation:
+        """Return the conversation of a round, which reads earlier stages where their authors published them."""
         peers = {view.peer.peer_id: node for node, view in self.follower.view.nodes.items() if view.peer}
 
         def fetch(stage: int, peer_id: str) -> Iterator[Publication]:
@@ -209,8 +204,13 @@ class Texts:
                 self._environment.close()
 
 
+def _completion(answer: Answer, advantage: float) -> ShownCompletion:
+    text = answer.response
+    return ShownCompletion(text[:LONGEST], answer.reward, advantage, not answer.ended, len(text) > LONGEST)
+
+
 def advantages(rewards: list[float]) -> list[float]:
-    """As a node computes them by default (learning/grpo.py, which needs torch)."""
+    """Compute advantages as a node does by default. `learning/grpo.py` needs torch, which is not loaded here."""
     mean = sum(rewards) / len(rewards)
     deviation = (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5
     return [(r - mean) / (deviation + 1e-6) for r in rewards]
@@ -220,11 +220,11 @@ def characters_of(row: RolloutRow) -> int:
     return len(row.question) + sum(len(text.text) for text in row.completions)
 
 
-def name_of(place: Place, number: int) -> str:
+def id_of(place: Place, number: int) -> str:
     return f"{place[0]}-{place[1]}-{number}-{place[2]}"
 
 
 def cursor(text: str | None) -> tuple[int, int, str, int] | None:
-    """The place that a name stands for: round, stage, node, number; None for none, and for what is no name."""
+    """Parse the id of a rollout into round, stage, node and number; None for no id and for a malformed one."""
     parts = CURSOR.fullmatch(text or "")
     return (int(parts[1]), int(parts[2]), parts[4], int(parts[3])) if parts else None

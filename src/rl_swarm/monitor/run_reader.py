@@ -17,28 +17,30 @@ from rl_swarm.network.address import Address, open_address
 from rl_swarm.network.documents import PEERS, RECORD_BYTES
 from rl_swarm.network.listing import ThrottledListing
 from rl_swarm.network.owner_documents import read_manifest, read_state
+from rl_swarm.network.p2p.observer import observed
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.evaluation import mean, protocol
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import Member, PeerInfo, State
-from rl_swarm.protocol.wire import Rejected, convert, decode, unseal
+from rl_swarm.protocol.wire import UNREADABLE, Rejected, convert, decode, unseal
 from rl_swarm.storage.files import ROUND_FOLDER, LocalFiles
-from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_amid, new_lines
+from rl_swarm.telemetry.journal import EVENTS, LOGS, MAX_UNREADABLE, METRICS, ends_mid_line, new_lines
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 TREND_ROUNDS = 20
 LONGEST_LINE = 64 << 10  # bytes of a line about a round
 Phase = Literal["waiting", "running", "stopped", "finished"]
 MAX_FIGURES = 32
-MAX_OTHERS = 256  # introductions of peers that are no members, read in one look
-OTHERS_SECONDS = 5.0  # that one look spends on their logs
+MAX_OTHERS = 256  # introductions of peers that are no members, read at a time
+OTHERS_SECONDS = 5.0  # spent on their logs at a time
 
 
 _ROUND = msgspec.json.Decoder(RoundRecord)
 
 
 class EventLine(msgspec.Struct, frozen=True, gc=False):
-    """A line of `training_events.jsonl`, as far as all of them have it."""
+    """Holds the fields that every line of `training_events.jsonl` has."""
 
     event: str
     timestamp: float
@@ -49,7 +51,7 @@ _EVENT = msgspec.json.Decoder(EventLine)
 
 @dataclass
 class NodeView:
-    """One node as its files show it."""
+    """Holds one node as its files show it."""
 
     node: str
     peer: PeerInfo | None = None
@@ -57,10 +59,10 @@ class NodeView:
     alive: bool = False
     rounds: list[RoundRecord] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
-    role_metrics: dict[str, float] = field(default_factory=dict)  # the last of each that its role told
+    role_metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     introduced: bytes = b""  # as `peer` was read
     unreadable: Counter[str] = field(default_factory=Counter)  # whole lines, by log
-    cut_off: set[str] = field(default_factory=set)  # logs that end amid a line, and the node is gone
+    cut_off: set[str] = field(default_factory=set)  # logs that end amid a line although the node is gone
     _read: Counter[str] = field(default_factory=Counter)  # bytes, by log
 
     @property
@@ -88,8 +90,10 @@ class NodeView:
         return bool(self.rounds or (self.member and self.member.participation))
 
     def reward(self, rounds: int = TREND_ROUNDS, before: int = 0) -> float:
-        """Mean reward of fresh local rollouts over some rounds, the last `before` left out. Where its log is not at
-        hand, what it reported, over all rounds."""
+        """Return the mean reward of fresh local rollouts over some rounds, without the last `before`.
+
+        Without its log, that is the mean of all rounds it reported.
+        """
         if not self.rounds and self.member and self.member.participation:
             return self.member.reward / self.member.participation
         end = len(self.rounds) - before
@@ -110,7 +114,7 @@ class NodeView:
         for line in self._new_lines(files, EVENTS):
             try:
                 _EVENT.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 self.unreadable[EVENTS] += 1
         for line in self._new_lines(files, METRICS):
             try:
@@ -120,7 +124,7 @@ class NodeView:
                     if not played.idle:
                         self.rounds.append(played)
                     continue
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 pass  # not a round
             try:
                 record = decode(line)
@@ -130,11 +134,11 @@ class NodeView:
                 self.unreadable[METRICS] += 1
 
     def _new_lines(self, files: LocalFiles, log: str) -> Iterator[bytes]:
-        """Yields the new lines of a log, until so many of them could not be read that this is none."""
+        """Yield the new lines of a log, until too many of them cannot be read."""
         path = f"logs/{self.node}/{log}"
         lines, self._read[log] = new_lines(files, path, self._read[log])
-        torn = not self.alive and ends_amid(files, path, self._read[log])
-        self.cut_off = self.cut_off | {log} if torn else self.cut_off - {log}
+        cut_off = not self.alive and ends_mid_line(files, path, self._read[log])
+        self.cut_off = self.cut_off | {log} if cut_off else self.cut_off - {log}
         most = self.unreadable[log] + MAX_UNREADABLE
         for number, line in enumerate(lines):
             if self.unreadable[log] >= most:
@@ -144,13 +148,13 @@ class NodeView:
 
 
 class RunView:
-    """A run, kept up to date by `refresh`, which reads only what is new."""
+    """Reads a run; `refresh` reads only what is new."""
 
     def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
         self.address = address if isinstance(address, Address) else open_address(address)
-        self.clock = clock  # tells the state where nobody writes it
+        self.clock = clock  # returns the state where no coordinator writes it
         self.root, self.store = self.address.here, self.address.store
-        self.here = LocalFiles(self.root)  # logs and checkpoints
+        self.local_files = LocalFiles(self.root)  # logs and checkpoints
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
@@ -158,14 +162,14 @@ class RunView:
 
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
-        """The run at an address where there is one; a clear error if there is none."""
+        """Open the run at an address and read it; raise a clear error if there is none."""
         view = cls.found(address)
         view.refresh()
         return view
 
     @classmethod
     def found(cls, address: Path | str | Address) -> "RunView":
-        """The same, but nothing is read yet of what its nodes wrote."""
+        """Open the run at an address, and read nothing yet of what its nodes wrote."""
         view = cls(address)
         if view.address.peers:
             raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
@@ -180,7 +184,7 @@ class RunView:
         return view
 
     def reach(self) -> None:
-        """Says what is wrong with a store that gives no answer, which is not the same as an empty one."""
+        """Raise if a store does not answer, which differs from an empty one."""
         try:
             self.manifest = read_manifest(self.store)
         except (FileNotFoundError, Rejected):
@@ -194,16 +198,16 @@ class RunView:
         members = self.state.members if self.state else {}
         for node in sorted(self.nodes.values(), key=lambda node: _id_of(node) not in members):
             if _id_of(node) not in members and time.monotonic() > deadline:
-                break  # anybody can introduce many, with long logs
+                break  # anyone can introduce many nodes, with long logs
             self.refresh_node(node)
 
     def refresh_swarm(self) -> None:
-        """Where the swarm stands, and who is here."""
+        """Read the manifest, the state and the nodes' introductions."""
         try:
             self.manifest = self.manifest or read_manifest(self.store)
             self.state = self.clock() if self.clock else read_state(self.store, self.manifest)
         except (OSError, Rejected):
-            pass  # not written yet, or just being replaced: what was read before stands
+            pass  # not written yet, or just being replaced: what was read before stays
         swarm = self.manifest.swarm() if self.manifest else None
         for node in self._to_read():
             view = self.nodes.get(node) or NodeView(node)
@@ -219,7 +223,7 @@ class RunView:
                 self.nodes[node] = view
 
     def _to_read(self) -> list[str]:
-        """Names the nodes whose introductions are read: members, those known, and a bounded number of others."""
+        """Name the nodes whose introductions are read: members, known nodes, and a bounded number of others."""
         known = {member.node for member in self.state.members.values()} if self.state else set()
         known |= self.nodes.keys()
         others = [name for name in self._listing.nodes(self.store, PEERS) or [] if name not in known]
@@ -227,11 +231,11 @@ class RunView:
 
     def refresh_node(self, node: NodeView) -> None:
         node.alive = self.is_alive(node)
-        node.refresh(self.here)
+        node.refresh(self.local_files)
         node.member = self.state.members.get(node.peer.peer_id) if self.state and node.peer else None
 
     def is_alive(self, view: NodeView) -> bool:
-        """On this machine by its process, elsewhere by its last sign of life."""
+        """Check the process of a node on this machine, and the last heartbeat of one elsewhere."""
         if view.peer is None or self.manifest is None:
             return False
         if view.peer.host == platform.node():
@@ -240,17 +244,17 @@ class RunView:
         return not finished and abs(time.time() - view.peer.timestamp) < self.manifest.peer_timeout
 
     def checkpoints(self, node: str) -> list[int]:
-        """Lists the rounds of a node's checkpoints that lie on this machine."""
+        """List the rounds of a node's checkpoints on this machine."""
         try:
-            found = map(ROUND_FOLDER.fullmatch, self.here.names("checkpoints"))
+            found = map(ROUND_FOLDER.fullmatch, self.local_files.names("checkpoints"))
         except OSError:
             return []
         rounds = sorted(int(match[1]) for match in found if match)
-        return [number for number in rounds if self.here.has_folder(f"checkpoints/round_{number}/{node}")]
+        return [number for number in rounds if self.local_files.has_folder(f"checkpoints/round_{number}/{node}")]
 
     @property
     def phase(self) -> Phase:
-        """Says where the run stands. `stopped` has begun and not finished, and none of its nodes is there."""
+        """Return the phase of the run. A `stopped` run has not finished, and none of its nodes is alive."""
         if self.state is None:
             return "waiting"
         left = bool(self.nodes) and not any(view.alive for view in self.nodes.values())
@@ -262,18 +266,18 @@ class RunView:
         return mean(scores) if scores else None
 
     def held_out_protocol(self) -> str:
-        """Say what a node's last held-out score is the mean of."""
+        """Describe what a node's last held-out score is the mean of."""
         line = next((view.now for view in self.nodes.values() if view.now), None)
         return protocol(line["questions"], line.get("samples"), line.get("temperature")) if line else ""
 
     def rewards(self, stages: int) -> list[float | None]:
-        """By stage, of the last rounds in the logs; None where nobody had anything to do."""
+        """Return the mean reward of every stage over the last rounds; None where no node had a role."""
         lines = [line for view in self.nodes.values() for line in view.rounds[-stages * TREND_ROUNDS :]]
         by_stage = [[line.reward_local for line in lines if line.stage == stage] for stage in range(stages)]
         return [mean(rewards) if rewards else None for rewards in by_stage]
 
     def as_dict(self) -> dict[str, object]:
-        """What `status --json` prints."""
+        """Return what `status --json` prints."""
         state, manifest = self.state, self.manifest
         return {
             "address": self.address.text,
@@ -316,16 +320,13 @@ def _id_of(node: NodeView) -> str:
 
 
 @contextmanager
-def looked_at(address: str) -> Iterator[RunView]:
-    """The run at an address, whatever network it is on, for as long as somebody looks and refreshes it."""
+def open_view(address: str, network: Callable[[], NetworkSettings] = NetworkSettings) -> Iterator[RunView]:
+    """Open the run at an address, on whatever network, for as long as it is refreshed."""
     opened = open_address(address)
     if not opened.peers:
         yield RunView.found(opened)
         return
-    from rl_swarm.config.resolve import load
-    from rl_swarm.network.p2p.observer import observed
-
-    with observed(address, load().settings) as (place, clock):
+    with observed(address, network()) as (place, clock):
         view = RunView(place, clock)
         view.refresh_swarm()
         yield view

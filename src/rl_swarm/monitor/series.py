@@ -12,14 +12,15 @@ LARGEST = 1e15  # a number beyond this is no measurement
 
 
 def number(value: object) -> float | None:
-    """The value as a number that can be added up and sent, or None: anybody may have written it."""
+    """Return the value as a number that can be summed and sent, or None: a peer may have written it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) and abs(value) <= LARGEST else None
 
 
 class Curves:
-    """Several metrics of one node. A point is the mean of `stride` rounds, so a round played twice counts twice."""
+    """Holds several metrics of one node. A point is the mean of `stride` rounds, so a round played twice counts
+    twice."""
 
     def __init__(self, most: int = MAX_POINTS) -> None:
         self.most, self.stride = most, 1
@@ -27,7 +28,7 @@ class Curves:
         self.counts: dict[str, array[int]] = {}
 
     def add(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float | None]]) -> None:
-        """Adds what some rounds measured: of every metric a value per round, None where there is none."""
+        """Add what some rounds measured: for every metric a value per round, None where there is none."""
         newest = max(rounds, default=0)
         while newest // self.stride >= self.most:
             self._merge()
@@ -47,24 +48,24 @@ class Curves:
 
     def _merge(self) -> None:
         self.stride *= 2
-        self.sums = {name: array("d", _every(2, values)) for name, values in self.sums.items()}
-        self.counts = {name: array("I", _every(2, values)) for name, values in self.counts.items()}
+        self.sums = {name: array("d", _sum_neighbours(2, values)) for name, values in self.sums.items()}
+        self.counts = {name: array("I", _sum_neighbours(2, values)) for name, values in self.counts.items()}
 
     @property
     def end(self) -> int:
-        """One past the last round there may be a point for."""
+        """Return one past the last round that may have a point."""
         return self.stride * max(map(len, self.sums.values()), default=0)
 
     def points(self, name: str, stride: int) -> list[float | None]:
-        """The curve in steps of `stride` rounds, a multiple of its own; None where there is nothing."""
+        """Return the curve in steps of `stride` rounds, a multiple of its own; None where there is no value."""
         step = stride // self.stride
-        sums = _every(step, self.sums.get(name, array("d")))
-        counts = _every(step, self.counts.get(name, array("I")))
+        sums = _sum_neighbours(step, self.sums.get(name, array("d")))
+        counts = _sum_neighbours(step, self.counts.get(name, array("I")))
         return [float(f"{s / n:.6g}") if n else None for s, n in zip(sums, counts, strict=True)]
 
 
 def stride_for(curves: Sequence[Curves], points: int) -> int:
-    """The smallest step in which all these curves can be told in at most so many points."""
+    """Return the smallest step in which all these curves have at most so many points."""
     stride = max((curve.stride for curve in curves), default=1)
     end = max((curve.end for curve in curves), default=0)
     while end > stride * points:
@@ -72,25 +73,25 @@ def stride_for(curves: Sequence[Curves], points: int) -> int:
     return stride
 
 
-def filled(values: list[float | None], length: int) -> list[float | None]:
+def padded(values: list[float | None], length: int) -> list[float | None]:
     return values + [None] * (length - len(values))
 
 
-def all_of(curves: Sequence[Curves], name: str, stride: int) -> Curves:
-    """A metric of several nodes as one curve, in steps of `stride` rounds: what any of them measured counts alike."""
+def combined(curves: Sequence[Curves], name: str, stride: int) -> Curves:
+    """Sum a metric of several nodes into one curve, in steps of `stride` rounds. Every measurement counts alike."""
     whole = Curves()
     whole.stride = stride
     sums, counts = [], []
     for own in {curve.stride for curve in curves}:
         same = [curve for curve in curves if curve.stride == own and name in curve.sums]
-        sums.append(_every(stride // own, _added([curve.sums[name] for curve in same])))
-        counts.append(_every(stride // own, _added([curve.counts[name] for curve in same])))
-    whole.sums[name], whole.counts[name] = array("d", _added(sums)), array("I", _added(counts))
+        sums.append(_sum_neighbours(stride // own, _sum_columns([curve.sums[name] for curve in same])))
+        counts.append(_sum_neighbours(stride // own, _sum_columns([curve.counts[name] for curve in same])))
+    whole.sums[name], whole.counts[name] = array("d", _sum_columns(sums)), array("I", _sum_columns(counts))
     return whole
 
 
 def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """The mean of several curves, at every place of those that have a point there."""
+    """Average several curves, at every place over those that have a point there."""
     means: list[float | None] = []
     for column in zip(*rows, strict=True):
         found = [value for value in column if value is not None]
@@ -98,12 +99,12 @@ def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
     return means
 
 
-def _every(step: int, values: Sequence[Number]) -> Sequence[Number]:
-    """The sums of every so many neighbours."""
+def _sum_neighbours(step: int, values: Sequence[Number]) -> Sequence[Number]:
+    """Sum every so many neighbours."""
     return values if step == 1 else [sum(values[k : k + step]) for k in range(0, len(values), step)]
 
 
-def _added(rows: Sequence[Sequence[Number]]) -> list[Number]:
-    """The sums of the columns. Rows may end early. Of a thousand curves this is most of the work, hence by
+def _sum_columns(rows: Sequence[Sequence[Number]]) -> list[Number]:
+    """Sum the columns of rows of different lengths. With a thousand curves this is most of the work, hence
     built-ins."""
     return list(map(sum, zip_longest(*rows, fillvalue=0)))

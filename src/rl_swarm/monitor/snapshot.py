@@ -1,4 +1,4 @@
-"""Tells what a follower knows, as records. Every function holds its lock for as long as it reads."""
+"""Summarises what a follower knows, as records. Every function holds the follower's lock while it reads."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +21,12 @@ from rl_swarm.monitor.records import (
     TaskScore,
 )
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
-from rl_swarm.monitor.series import all_of, filled, number, stride_for
+from rl_swarm.monitor.series import combined, number, padded, stride_for
 from rl_swarm.network.address import is_url
 from rl_swarm.node import run_settings
 from rl_swarm.node.evaluation import mean
+from rl_swarm.node.settings import public_settings
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import tellable
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MAX_TASKS = 256
@@ -35,8 +35,8 @@ MAX_TASKS = 256
 def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -> Overview:
     with follower.lock:
         view, state, manifest = follower.view, follower.view.state, follower.view.manifest
-        nodes, tracks = list(view.nodes.values()), list(follower.tracks.values())
-        own, taken = sum(t.own for t in tracks), sum(t.taken for t in tracks)
+        nodes, histories = list(view.nodes.values()), list(follower.histories.values())
+        own, external = sum(t.own_groups for t in histories), sum(t.external_groups for t in histories)
         rewards = [node.reward() for node in nodes if node.has_reward]
         return Overview(
             name=manifest.name if manifest else "",
@@ -53,15 +53,15 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             alive=sum(node.alive for node in nodes),
             models=sorted({node.peer.model for node in nodes if node.peer}),
             tasks=sorted({task.name for task in manifest.tasks}) if manifest else [],
-            tokens=round(sum(t.tokens for t in tracks)),
-            rollouts=sum(t.rollouts for t in tracks),
+            tokens=round(sum(t.tokens for t in histories)),
+            rollouts=sum(t.rollouts for t in histories),
             tokens_per_second=sum(_speed(node) or 0.0 for node in nodes if node.alive),
             reward=mean(rewards) if rewards else None,
             reward_by_stage=_by_stage(follower, manifest.stages if manifest else 1),
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
             held_out_protocol=view.held_out_protocol(),
-            external_share=taken / (own + taken) if own + taken else None,
+            external_share=external / (own + external) if own + external else None,
             has_logs=any(node.rounds or node.held_out for node in nodes),
             unreadable_lines=sum(node.unreadable_lines for node in nodes),
             can_stop=can_stop,
@@ -71,10 +71,10 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
 
 
 def _by_stage(follower: Follower, stages: int) -> list[float | None]:
-    """The mean of the nodes' last rounds in every stage; nothing where there is one."""
+    """Return the mean of the nodes' last rounds in every stage; an empty list where there is one stage."""
     means: list[float | None] = []
     for stage in range(stages if stages > 1 else 0):
-        curves = [track.curves for track in follower.tracks.values()]
+        curves = [history.curves for history in follower.histories.values()]
         last = [each.points(by_stage(stage), each.stride) for each in curves]
         known = [value for line in last for value in line[-TREND_ROUNDS:] if value is not None]
         means.append(mean(known) if known else None)
@@ -82,7 +82,7 @@ def _by_stage(follower: Follower, stages: int) -> list[float | None]:
 
 
 def health(follower: Follower) -> Health:
-    """`stale` is a swarm that should go on and of which nothing was heard for as long as it waits for a peer."""
+    """Return the health of the swarm. It is `stale` if it should go on, and was silent for a peer's timeout."""
     with follower.lock:
         state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
         nodes = list(follower.view.nodes.values())
@@ -91,18 +91,18 @@ def health(follower: Follower) -> Health:
         signs += [state.timestamp] if state else []
         since = max(0.0, now - max(signs)) if signs else None
         alive = sum(node.alive for node in nodes)
-        stands = follower.view.phase
+        phase = follower.view.phase
         late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
         status: Literal["alive", "stale", "waiting", "finished"]
-        if stands == "stopped" or (stands == "running" and late):
+        if phase == "stopped" or (phase == "running" and late):
             status = "stale"
         else:
-            status = "alive" if stands == "running" else stands
+            status = "alive" if phase == "running" else phase
         return Health(status, state.round if state else 0, alive, since)
 
 
 def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 100) -> NodePage:
-    """The leaderboard, best first, or those of it whose name, id or model contains some text."""
+    """Return the leaderboard, best first; with `search`, the nodes whose name, id or model contains it."""
     sought = search.strip().lower()
     with follower.lock:
         found = [(rank, view) for rank, view in enumerate(_ranked(follower), 1) if _fits(view, sought)]
@@ -111,22 +111,22 @@ def nodes(follower: Follower, search: str = "", offset: int = 0, limit: int = 10
 
 
 def node(follower: Follower, name: str) -> NodeDetail | None:
-    """All about one node, by its name in files or its peer id; None where there is no such node."""
+    """Return a node's details, by its name in files or its peer id; None where there is no such node."""
     with follower.lock:
         view = find(follower, name)
-        if view is None or view.node not in follower.tracks:
+        if view is None or view.node not in follower.histories:
             return None
         row = _row(follower, _ranked(follower).index(view) + 1, view)
-        track, peer = follower.tracks[view.node], view.peer
+        history, peer = follower.histories[view.node], view.peer
         scores = [_by_task(line) for line in (view.start, view.now)]
-        memory = [value for value in track.curves.points("peak_memory", track.curves.stride) if value]
+        memory = [value for value in history.curves.points("peak_memory", history.curves.stride) if value]
         used_by = {
-            other.node: follower.tracks[other.node].learned_from[row.peer_id]
+            other.node: follower.histories[other.node].learned_from[row.peer_id]
             for other in follower.view.nodes.values()
-            if other.node in follower.tracks
+            if other.node in follower.histories
         }
         rejected_by_peers: Counter[str] = Counter()
-        for other in follower.tracks.values():
+        for other in follower.histories.values():
             for (whose, reason), times in other.rejected_by_peers.items():
                 if whose == row.node:
                     rejected_by_peers[reason] += times
@@ -136,24 +136,24 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
             host=peer.host if peer else "",
             joined=peer.joined if peer else None,
             last_heartbeat=peer.timestamp if peer else None,
-            tokens=round(track.tokens),
-            rollouts=track.rollouts,
+            tokens=round(history.tokens),
+            rollouts=history.rollouts,
             peak_memory=max(memory, default=None),
-            restarts=track.restarts,
-            skipped=track.skipped,
-            rejected=dict(track.rejected.most_common(100)),
+            restarts=history.restarts,
+            skipped=history.skipped,
+            rejected=dict(history.rejected.most_common(100)),
             rejected_by_peers=dict(rejected_by_peers.most_common(100)),
-            errors=dict(track.errors.most_common(100)),
-            learned_from=_links(follower, track.learned_from),
+            errors=dict(history.errors.most_common(100)),
+            learned_from=_links(follower, history.learned_from),
             used_by=_links(follower, used_by),
             held_out=[
                 TaskScore(task, scores[0].get(task), scores[1].get(task))
                 for task in sorted(scores[0] | scores[1])[:MAX_TASKS]
             ],
-            checkpoints=_checkpoints(follower, view.node),
-            settings=track.settings or _settings(follower),
-            hardware=track.hardware,
-            metrics=sorted(track.curves.sums),
+            checkpoints=follower.view.checkpoints(view.node),
+            settings=history.settings or _settings(follower),
+            hardware=history.hardware,
+            metrics=sorted(history.curves.sums),
             role_metrics={
                 name: value for name, told in view.role_metrics.items() if (value := number(told)) is not None
             },
@@ -161,41 +161,41 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
 
 
 def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) -> Lines:
-    """A metric of the best nodes over the rounds, and the mean of all."""
+    """Return a metric of the best nodes over the rounds, and the mean of all."""
     name = "sampled" if metric == HELD_OUT else metric
     with follower.lock:
         views = _ranked(follower)
-        tracks = [follower.tracks[view.node] for view in views]
-        curves = [track.held_out if metric == HELD_OUT else track.curves for track in tracks]
+        histories = [follower.histories[view.node] for view in views]
+        curves = [history.held_out if metric == HELD_OUT else history.curves for history in histories]
         step = stride_for(curves, points)
-        mean_line = all_of(curves, name, step).points(name, step)
+        mean_line = combined(curves, name, step).points(name, step)
         lines = [curve.points(name, step) for curve in curves[:most]]
     length = len(mean_line)
-    shown = [Line(v.node, v.name, filled(line, length)) for v, line in zip(views, lines, strict=False)]
+    shown = [Line(v.node, v.name, padded(line, length)) for v, line in zip(views, lines, strict=False)]
     return Lines(metric, [k * step for k in range(length)], mean_line, shown)
 
 
 def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 500) -> NodeCurves | None:
-    """Some metrics of one node over the rounds; all it has where none are named."""
+    """Return some metrics of one node over the rounds; all that it has where none are named."""
     with follower.lock:
         view = find(follower, name)
-        if view is None or view.node not in follower.tracks:
+        if view is None or view.node not in follower.histories:
             return None
-        track = follower.tracks[view.node]
-        wanted = [metric for metric in (metrics or sorted(track.curves.sums)) if metric in track.curves.sums]
-        step = stride_for([track.curves], points)
-        values = {metric: track.curves.points(metric, step) for metric in wanted}
+        history = follower.histories[view.node]
+        wanted = [metric for metric in (metrics or sorted(history.curves.sums)) if metric in history.curves.sums]
+        step = stride_for([history.curves], points)
+        values = {metric: history.curves.points(metric, step) for metric in wanted}
     length = max(map(len, values.values()), default=0)
     return NodeCurves(
         view.node,
         view.name,
         [k * step for k in range(length)],
-        {metric: filled(line, length) for metric, line in values.items()},
+        {metric: padded(line, length) for metric, line in values.items()},
     )
 
 
 def events(follower: Follower, node: str = "", kind: str = "", offset: int = 0, limit: int = 100) -> EventPage:
-    """What happened, newest first."""
+    """Return events, newest first."""
     with follower.lock:
         view = find(follower, node) if node else None
         found = [
@@ -208,7 +208,7 @@ def events(follower: Follower, node: str = "", kind: str = "", offset: int = 0, 
 
 
 def find(follower: Follower, name: str) -> NodeView | None:
-    """A node by its name in files, its peer id or its animal name."""
+    """Find a node by its name in files, its peer id or its animal name."""
     nodes = list(follower.view.nodes.values())
     for view in nodes:
         if name and name in (view.node, view.peer.peer_id if view.peer else ""):
@@ -217,10 +217,10 @@ def find(follower: Follower, name: str) -> NodeView | None:
 
 
 def _ranked(follower: Follower) -> list[NodeView]:
-    """The nodes, best first."""
+    """Sort the nodes, best first."""
     state = follower.view.state
     order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
-    views = [view for view in list(follower.view.nodes.values()) if view.node in follower.tracks]
+    views = [view for view in list(follower.view.nodes.values()) if view.node in follower.histories]
     views.sort(key=lambda v: (order.get(v.peer.peer_id, len(order)) if v.peer else len(order), v.node))
     return views
 
@@ -248,7 +248,7 @@ def _row(follower: Follower, rank: int, view: NodeView) -> NodeRow:
         held_out_start=number(view.start["sampled"]) if view.start else None,
         held_out_now=number(view.now["sampled"]) if view.now else None,
         tokens_per_second=_speed(view),
-        external_share=follower.tracks[view.node].external_share,
+        external_share=follower.histories[view.node].external_share,
         role=view.role,
     )
 
@@ -258,7 +258,7 @@ def _speed(view: NodeView) -> float | None:
 
 
 def _links(follower: Follower, groups: Mapping[str, int]) -> list[Link]:
-    """Whom the counts are of, most first; peers that nobody knows any more go by their ids."""
+    """Name the nodes that are counted, most groups first; a peer that left goes by its id."""
     views = list(follower.view.nodes.values())
     known = {view.node: view for view in views} | {view.peer.peer_id: view for view in views if view.peer}
     found = [
@@ -286,7 +286,7 @@ def _seconds_to_next(follower: Follower) -> float | None:
 
 
 def _pace(views: Iterable[NodeView]) -> float | None:
-    """Seconds per round, as the last lines of the logs tell."""
+    """Return the seconds per round, from the last lines of the logs."""
     paces = []
     for view in list(views):
         known = [(line.round, line.timestamp) for line in view.rounds if line.timestamp]
@@ -295,18 +295,13 @@ def _pace(views: Iterable[NodeView]) -> float | None:
     return median_high(paces) if paces else None
 
 
-def _checkpoints(follower: Follower, node: str) -> list[int]:
-    """The rounds of the checkpoints that lie on this machine."""
-    return follower.view.checkpoints(node)
-
-
 def _settings(follower: Follower) -> dict[str, str]:
-    """What a run of `up` was started with, as far as others may see it."""
+    """Return the public settings that a run of `up` was started with."""
     if is_url(follower.view.address.text):
         return {}
     manifest = follower.view.manifest
     try:
-        values = run_settings.read(follower.view.here, manifest).settings if manifest else {}
+        values = run_settings.read(follower.view.local_files, manifest).settings if manifest else {}
     except (OSError, Rejected):
         return {}
-    return {name: str(value)[:200] for name, value in tellable(values).items()}
+    return {name: str(value)[:200] for name, value in public_settings(values).items()}

@@ -2,9 +2,9 @@
 
 `validate_peers.py` checks a swarm among peers, which may still be running.
 
-What the coordinator saw stands in its signed history. Everything else must fit that: a report that was
-altered, removed or forged, a round that is missing, a log that says something else. Gaps are fine when
-the node's events explain them.
+The coordinator's signed history says which reports it counted, and everything else must fit it. A report that was
+altered, removed or forged is an error, and so is a missing round or a log that disagrees. Gaps are fine when the node's
+events explain them.
 """
 
 import random
@@ -23,10 +23,11 @@ from rl_swarm.network.documents import DocumentKey, DocumentStore, Kind, report_
 from rl_swarm.network.history import read_history
 from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.node.conversation import Conversation
-from rl_swarm.node.selection import Transcripts, check, for_ending
+from rl_swarm.node.intake import Conversations, regenerate, score_external
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication, unpack
 from rl_swarm.protocol.rounds import Report, StageRecord, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
@@ -36,7 +37,7 @@ from rl_swarm.telemetry.schema import RoundRecord
 
 T = TypeVar("T")
 
-MAX_OTHERS = 50  # publications of peers that are no members, read to tell of them
+MAX_OTHERS = 50  # publications of other peers, read for notes
 RESCORED = 24  # publications
 
 
@@ -67,7 +68,7 @@ class ValidatedRun:
     manifest: Manifest
     state: State
     history: list[StageRecord]
-    published: list[tuple[DocumentKey, Publication]] | None = None  # where they do not lie in a folder
+    published: list[tuple[DocumentKey, Publication]] | None = None  # among peers, where no folder holds them
 
     @property
     def store(self) -> DocumentStore:
@@ -77,21 +78,16 @@ class ValidatedRun:
         return self.state.members[peer_id].node
 
     def has_log(self, node: str) -> bool:
-        """With a path, everybody's logs lie there; with a URL, on the machine of the node."""
+        """Return whether a node's log is here: all logs lie at a path, and with a URL those of this machine's nodes."""
         return not self.address.is_url or LocalFiles(self.address.here).has_folder(f"logs/{node}")
 
 
 def validate(
     address: Path | str, rounds: int | None = None, nodes: int | None = None
 ) -> tuple[Verdict, ValidatedRun | None]:
-    """Everything that can be checked without scoring; `rescore` does the rest."""
-    opened = open_address(address)
-    if opened.peers:
-        from rl_swarm.monitor import validate_peers
-
-        return validate_peers.validate(opened.text, rounds, nodes)
+    """Check everything that needs no scoring; `rescore` does the rest."""
     verdict = Verdict()
-    run = _open(opened, verdict)
+    run = _open(open_address(address), verdict)
     if run is None:
         return verdict, None
     check_size(run, verdict, rounds, nodes)
@@ -115,7 +111,7 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
         verdict.errors.append(f"{error.filename}: {error.strerror}")
         return None
     except Rejected as error:
-        verdict.errors.append(f"the manifest or the state cannot be believed ({error})")
+        verdict.errors.append(f"the manifest or the state is not valid ({error})")
         return None
     if unreadable:
         verdict.notes.append(f"{counted(unreadable, 'line')} of the history cannot be read (a crash leaves one half)")
@@ -124,20 +120,20 @@ def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
 
 def check_size(run: ValidatedRun, verdict: Verdict, rounds: int | None, nodes: int | None) -> None:
     if rounds is not None and (expected := run.state.round + (run.state.phase == "finished")) != rounds:
-        verdict.errors.append(f"rounds that were finished: {expected}, expected: {rounds}")
+        verdict.errors.append(f"finished rounds: {expected}, expected: {rounds}")
     if nodes is not None and len(run.state.members) != nodes:
-        verdict.errors.append(f"nodes that took part: {len(run.state.members)}, expected: {nodes}")
+        verdict.errors.append(f"members: {len(run.state.members)}, expected: {nodes}")
 
 
 def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
-    """What the owner wrote, of as many rounds as have finished."""
+    """Check the owner's signed history of all finished rounds."""
     places = set()
     for ended in run.history:
         where = f"history of round {ended.round} stage {ended.stage}"
         if ended.peer_id != run.manifest.peer_id or ended.swarm != run.manifest.swarm():
             verdict.errors.append(f"{where}: not signed by the swarm's owner")
         if (ended.round, ended.stage) in places:
-            verdict.errors.append(f"{where}: stands there twice")
+            verdict.errors.append(f"{where}: recorded twice")
         places.add((ended.round, ended.stage))
     for number in range(finished):
         for stage in range(run.manifest.stages):
@@ -147,14 +143,14 @@ def check_history(run: ValidatedRun, verdict: Verdict, finished: int) -> None:
 
 
 def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, int], Report]:
-    """Every report that the coordinator counted is still there, unaltered."""
+    """Check that every report that the coordinator counted is still there, unaltered."""
     found = {}
     for ended in run.history:
         if not ended.reports:
-            verdict.notes.append(f"round {ended.round}: nobody reported ({ended.why})")
+            verdict.notes.append(f"round {ended.round}: no member reported ({ended.why})")
         for peer_id, digest in ended.reports.items():
             if peer_id not in run.state.members:
-                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, who is no member")
+                verdict.errors.append(f"round {ended.round}: reported by {peer_id}, not a member")
                 continue
             key = report_key(ended.round, ended.stage, run.node(peer_id))
             path = run.store.name(key)
@@ -178,7 +174,7 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
 
 
 def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
-    """Every round that a member missed has a reason: it came late, skipped it, reported late, or left."""
+    """Check that every missed round has a reason: the member joined late, skipped it, reported late, or left."""
     for peer_id, member in run.state.members.items():
         reported = {ended.round for ended in run.history if peer_id in ended.reports}
         missing = {ended.round for ended in run.history} - reported
@@ -193,13 +189,13 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
             if number in reasons or number < member.joined_round:
                 continue
             if number > last:
-                reasons[number] = "after its last sign"
+                reasons[number] = "after its last report"
             elif _is_there(run, report_key(number, run.manifest.stages - 1, member.node)):
                 reasons[number] = "reported late"
             elif not run.has_log(member.node):
-                reasons[number] = "for reasons that stand in its log, which is not here"
+                reasons[number] = "for reasons in its log, which is on another machine"
             else:
-                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for that")
+                verdict.errors.append(f"round {number}: no report of {member.node} and no reason for it")
         explained = missing & (reasons.keys() | set(range(member.joined_round)))
         if explained:
             kinds = sorted({reasons.get(number, "before it joined") for number in explained})
@@ -217,7 +213,7 @@ def _is_there(run: ValidatedRun, key: DocumentKey) -> bool:
 
 
 def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], verdict: Verdict) -> None:
-    """Every node's log tells the rewards that it reported."""
+    """Check that every node's log has the rewards that it reported."""
     elsewhere = [peer_id for peer_id, member in run.state.members.items() if not run.has_log(member.node)]
     if elsewhere:
         names = ", ".join(sorted(map(animal_name, elsewhere)))
@@ -233,18 +229,18 @@ def _check_logs(run: ValidatedRun, reports: dict[tuple[str, int, int], Report], 
         for (owner, number, stage), report in reports.items():
             if owner != peer_id:
                 continue
-            said = logged.get((number, stage), [])
-            if not said and not _killed_before_logging(run, member.node, number):
+            logged_rewards = logged.get((number, stage), [])
+            if not logged_rewards and not _killed_before_logging(run, member.node, number):
                 verdict.errors.append(f"logs/{member.node}/metrics.jsonl: round {number} is missing")
-            if said and (report.reward, report.training_reward) not in said:
+            if logged_rewards and (report.reward, report.training_reward) not in logged_rewards:
                 verdict.errors.append(
-                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than was reported"
+                    f"logs/{member.node}/metrics.jsonl: round {number} has another reward than the report"
                 )
-            verdict.count("log line", len(said))
+            verdict.count("log line", len(logged_rewards))
 
 
 def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
-    """Counts the lines of a log that cannot be read. Every crash leaves one half; more than those are damage."""
+    """Count the lines of a log that cannot be read. A crash leaves one half-written line; more are damage."""
     view = NodeView(node)
     view.refresh(LocalFiles(run.address.here))
     starts = sum(
@@ -257,7 +253,7 @@ def _check_lines(run: ValidatedRun, node: str, verdict: Verdict) -> None:
 
 
 def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
-    """A node that dies between its report and its log line comes back and skips that round."""
+    """Return whether a node died between its report and its log line: it comes back and skips that round."""
     events = _lines(run, node, "training_events.jsonl", LoggedEvent)
     return any(e.event == "skipped" and e.first <= number <= e.last for e in events) or any(
         e.event in ("resumed", "joined") and e.round < number for e in events[1:]
@@ -265,7 +261,7 @@ def _killed_before_logging(run: ValidatedRun, node: str, number: int) -> bool:
 
 
 def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
-    """The lines of a node's log that are of one kind. It writes its log itself, so it may hold anything."""
+    """Read the lines of one kind from a node's log. The node writes it, so other lines are left out."""
     found = []
     for line in read_lines(LocalFiles(run.address.here), f"logs/{node}/{name}")[0]:
         with suppress(Rejected):
@@ -274,7 +270,7 @@ def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
 
 
 def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[DocumentKey, Publication]]:
-    """Reads what members published in the rounds that were played, and a few of what others have put beside it."""
+    """Read what members published in the rounds that were played, and a few of the files that others left beside it."""
     members = {member.node for member in run.state.members.values()}
     played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
     played |= {(ended.round, ended.stage) for ended in run.history}
@@ -295,9 +291,7 @@ def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[Documen
                     problem = f"{run.store.name(group.of(node))}: truncated, altered or forged ({error})"
                     (verdict.errors if node in members else verdict.notes).append(problem)
     if others > MAX_OTHERS:
-        verdict.notes.append(
-            f"{others} files beside the rollouts are of nobody who is a member; {MAX_OTHERS} were read"
-        )
+        verdict.notes.append(f"{others} files beside the rollouts are not of members; {MAX_OTHERS} were read")
 
 
 def _publication(run: ValidatedRun, key: DocumentKey) -> Publication:
@@ -306,16 +300,17 @@ def _publication(run: ValidatedRun, key: DocumentKey) -> Publication:
 
 
 def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
-    """What is still there is signed by who it says, for where it lies; and no round is missing in between."""
+    """Check that every publication is signed by its author and lies in its place, and that no round is missing in
+    between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
     present: dict[tuple[int, int], set[str]] = {}
     for key, publication in _publications(run, verdict):
         path = run.store.name(key)
         place = (publication.swarm, publication.round, publication.stage, publication.node)
         if place != (run.manifest.swarm(), key.round, key.stage, key.node):
-            verdict.errors.append(f"{path}: belongs somewhere else")
+            verdict.errors.append(f"{path}: published for another place")
         elif publication.peer_id not in nodes and publication.node not in nodes.values():
-            verdict.notes.append(f"{path}: of {publication.peer_id}, who is no member")
+            verdict.notes.append(f"{path}: of {publication.peer_id}, not a member")
         elif nodes.get(publication.peer_id) != publication.node:
             verdict.errors.append(f"{path}: not written by the member of that name")
         else:
@@ -333,38 +328,39 @@ def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
 
 
 def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count: int = RESCORED) -> None:
-    """Makes the questions of some publications again and compares what their answers earn."""
+    """Generate the questions of some publications again and compare what their answers earn."""
     found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
         (key, publication)
         for key, publication in found
         if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
     ]
-    transcripts = _transcripts(run, environment, [publication for _, publication in published])
+    conversations = _conversations(run, environment, [publication for _, publication in published])
     for key, publication in random.Random(0).sample(published, min(count, len(published))):
         path = run.store.name(key)
         try:
             rollouts = list(unpack(publication, run.manifest.limits))
-            groups = check(rollouts, run.manifest, environment, transcripts)
+            questions = regenerate(rollouts, run.manifest, environment, conversations)
+            groups = score_external(rollouts, questions, environment)
         except Rejected as error:
-            # Among peers, what it was made from may not have been had.
-            elsewhere = error.reason == "parents" and run.published is not None
+            # Among peers, earlier stages may not be available.
+            elsewhere = error.reason is RejectReason.PARENTS and run.published is not None
             (verdict.notes if elsewhere else verdict.errors).append(f"{path}: {error}")
             continue
         for rollout, group in zip(rollouts, groups, strict=False):  # fewer where scoring takes too long
             claimed = [answer.reward for answer in publication.rollouts[str(rollout.number)]]
             scored = zip(group.rewards, group.completions, strict=True)
-            if [r + for_ending(environment, group.question, c) for r, c in scored] != claimed:
+            if [r + environment.ending_reward(group.question, c.ended) for r, c in scored] != claimed:
                 verdict.errors.append(f"{path}: question {rollout.number} claims other rewards than its answers earn")
             verdict.count("rescored answer", len(claimed))
 
 
-def _transcripts(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Transcripts:
-    """The earlier stages of every round, from what lies there."""
+def _conversations(run: ValidatedRun, environment: Environment, published: list[Publication]) -> Conversations:
+    """Return the conversation of every round, from the publications of its earlier stages."""
     by_place = {(one.round, one.stage, one.peer_id): one for one in published}
     made: dict[int, Conversation] = {}
 
-    def transcript(number: int) -> Conversation:
+    def conversation(number: int) -> Conversation:
         def fetch(stage: int, peer_id: str) -> list[Publication]:
             found = by_place.get((number, stage, peer_id))
             return [found] if found is not None else []
@@ -374,4 +370,4 @@ def _transcripts(run: ValidatedRun, environment: Environment, published: list[Pu
             made[number] = Conversation(run.manifest, environment, number, fetch, lambda *why: None, members=members)
         return made[number]
 
-    return transcript
+    return conversation

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import ConfigError, UserError
 from rl_swarm.network.documents import DocumentStore
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.protocol.identity import is_peer_id
 from rl_swarm.protocol.wire import digest
-from rl_swarm.settings import ConfigError, Settings
 from rl_swarm.storage.files import SWARMS
+from rl_swarm.storage.settings import StorageSettings
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 READ_ONLY = ("http", "https", "ftp", "github", "git")
@@ -79,7 +79,7 @@ def is_url(where: Path | str) -> bool:
     return isinstance(where, str) and URL.match(where) is not None
 
 
-def configured_address(settings: Settings) -> Path | str | None:
+def configured_address(settings: StorageSettings) -> Path | str | None:
     """Return the address of the folder swarm that the settings name, if they name one."""
     if settings.gdrive_path is None:
         return None

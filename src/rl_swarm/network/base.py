@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rl_swarm.errors import UserError
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 
-OnReject = Callable[[str, str, str], None]  # node, reason, detail
+OnReject = Callable[[str, RejectReason, str], None]  # node, reason, detail
 
 
 class NetworkError(UserError):

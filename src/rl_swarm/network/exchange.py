@@ -11,6 +11,7 @@ from rl_swarm.network.base import OnReject
 from rl_swarm.network.documents import SAFE_NAME, DocumentStore, rollouts_key
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication, fit_limits
 from rl_swarm.protocol.rounds import RefusalReason
 from rl_swarm.protocol.untrusted import quoted
@@ -109,7 +110,7 @@ class DocumentExchange:
                     publication = self._cache[key]
                     if publication is not None and (why := self.refusal(publication.peer_id)):
                         publication = self._cache[key] = None
-                        self.on_reject(node, "admission", f"its author is not admitted ({why})")
+                        self.on_reject(node, RejectReason.ADMISSION, f"its author is not admitted ({why})")
                     if publication is not None:
                         yield publication
                 elif in_order and not last_look:
@@ -131,7 +132,7 @@ class DocumentExchange:
             return
         try:
             if not SAFE_NAME.fullmatch(node):
-                raise Rejected("name", "no name for a node")
+                raise Rejected(RejectReason.NAME, "no name for a node")
             data = self.store.read(rollouts_key(round, stage, node), self.manifest.limits.file_bytes)
             self._cache[key] = self._checked(data, key)
         except FileNotFoundError:
@@ -141,7 +142,8 @@ class DocumentExchange:
             self._tries[key] = (tries + 1, first_try, now + pause)
             if now - first_try >= retries.GIVE_UP_AFTER:
                 self._cache[key] = None
-                self.on_reject(node, getattr(error, "reason", "unreadable"), str(error))
+                reason = error.reason if isinstance(error, Rejected) else RejectReason.UNREADABLE
+                self.on_reject(node, reason, str(error))
         except Rejected as error:
             self._cache[key] = None
             self.on_reject(node, error.reason, str(error))
@@ -149,10 +151,10 @@ class DocumentExchange:
     def _checked(self, data: bytes, key: tuple[int, int, str]) -> Publication:
         publication = unseal(data, Publication, self.manifest.limits.file_bytes)
         if publication.swarm != self.manifest.swarm():
-            raise Rejected("swarm", "published for another swarm")
+            raise Rejected(RejectReason.SWARM, "published for another swarm")
         if (publication.round, publication.stage, publication.node) != key:
             raise Rejected(
-                "place",
+                RejectReason.PLACE,
                 f"published for round {publication.round}, stage {publication.stage} by {quoted(publication.node)}",
             )
         return publication

@@ -8,6 +8,7 @@ from rl_swarm.network.documents import HISTORY, DocumentStore
 from rl_swarm.network.retries import retry
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import StageRecord
 from rl_swarm.protocol.wire import Rejected, seal, unseal
 from rl_swarm.storage.beneath import Misplaced
@@ -61,7 +62,7 @@ def parse_history(data: bytes) -> tuple[list[StageRecord], int]:
     for line in filter(None, (line.rstrip() for line in io.BytesIO(data))):
         try:
             if len(line) < MIN_LINE:
-                raise Rejected("size")
+                raise Rejected(RejectReason.SIZE)
             records.append(unseal(line, StageRecord))
         except Rejected:
             unreadable += 1

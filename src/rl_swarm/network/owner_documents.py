@@ -14,6 +14,7 @@ from rl_swarm.network.documents import ACCESS_LIST, MANIFEST, STATE, DocumentSto
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal, unseal
 from rl_swarm.storage.files import Refused
@@ -31,9 +32,9 @@ def read_manifest(store: DocumentStore) -> Manifest:
 def read_state(store: DocumentStore, manifest: Manifest) -> State:
     state = unseal(store.read(STATE, MAX_BYTES), State)
     if state.peer_id != manifest.peer_id:
-        raise Rejected("owner", "the state is not signed by the swarm's owner")
+        raise Rejected(RejectReason.OWNER, "the state is not signed by the swarm's owner")
     if state.swarm != manifest.swarm():
-        raise Rejected("swarm", "the state of another swarm")
+        raise Rejected(RejectReason.SWARM, "the state of another swarm")
     return state
 
 
@@ -44,9 +45,9 @@ def read_access_list(store: DocumentStore, manifest: Manifest) -> AccessList:
     except FileNotFoundError:
         return AccessList(swarm=manifest.swarm())
     if access_list.peer_id != manifest.peer_id:
-        raise Rejected("owner", "the list is not signed by the swarm's owner")
+        raise Rejected(RejectReason.OWNER, "the list is not signed by the swarm's owner")
     if access_list.swarm != manifest.swarm():
-        raise Rejected("swarm", "the list of another swarm")
+        raise Rejected(RejectReason.SWARM, "the list of another swarm")
     return access_list
 
 

@@ -11,9 +11,9 @@ import msgspec
 
 from rl_swarm.errors import UserError
 from rl_swarm.network.address import is_url
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, decode
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class OwnerError(UserError):
     """Reports a manifest of an unexpected owner; the message names both, and what to do."""
 
 
-def check(manifest: Manifest, address: Path | str, settings: Settings) -> None:
+def check(manifest: Manifest, address: Path | str, settings: NetworkSettings) -> None:
     """Raise `OwnerError` unless the manifest is signed by the named owner, or by the remembered one."""
     owner = manifest.peer_id
     if settings.owner is not None:
@@ -45,7 +45,7 @@ def check(manifest: Manifest, address: Path | str, settings: Settings) -> None:
             )
 
 
-def remember(manifest: Manifest, address: Path | str, settings: Settings) -> None:
+def remember(manifest: Manifest, address: Path | str, settings: NetworkSettings) -> None:
     """Remember the owner, once this node was admitted. A named owner only corrects an entry that is there."""
     file, here = _file(settings), _place(address)
     known = _remembered(file)
@@ -64,7 +64,7 @@ def _place(address: Path | str) -> str:
     return str(address) if is_url(address) else str(Path(address).resolve())
 
 
-def _file(settings: Settings) -> Path:
+def _file(settings: NetworkSettings) -> Path:
     return Path(settings.identity_path).with_suffix(".owners.json")
 
 

@@ -31,6 +31,7 @@ from rl_swarm.network.documents import (
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.history import StageHistory
 from rl_swarm.network.owner_documents import read_access_list, read_manifest, read_state
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.network.submissions import Submissions
 from rl_swarm.protocol import admission, rounds
 from rl_swarm.protocol.admission import AccessList
@@ -39,8 +40,8 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, Refusal, Report, Rules, StageRecord, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Rejected, seal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.private import swarm_folder
+from rl_swarm.storage.settings import StorageSettings
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,13 @@ MAX_REPLAYED = 10_000  # introductions that are read when the history is ahead o
 
 class RoundServer:
     def __init__(
-        self, store: DocumentStore, manifest: Manifest, identity: Identity, settings: Settings, stop: threading.Event
+        self,
+        store: DocumentStore,
+        manifest: Manifest,
+        identity: Identity,
+        settings: NetworkSettings,
+        storage: StorageSettings,
+        stop: threading.Event,
     ) -> None:
         if identity.peer_id != manifest.peer_id:
             raise NetworkError(
@@ -64,7 +71,7 @@ class RoundServer:
         self.settings, self.stop = settings, stop
         self.rules = Rules.of(manifest, settings.min_peers)
         self.swarm = manifest.swarm()
-        private = swarm_folder(settings, store.root, self.swarm) / "coordinator"
+        private = swarm_folder(storage, store.root, self.swarm) / "coordinator"
         self.private = FolderStore.at(private)
         self.history = StageHistory(private / "history.jsonl", store, manifest, stop)
         self.submissions = Submissions(store, self.swarm)

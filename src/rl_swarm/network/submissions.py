@@ -9,6 +9,7 @@ from typing import TypeVar
 from rl_swarm.network import retries
 from rl_swarm.network.documents import RECORD_BYTES, DocumentKey, DocumentStore, Kind
 from rl_swarm.network.listing import ThrottledListing
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 from rl_swarm.protocol.untrusted import quoted
 from rl_swarm.protocol.wire import Incomplete, Rejected, unseal_with_digest
@@ -99,15 +100,15 @@ class Submissions:
     def _check(self, record: PeerInfo | Report, node: str, state: State) -> None:
         """Check that a peer has one node name, and that no other peer has that name."""
         if record.swarm != self.swarm:
-            raise Rejected("swarm", "written for another swarm")
+            raise Rejected(RejectReason.SWARM, "written for another swarm")
         if record.node != node:
-            raise Rejected("place", f"written by {quoted(record.node)}")
+            raise Rejected(RejectReason.PLACE, f"written by {quoted(record.node)}")
         if isinstance(record, Report) and (record.round, record.stage) != (state.round, state.stage):
-            raise Rejected("place", f"written for round {record.round}, stage {record.stage}")
+            raise Rejected(RejectReason.PLACE, f"written for round {record.round}, stage {record.stage}")
         for peer_id, member in state.members.items():
             if (peer_id == record.peer_id) != (member.node == node):
                 raise Rejected(
-                    "name", f"{peer_id} is {member.node}; this is of {record.peer_id}, who says it is {node}"
+                    RejectReason.NAME, f"{peer_id} is {member.node}; this is of {record.peer_id}, who says it is {node}"
                 )
 
     def refuse(self, key: DocumentKey, why: str) -> None:

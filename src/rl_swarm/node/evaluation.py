@@ -1,7 +1,7 @@
 """Measures the held-out score, on a fixed set of questions that training never sees.
 
-Sampled as the model behaves while it learns, and greedily. The share of
-well-formed answers and the accuracy among them tell how much is format and how much is skill.
+Answers are sampled as in training, and greedily. The share of well-formed answers and the accuracy among them tell
+how much is format and how much is skill.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def evaluate(
     return HeldOut(
         questions=len(questions),
         samples=samples,
-        temperature=policy.settings.temperature,
+        temperature=policy.settings.sampling.temperature,
         sampled=mean(rewards),
         greedy=mean(likeliest) if greedy else None,
         well_formed=mean([float(good) for good in formed]),
@@ -53,7 +53,7 @@ def evaluate(
 
 
 def protocol(questions: int, samples: int | None, temperature: float | None) -> str:
-    """Say what a score is the mean of, for those who compare it with another."""
+    """Say which questions and answers a score is the mean of, so that scores can be compared."""
     asked = counted(questions, "question")
     if samples is not None:
         asked += f" answered {counted(samples, 'time')}"
@@ -61,7 +61,7 @@ def protocol(questions: int, samples: int | None, temperature: float | None) -> 
 
 
 def means(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """The mean value of every name."""
+    """Return the mean value of every name."""
     found: dict[str, list[float]] = {}
     for name, value in zip(names, values, strict=True):
         found.setdefault(name, []).append(value)

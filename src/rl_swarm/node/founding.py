@@ -3,26 +3,26 @@
 import msgspec
 
 from rl_swarm import environments
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.manifest import Manifest, swarm_name
-from rl_swarm.settings import Settings
 
 
-def new_manifest(settings: Settings, name: str, owner: str, created: float, stages: int) -> Manifest:
-    environment = environments.named(settings.environment)
+def new_manifest(settings: NodeSettings, name: str, owner: str, created: float, stages: int) -> Manifest:
+    environment = environments.named(settings.task.environment)
     return Manifest(
         peer_id=owner,
         name=swarm_name(name),
         created=created,
-        seed=settings.seed,
-        environment=settings.environment,
-        tasks=list(environments.task_list(settings)),
-        partial_rewards=settings.partial_rewards,
-        versions=environments.versions(settings.environment),
-        rounds=settings.rounds,
+        seed=settings.sampling.seed,
+        environment=settings.task.environment,
+        tasks=list(environments.task_list(settings.task, settings.model.model)),
+        partial_rewards=settings.task.partial_rewards,
+        versions=environments.versions(settings.task.environment),
+        rounds=settings.swarm.rounds,
         stages=stages,
-        round_end=settings.round_end,
-        round_interval=settings.round_interval,
-        peer_timeout=settings.peer_timeout,
-        admission=settings.admission,
+        round_end=settings.swarm.round_end,
+        round_interval=settings.swarm.round_interval,
+        peer_timeout=settings.swarm.peer_timeout,
+        admission=settings.swarm.admission,
         shared=environment.shared or msgspec.UNSET,
     )

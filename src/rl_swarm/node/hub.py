@@ -1,8 +1,8 @@
 """Pushes the trained model to the Hugging Face hub, with a card that says how good it has become.
 
-Off unless a token and a repository are given. A push takes a finished checkpoint, links its files aside, so
-that nobody changes or removes them, and uploads them in a thread of its own while training goes on. What
-goes wrong with it is counted, logged and written to the journal, and never stops the node.
+It does so only where a token and a repository are given. A push links the files of a finished checkpoint aside, where
+nothing changes or removes them, and uploads them in a thread of its own while training goes on. A failure is counted,
+logged and written to the journal, and never stops the node.
 """
 
 import logging
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rl_swarm import __version__
+from rl_swarm.learning.settings import BUNDLED
 from rl_swarm.node.model_card import Trained, card, prompting
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.untrusted import printable
-from rl_swarm.settings import BUNDLED, Settings
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import EVENTS, METRICS, Journal, read_lines
 
@@ -34,7 +35,7 @@ DELAYS = (5.0, 30.0, 120.0)  # seconds before the second, third and fourth attem
 PATIENCE = 600.0  # seconds that a node waits for its last push
 NAMES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # models the hub names otherwise
 WEIGHTS = ["model*.safetensors", "model*.safetensors.index.json"]
-FILES = [  # a checkpoint holds more, which is nobody else's business
+FILES = [  # a checkpoint holds more, which stays private
     "config.json", "generation_config.json", *WEIGHTS, "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "spiece.model", "chat_template.*", "additional_chat_templates/*.jinja",
 ]  # fmt: skip
@@ -43,9 +44,9 @@ FILES = [  # a checkpoint holds more, which is nobody else's business
 class Push:
     """Pushes one checkpoint at a time, in the background. A newer one takes the place of one that waits."""
 
-    def __init__(self, settings: Settings, aside: Path, journal: Journal, stop: threading.Event) -> None:
+    def __init__(self, settings: NodeSettings, aside: Path, journal: Journal, stop: threading.Event) -> None:
         self.settings, self.aside, self.journal, self.stop = settings, aside, journal, stop
-        self.repo = settings.hub_repo or ""
+        self.repo = settings.checkpoint.hub_repo or ""
         self.delays, self.endpoint = DELAYS, os.environ.get("HF_ENDPOINT") or None
         self.failures = self.number = 0
         self.lock, self.busy, self.ended = threading.Lock(), False, False
@@ -54,16 +55,16 @@ class Push:
         self._tidy()  # after a process that was killed
 
     @classmethod
-    def wanted(cls, settings: Settings, aside: Path, journal: Journal, stop: threading.Event) -> "Push | None":
-        """A push if the settings ask for one; `aside` is where it keeps what it has not uploaded yet."""
-        if settings.hub_repo and settings.hf_token:
+    def wanted(cls, settings: NodeSettings, aside: Path, journal: Journal, stop: threading.Event) -> "Push | None":
+        """Return a push if the settings ask for one; `aside` is the folder for what is not uploaded yet."""
+        if settings.checkpoint.hub_repo and settings.model.hf_token:
             return cls(settings, aside, journal, stop)
-        if settings.hub_repo:
-            log.warning("HUB_REPO=%s without HF_TOKEN: the model will not be pushed", settings.hub_repo)
+        if settings.checkpoint.hub_repo:
+            log.warning("HUB_REPO=%s without HF_TOKEN: the model will not be pushed", settings.checkpoint.hub_repo)
         return None
 
     def __call__(self, folder: Path, policy: "Policy", manifest: Manifest) -> None:
-        """Takes a finished checkpoint and returns at once."""
+        """Take a finished checkpoint and return at once."""
         lines = self.journal.read(METRICS)
         trained = Trained(
             repo=self.repo,
@@ -92,10 +93,10 @@ class Push:
         return None
 
     def finish(self, seconds: float = PATIENCE) -> None:
-        """Waits for the push under way, so long and no longer, and not at all once the node is told to stop.
+        """Wait for the push under way, at most `seconds`, and not at all once the node is told to stop.
 
-        With HF_HUB_DISABLE_XET the library uploads several large files in a pool of threads, and Python waits for
-        those when it exits: until a server that is silent hangs up.
+        With HF_HUB_DISABLE_XET the library uploads several large files in a pool of threads. At its end
+        Python waits for those until a silent server hangs up.
         """
         deadline = time.monotonic() + seconds
         if self.busy:
@@ -141,7 +142,9 @@ class Push:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        api = HfApi(self.endpoint, token=self.settings.hf_token, library_name="rl-swarm", library_version=__version__)
+        api = HfApi(
+            self.endpoint, token=self.settings.model.hf_token, library_name="rl-swarm", library_version=__version__
+        )
         text = card(trained, license_of(trained.base, trained.base_is, api))
         (staged / "README.md").write_text(text, encoding="utf-8")
         url = api.create_repo(self.repo, exist_ok=True)
@@ -149,7 +152,7 @@ class Push:
             repo_id=self.repo,
             folder_path=staged,
             commit_message=f"RL Swarm: {trained.rounds} of {trained.manifest.rounds} rounds",
-            delete_patterns=WEIGHTS,  # of a model with other files, which would be loaded instead
+            delete_patterns=WEIGHTS,  # of an older model, which would be loaded instead
         )
         return str(url)
 
@@ -167,7 +170,7 @@ class Push:
 
 
 def put_aside(folder: Path, target: Path) -> Path:
-    """The model's files of a checkpoint, linked; where that is impossible, as on a mounted drive, copied elsewhere."""
+    """Link the model's files of a checkpoint aside; copy them where that is impossible, as on a mounted drive."""
     files = {path.relative_to(folder) for pattern in FILES for path in folder.glob(pattern) if path.is_file()}
     if not files:
         raise FileNotFoundError(f"{folder} holds no model")
@@ -185,7 +188,7 @@ def put_aside(folder: Path, target: Path) -> Path:
 
 
 def explain(error: BaseException, repo: str) -> tuple[str, bool]:
-    """What went wrong, in words that name the setting, and whether another attempt is useless."""
+    """Explain an error in words that name the setting, and tell whether another attempt is useless."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     status, cause = None, error
@@ -205,7 +208,7 @@ def explain(error: BaseException, repo: str) -> tuple[str, bool]:
 
 
 def license_of(base: str, base_is: str, api: "HfApi") -> dict[str, str]:
-    """What the base model's card says about its licence; nothing if that cannot be found out."""
+    """Return the licence that the base model's card states; nothing if it cannot be found out."""
     from huggingface_hub import ModelCard
 
     if base_is == "bundled":
@@ -229,7 +232,7 @@ def _where(model: str) -> Literal["bundled", "local", "hub"]:
 
 
 def outcomes(run: Path, nodes: Iterable[str]) -> list[str]:
-    """How the last push of these nodes of a run ended, in words."""
+    """Tell how the last push of each of these nodes of a run ended."""
     found, files = [], LocalFiles(run)
     for node in nodes:
         lines = read_lines(files, f"logs/{node}/{EVENTS}")[0]

@@ -1,4 +1,4 @@
-"""Writes the card of a trained model: what it is, how good it has become, how to use it. Values in, text out."""
+"""Writes the card of a trained model: what it is, how good it has become, how to use it."""
 
 import re
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ import msgspec
 import yaml
 
 from rl_swarm import __version__
+from rl_swarm.node.settings import NodeSettings, public_settings
 from rl_swarm.plural import counted
 from rl_swarm.protocol.manifest import Manifest
-from rl_swarm.settings import Settings, all_settings, tellable
+from rl_swarm.sections import settings_of
 
 OF_SWARM = ("seed", "rounds", "round_end", "round_interval", "peer_timeout", "partial_rewards")
 ALWAYS = (
@@ -23,21 +24,21 @@ NEVER = ("threads", "nodes_per_device", "poll_interval", "hub_every", "log_level
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """What a card tells."""
+    """Holds the facts of a card."""
 
     repo: str
     base: str  # the model that training started from
     base_is: Literal["bundled", "local", "hub"]
     prompting: Literal["system", "user", "plain"]  # where the instruction stands in a prompt
     system_prompt: str
-    settings: Settings
+    settings: NodeSettings
     manifest: Manifest
     rounds: int  # that this node played
     held_out: list[dict[str, Any]]  # the node's own measurements, oldest first
 
 
 def card(trained: Trained, license: dict[str, str] | None = None) -> str:
-    """The model card: metadata for the hub, then what a reader wants to know, in that order."""
+    """Write the model card: metadata for the hub, then the text for readers."""
     manifest = trained.manifest
     on_hub = {"base_model": trained.base} if trained.base_is == "hub" else {}
     metadata = {
@@ -76,7 +77,7 @@ def card(trained: Trained, license: dict[str, str] | None = None) -> str:
 
 
 def code(text: str, in_table: bool = False) -> str:
-    """Quote text as code that no reader of Markdown takes for anything else. The swarm's owner wrote some of it."""
+    """Quote text as code, because the swarm's owner wrote some of it and Markdown must not be taken from there."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     text = f" {text} " if text.startswith("`") or text.endswith("`") else text
@@ -87,17 +88,19 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def shown_settings(settings: Settings, manifest: Manifest) -> dict[str, object]:
-    """The important settings and those that differ from their defaults. Free text is never among them: it may
-    be a secret or a path."""
+def shown_settings(settings: NodeSettings, manifest: Manifest) -> dict[str, object]:
+    """Return the important settings and those that differ from their defaults.
+
+    Free text is never among them: it may be a secret or a path.
+    """
     values = {
-        **msgspec.to_builtins(settings),
+        **settings.flat(),
         **{name: getattr(manifest, name) for name in OF_SWARM},
         "learning_rate": settings.step_size(),
         "max_new_tokens": settings.completion_tokens(),
     }
-    told, shown = tellable(values), {}
-    for setting in all_settings():
+    told, shown = public_settings(values), {}
+    for setting in settings_of(type(settings)):
         value = values[setting.name]
         changed = setting.name in told and value != setting.default and setting.name not in NEVER
         if setting.name in ALWAYS or changed:
@@ -132,7 +135,7 @@ def _number(value: float | None) -> str:
 
 
 def prompting(tokenizer: Any) -> Literal["system", "user", "plain"]:
-    """Where the instruction goes in this model's prompts, as `Policy.prompt_ids` has it."""
+    """Tell where the instruction goes in this model's prompts, as `Policy.prompt_ids` has it."""
     if tokenizer.chat_template is None:
         return "plain"
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]

@@ -1,4 +1,4 @@
-"""Imports once, in the process that nodes are forked from, what all of them need: most of that is torch."""
+"""Imports what all nodes need, mostly torch, once, in the process that they are forked from."""
 
 import rl_swarm.learning.preload
 import rl_swarm.node.node  # noqa: F401

@@ -1,4 +1,4 @@
-"""Starts child processes: forked from a server that may die, deaf to the terminal, gone when their parent is.
+"""Starts child processes: forked from a server, shielded from the terminal, ended with their parent.
 
 The terminal sends Ctrl-C and its own end to every process that runs in it. Only the parent acts on these and tells its
 children. Every child holds one end of a pipe whose other end only its parent has. When the parent ends, however it
@@ -28,7 +28,7 @@ LONGEST_MESSAGE = 1 << 16
 
 
 def context_for(gpu: bool) -> Context:
-    """Chooses how children start: with a GPU afresh, else forked from a server that has imported torch once."""
+    """Choose how children start: with a GPU afresh, else forked from a server that has imported torch once."""
     if gpu:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -37,25 +37,25 @@ def context_for(gpu: bool) -> Context:
 
 
 class ChildProcess:
-    """Runs `target(*arguments, pipe)` in a process of its own, from now on."""
+    """Runs `target(*arguments, pipe)` in a process of its own."""
 
     def __init__(self, context: Context, name: str, target: Callable[..., None], *arguments: object) -> None:
         self.process, self.pipe = _start(context, name, target, arguments)
         self._said = b""
 
     def exit_code(self) -> int | None:
-        """Returns None while it runs. A child that outlived its fork server counts as killed once it has ended."""
+        """Return None while the process runs. A child that outlives its fork server counts as killed once it ends."""
         code = self.process.exitcode
         if code != LOST:
             return code
         return None if self._holds_pipe() else -signal.SIGKILL
 
     def is_orphan(self) -> bool:
-        """Tells whether it runs although its fork server has died."""
+        """Tell whether the process runs although its fork server has died."""
         return self.process.exitcode == LOST and self.exit_code() is None
 
     def message(self) -> str:
-        """Returns what the child said last."""
+        """Return the last message of the child."""
         self._holds_pipe()
         return self._said.decode(errors="replace")
 
@@ -64,14 +64,14 @@ class ChildProcess:
             os.kill(self.process.pid, number)
 
     def join(self, seconds: float) -> None:
-        """Waits for its end, at most so long."""
+        """Wait for the end of the process, at most `seconds`."""
         deadline = time.monotonic() + seconds
         self.process.join(seconds)
         while self.is_orphan() and (left := deadline - time.monotonic()) > 0:
             self.pipe.poll(left)
 
     def _holds_pipe(self) -> bool:
-        """Reads what there is in the pipe; False once the child has closed its end."""
+        """Read what is in the pipe; return False once the child has closed its end."""
         try:
             while self.pipe.poll():
                 self._said = self.pipe.recv_bytes(LONGEST_MESSAGE)
@@ -83,7 +83,7 @@ class ChildProcess:
 def _start(
     context: Context, name: str, target: Callable[..., None], arguments: tuple[object, ...]
 ) -> tuple[BaseProcess, Connection]:
-    """Starts a process. A fork server that has died is started again, also when it dies at this moment."""
+    """Start a process; start the fork server again if it has died, also when it dies at this moment."""
     for tries in range(1, TRIES + 1):
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
@@ -109,7 +109,7 @@ def _start(
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Blocks the terminal's signals in what is started meanwhile, which inherits that, until it ignores them itself."""
+    """Block the terminal's signals in processes that are started meanwhile, until they ignore them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_TERMINAL)
     try:
         resource_tracker.ensure_running()  # which unblocks some, if it was not running
@@ -120,7 +120,7 @@ def _deaf_children() -> Iterator[None]:
 
 
 def obey_parent(pipe: Connection) -> threading.Event:
-    """In a child: ends it with its parent, and leaves the terminal's signals to that. SIGTERM sets the event."""
+    """End this child with its parent, and leave the terminal's signals to the parent. SIGTERM sets the event."""
     stop = threading.Event()
     for number in FROM_TERMINAL:
         signal.signal(number, signal.SIG_IGN)
@@ -131,7 +131,7 @@ def obey_parent(pipe: Connection) -> threading.Event:
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """Waits for the other end of a pipe to close, and ends this process."""
+    """Wait for the other end of a pipe to close, and end this process."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):

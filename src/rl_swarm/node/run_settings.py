@@ -1,7 +1,7 @@
 """Keeps the settings of a run of `up`, so that it can be resumed: private, and signed in its folder.
 
-Others may be able to write to the folder. So a run is resumed with the private copy, or on another machine with the
-one in the folder if this user's key has signed it for this swarm.
+Other users may be able to write to the folder. So a run is resumed with the private copy. On another machine it is
+resumed with the copy in the folder, if this user's key has signed that for this swarm.
 """
 
 import logging
@@ -14,10 +14,12 @@ from rl_swarm.errors import UserError
 from rl_swarm.network.documents import MANIFEST, DocumentStore
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owner_documents import read_manifest
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.wire import Id, Rejected, convert, decode, seal, unseal
-from rl_swarm.settings import SECRETS, Settings
+from rl_swarm.sections import settings_of
 from rl_swarm.storage.files import Files, LocalFiles, Refused
 from rl_swarm.storage.private import remember_swarm, started_swarm, swarm_folder
 
@@ -28,7 +30,7 @@ SETTINGS_BYTES = 1 << 18
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that a run was started with, without secrets."""
+    """Holds the settings that a run was started with, without secrets."""
 
     peer_id: Id = ""
     kind: Literal["settings"] = "settings"
@@ -36,28 +38,26 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, object]
 
 
-def keep(settings: Settings, root: Path, manifest: Manifest, owner: Identity) -> None:
-    """Writes the settings of a run, privately and into its folder."""
-    values: dict[str, object] = msgspec.to_builtins(settings)
-    for name in SECRETS:
-        values.pop(name)
-    values["identity_path"] = str(Path(settings.identity_path).absolute())
+def keep(settings: NodeSettings, root: Path, manifest: Manifest, owner: Identity) -> None:
+    """Write the settings of a run, privately and into its folder."""
+    secrets = {known.name for known in settings_of(type(settings)) if known.secret}
+    values = {name: value for name, value in settings.flat().items() if name not in secrets}
+    values["identity_path"] = str(Path(settings.network.identity_path).absolute())
     data = seal(RunSettings(swarm=manifest.swarm(), settings=values), owner, limit=SETTINGS_BYTES)
-    own = LocalFiles(swarm_folder(settings, root, manifest.swarm()))
+    own = LocalFiles(swarm_folder(settings.storage, root, manifest.swarm()))
     own.write(SETTINGS_FILE, data)
     FolderStore(own).write(MANIFEST, seal(manifest, owner))
-    remember_swarm(settings, root, manifest.swarm())
+    remember_swarm(settings.storage, root, manifest.swarm())
     LocalFiles(root).write(SETTINGS_FILE, data)
 
 
-def manifest_of(store: DocumentStore, root: Path, settings: Settings) -> Manifest | None:
-    """Returns the manifest of a run that this user started, whatever somebody put in its place; None for any other
-    swarm."""
-    swarm = started_swarm(settings, root)
+def manifest_of(store: DocumentStore, root: Path, settings: NodeSettings) -> Manifest | None:
+    """Return the manifest of a run that this user started, also if its file was exchanged; None for other swarms."""
+    swarm = started_swarm(settings.storage, root)
     if not swarm:
         return None
     try:
-        kept = read_manifest(FolderStore.at(swarm_folder(settings, root, swarm)))
+        kept = read_manifest(FolderStore.at(swarm_folder(settings.storage, root, swarm)))
         if read_manifest(store).peer_id == kept.peer_id:  # the same, or a later run of the same user
             return None
     except (FileNotFoundError, Refused):
@@ -68,30 +68,29 @@ def manifest_of(store: DocumentStore, root: Path, settings: Settings) -> Manifes
     return kept
 
 
-def resumed(run: Path, user: Settings) -> dict[str, object]:
-    """Returns the settings that a run was started with; raises `UserError` where none are this user's own."""
+def resumed(run: Path, user: NodeSettings) -> dict[str, object]:
+    """Return the settings that a run was started with; raise `UserError` where none are this user's own."""
     files = LocalFiles(run)
     try:
         manifest = read_manifest(FolderStore(files))
     except (OSError, Rejected) as error:
         raise UserError(f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours.") from error
-    if started_swarm(user, run) not in ("", manifest.swarm()):
+    if started_swarm(user.storage, run) not in ("", manifest.swarm()):
         raise UserError(
-            f"--resume {run}: its manifest.json is not the one of the run that you started there. Somebody has "
-            "exchanged "
-            "it, or another run was copied over it."
+            f"--resume {run}: its manifest.json is not the one of the run that you started there. It was "
+            "exchanged, or another run was copied over it."
         )
-    private = LocalFiles(swarm_folder(user, run, manifest.swarm()))
+    private = LocalFiles(swarm_folder(user.storage, run, manifest.swarm()))
     try:
         return convert(decode(private.read(SETTINGS_FILE, SETTINGS_BYTES)), RunSettings).settings
     except (OSError, Rejected):  # another machine, or a directory that was moved
         pass
-    key = Path(user.identity_path)
+    key = Path(user.network.identity_path)
     try:
         found = read(files, manifest)
     except (OSError, Rejected) as error:
         raise UserError(
-            f"--resume {run}: its {SETTINGS_FILE} cannot be used ({error}). Somebody has changed it, or it is missing. "
+            f"--resume {run}: its {SETTINGS_FILE} cannot be used ({error}). It was changed, or it is missing. "
             "Join the swarm by itself instead, with settings that you give: `rl-swarm coordinate` and `rl-swarm join`."
         ) from error
     if not key.is_file() or Identity.load(key).peer_id != manifest.peer_id:
@@ -103,8 +102,8 @@ def resumed(run: Path, user: Settings) -> dict[str, object]:
 
 
 def read(files: Files, manifest: Manifest) -> RunSettings:
-    """Reads the settings in a run's folder, if its owner has signed them; raises `OSError` or `Rejected`."""
+    """Read the settings in a run's folder, if its owner has signed them; raise `OSError` or `Rejected` if not."""
     found = unseal(files.read(SETTINGS_FILE, SETTINGS_BYTES), RunSettings, SETTINGS_BYTES)
     if (found.peer_id, found.swarm) != (manifest.peer_id, manifest.swarm()):
-        raise Rejected("owner", "not signed by the swarm's owner")
+        raise Rejected(RejectReason.OWNER, "not signed by the swarm's owner")
     return found

@@ -1,62 +1,71 @@
 """Chooses among peers' groups that were checked and scored: which ones, how many, and at what weight.
 
-A strategy is a small class. It is asked anew every round and decides from what it is given, so that a run can be
-stopped and resumed. Name one of `STRATEGIES` in the setting `strategy`, or a class of yours as `module:Class`:
+A strategy is a small class. It decides anew every round from what it is given, so that a run can be stopped and
+resumed. The setting `strategy` names one of `STRATEGIES`, or a class of the user's as `module:Class`:
 
     class Unsure(Sapo):
-        "Groups that were solved about half of the time, at half the weight."
+        "Take groups that were solved about half of the time, at half the weight."
 
-        def choose(self, found, wanted, rng):
-            best = sorted(found, key=lambda one: abs(one.group.mean_reward - 0.5))
-            return [weighed(one, 0.5) for one in best[:wanted]]
+        def choose(self, candidates, wanted, rng):
+            best = sorted(candidates, key=lambda one: abs(one.group.mean_reward - 0.5))
+            return [weighted(one, 0.5) for one in best[:wanted]]
 """
 
 import importlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from rl_swarm.errors import UserError
-
-if TYPE_CHECKING:
-    from rl_swarm.node.selection import Found
-    from rl_swarm.protocol.rollouts import Group
+from rl_swarm.protocol.rollouts import Group, Publication, RolloutId
 
 
 class StrategyError(UserError):
-    """A strategy that cannot be used; the message says what would work."""
+    """Reports a strategy that cannot be used; the message says what would work."""
+
+
+@dataclass(frozen=True)
+class CandidateGroup:
+    """Holds a peer's group that a strategy may choose."""
+
+    id: RolloutId
+    group: Group
+    publication: Publication
 
 
 class Strategy:
-    """Asks peers one after the other until enough groups with signal were found, and draws from those.
+    """Asks peers one after the other until enough groups with signal are found, and draws from those.
 
-    So what a node spends follows what it asks for and not the size of the swarm.
+    So the cost of a round follows what a node asks for and not the size of the swarm.
     """
 
     settings: ClassVar[Mapping[str, object]] = {}  # that belong to it, unless the user gives others
     sees_all = False  # whether it chooses among what all peers published
     needs_signal = True  # whether groups in which all rewards are equal are dropped before it chooses
 
-    def wanted(self, external: int, local: "Sequence[Group]") -> int:
-        """How many groups of others this round takes; `external` is the setting, `local` the node's own groups."""
+    def wanted(self, external: int, local: Sequence[Group]) -> int:
+        """Return how many groups of peers this round takes.
+
+        `external` is the setting `external_groups`, `local` the node's own groups.
+        """
         return external
 
-    def choose(self, found: "Sequence[Found]", wanted: int, rng: random.Random) -> "list[Found]":
-        """Those to learn from; `weighed` makes one count more or less."""
-        return rng.sample(found, min(wanted, len(found)))
+    def choose(self, candidates: Sequence[CandidateGroup], wanted: int, rng: random.Random) -> list[CandidateGroup]:
+        """Choose the groups to train on; `weighted` makes one count more or less."""
+        return rng.sample(candidates, min(wanted, len(candidates)))
 
 
 class Alone(Strategy):
-    """Nothing of others."""
+    """Takes no groups of peers."""
 
-    def wanted(self, external: int, local: "Sequence[Group]") -> int:
+    def wanted(self, external: int, local: Sequence[Group]) -> int:
         return 0
 
 
 class Sapo(Strategy):
-    """As published (arXiv:2509.08721): a uniform draw from all groups with signal, which count like one's own."""
+    """Draws uniformly from all groups with signal, at the weight of own ones, as published (arXiv:2509.08721)."""
 
     settings: ClassVar[Mapping[str, object]] = {
         "check_likelihood": False,
@@ -67,29 +76,29 @@ class Sapo(Strategy):
 
 
 class Uniform(Sapo):
-    """A uniform draw from all groups, those without signal too."""
+    """Draws uniformly from all groups, also from those without signal."""
 
     needs_signal = False
 
 
 class Top(Sapo):
-    """The groups with the highest mean reward, whether they have signal or not; among equal ones by chance."""
+    """Takes the groups with the highest mean reward, with or without signal; chance decides among equal ones."""
 
     needs_signal = False
 
-    def choose(self, found: "Sequence[Found]", wanted: int, rng: random.Random) -> "list[Found]":
-        shuffled = rng.sample(found, len(found))
+    def choose(self, candidates: Sequence[CandidateGroup], wanted: int, rng: random.Random) -> list[CandidateGroup]:
+        shuffled = rng.sample(candidates, len(candidates))
         return sorted(shuffled, key=lambda one: -one.group.mean_reward)[:wanted]
 
 
 class TopSignal(Top):
-    """The groups with the highest mean reward among those with signal."""
+    """Takes the groups with the highest mean reward among those with signal."""
 
     needs_signal = True
 
 
 class Capped(Sapo):
-    """Off-policy correction: tokens of others weigh what they are likelier here than with their sender, up to a cap."""
+    """Corrects for off-policy tokens with an importance weight, which is capped."""
 
     settings: ClassVar[Mapping[str, object]] = {
         **Sapo.settings,
@@ -99,16 +108,19 @@ class Capped(Sapo):
 
 
 class Gated(Strategy):
-    """Without the senders' log-probabilities: texts that this model would hardly write are left out, and others' worse
-    answers count a quarter. To look at a text costs a pass of the model, so peers are asked until enough was found."""
+    """Leaves out texts that this model would hardly write, and scales the worse answers of peers to a quarter.
+
+    It needs no log-probabilities of the senders. Each check costs a forward pass, so it asks peers until enough groups
+    are found.
+    """
 
     settings: ClassVar[Mapping[str, object]] = {"check_likelihood": True, "negative_scale": 0.25}
 
 
 class Adaptive(Sapo):
-    """Fills up: `external` groups of others, and one more for every own group without signal."""
+    """Takes one group more for every own group without signal."""
 
-    def wanted(self, external: int, local: "Sequence[Group]") -> int:
+    def wanted(self, external: int, local: Sequence[Group]) -> int:
         return external + sum(not group.has_signal for group in local)
 
 
@@ -125,19 +137,19 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def weighed(one: "Found", weight: float) -> "Found":
-    """The same group, counting so much in training."""
-    return replace(one, group=replace(one.group, weight=weight))
+def weighted(candidate: CandidateGroup, weight: float) -> CandidateGroup:
+    """Return the candidate with a weight in training; 1 is that of an own group."""
+    return replace(candidate, group=replace(candidate.group, weight=weight))
 
 
 def named(name: str) -> Strategy:
-    """The strategy of that name, or the user's own class."""
+    """Return the strategy of that name, or an object of the user's class."""
     if name in STRATEGIES:
         return STRATEGIES[name]()
     module, colon, attribute = name.partition(":")
     if not colon:
         raise StrategyError(
-            f"strategy={name}: there is none of that name. Use {', '.join(STRATEGIES)}, or a class of yours as "
+            f"strategy={name}: there is no strategy of that name. Use {', '.join(STRATEGIES)}, or a class of yours as "
             "module:Class."
         )
     if "" not in sys.path:
@@ -150,5 +162,5 @@ def named(name: str) -> Strategy:
             "installed."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise StrategyError(f"strategy={name}: {attribute} is no class made from rl_swarm.node.strategies.Strategy.")
+        raise StrategyError(f"strategy={name}: {attribute} is not a subclass of rl_swarm.node.strategies.Strategy.")
     return found()

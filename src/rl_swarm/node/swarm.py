@@ -1,7 +1,8 @@
 """Runs many nodes on one machine: starts them, restarts the ones that die, stops them all.
 
-On a CPU the children are forked from a server process that has imported torch once (`children.py`); with a GPU each
-starts afresh, and the nodes that share a GPU share a process too. Whatever dies is started again, that server included.
+On a CPU the children are forked from a server process that has imported torch once (`processes.py`). With a GPU each
+starts afresh, and the nodes that share a GPU share a process too. A child that dies is started again, and so is the
+fork server.
 """
 
 import faulthandler
@@ -20,31 +21,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from rl_swarm import environments
 from rl_swarm.errors import UserError
+from rl_swarm.learning.settings import ModelSettings
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
+from rl_swarm.node.settings import NodeSettings
 from rl_swarm.node.worker import coordinate, join, join_together
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.settings import Settings
 from rl_swarm.telemetry.logs import start_logging
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0  # to finish a step and save, after being told to stop
 QUICK_SECONDS = 30.0  # a child that ends this soon after its start did not get anywhere
-MAX_FAILURES, MAX_KILLS = (
-    3,
-    30,
-)  # so many quick ends in a row, by its own fault or by a signal, are no accident
+# So many quick ends in a row, by its own fault or by a signal, are no accident.
+MAX_FAILURES, MAX_KILLS = 3, 30
 FATAL = 78  # exit code of a child that cannot work as configured: not restarted
 
 Role = Literal["coordinator", "worker"]
 
 
 class SwarmError(UserError):
-    """A child that cannot work; the message is the child's own."""
+    """Reports a child that cannot work; the message is the child's own."""
 
 
 # Of a process of several nodes. Every thread and stream has a workspace of cuBLAS: of 8 MiB, not 32. Every stream has
@@ -59,7 +57,7 @@ SHARED = {
 class NodeProcess:
     name: str
     role: Role
-    members: dict[str, Settings]  # by their names
+    members: dict[str, NodeSettings]  # by their names
     environ: dict[str, str] = field(default_factory=dict)
     process: ChildProcess | None = None
     started: float = 0.0
@@ -68,16 +66,16 @@ class NodeProcess:
 
 
 class SwarmProcesses:
-    """A coordinator and its nodes, each its own process."""
+    """Runs a coordinator and its nodes, each in its own process."""
 
-    def __init__(self, address: Path, coordinator: Settings, workers: dict[str, Settings]) -> None:
+    def __init__(self, address: Path, coordinator: NodeSettings, workers: dict[str, NodeSettings]) -> None:
         self.address = address
         self.children = [NodeProcess("coordinator", "coordinator", {"coordinator": coordinator})]
-        gpus = visible_gpus(os.environ) if uses_gpu(coordinator) else []
+        gpus = visible_gpus(os.environ) if uses_gpu(coordinator.model) else []
         for number, (name, settings) in enumerate(workers.items()):
-            each = settings.devices_per_node
-            sharing = settings.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
-            settings = msgspec.structs.replace(settings, nodes_per_device=sharing)
+            each = settings.model.devices_per_node
+            sharing = settings.model.nodes_per_device or nodes_sharing(number, len(workers), len(gpus), each)
+            settings = settings.changed(nodes_per_device=sharing)
             child = NodeProcess(name, "worker", {name: settings}, gpu_environ(number, gpus, each))
             others = [c for c in self.children if c.environ and c.environ | child.environ == c.environ and each == 1]
             if others:
@@ -87,16 +85,16 @@ class SwarmProcesses:
             else:
                 self.children.append(child)
         self.restarts = 0
-        self.context = context_for(uses_gpu(coordinator))
+        self.context = context_for(uses_gpu(coordinator.model))
 
     def start(self, stop: threading.Event) -> None:
-        """Starts all children, or as many as there are until told to stop."""
+        """Start the children one after the other until told to stop."""
         for child in self.children:
             if not stop.is_set():
                 self._start(child)
 
     def tend(self) -> bool:
-        """Looks after the children; False once all of them are done."""
+        """Restart children that have died; return False once all of them are done."""
         self._adopt([child for child in self.children if child.process and child.process.is_orphan()])
         for child in self.children:
             code = child.process.exit_code() if child.process and not child.done else None
@@ -110,11 +108,11 @@ class SwarmProcesses:
         return not all(child.done for child in self.children)
 
     def stop(self) -> None:
-        """Tells the children to stop, gives them time to save, and ends those that do not."""
+        """Tell the children to stop, give them time to save, and end those that do not."""
         self._end(self.children)
 
     def _adopt(self, orphans: Sequence[NodeProcess]) -> None:
-        """Replaces children whose fork server has died: how they end could not be seen any more. They save first."""
+        """Replace children whose fork server has died, since their end could not be seen any more. They save first."""
         if not orphans:
             return
         log.warning("the server that nodes are forked from has died; %d are started again", len(orphans))
@@ -155,15 +153,15 @@ class SwarmProcesses:
         self._start(child)
 
 
-def uses_gpu(settings: Settings) -> bool:
-    """Whether nodes may use a GPU, found out without importing torch."""
+def uses_gpu(settings: ModelSettings) -> bool:
+    """Tell whether nodes may use a GPU, without importing torch."""
     if settings.cpu_only or settings.device == "cpu":
         return False
     return sys.platform == "darwin" or shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that nodes may use, as CUDA_VISIBLE_DEVICES names them; none where there is no saying."""
+    """Return the GPUs that nodes may use, as CUDA_VISIBLE_DEVICES names them; none where that is unknown."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return [name for name in names if name not in ("", "-1")]
@@ -175,12 +173,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def gpus_of(node: int, count: int, each: int) -> list[int]:
-    """Which of `count` GPUs the node of this number (from 0) uses: `each`, in turn, shared when they run out."""
+    """Choose `each` of `count` GPUs for the node of this number (from 0), in turn; nodes share when they run out."""
     return [(node * each + k) % count for k in range(min(each, count))]
 
 
 def nodes_sharing(node: int, nodes: int, count: int, each: int) -> int:
-    """How many nodes, this one included, use the busiest of its GPUs; without any, all share the machine."""
+    """Count the nodes that use the busiest of this node's GPUs; without GPUs, all share the machine."""
     if count == 0:
         return nodes
     used = Counter(gpu for other in range(nodes) for gpu in gpus_of(other, count, each))
@@ -188,19 +186,19 @@ def nodes_sharing(node: int, nodes: int, count: int, each: int) -> int:
 
 
 def gpu_environ(node: int, gpus: Sequence[str], each: int) -> dict[str, str]:
-    """What makes a node see its own GPUs and no other: to its torch they are cuda:0, cuda:1 and so on."""
+    """Return the variables that show a node only its own GPUs: to its torch they are cuda:0, cuda:1 and so on."""
     if not gpus:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[k] for k in gpus_of(node, len(gpus), each))}
 
 
 def _child_main(
-    role: Role, members: dict[str, Settings], address: Path, environ: dict[str, str], pipe: Connection
+    role: Role, members: dict[str, NodeSettings], address: Path, environ: dict[str, str], pipe: Connection
 ) -> None:
     os.environ.update(environ)
     stop = obey_parent(pipe)
     name, settings = next(iter(members.items()))
-    private = start_logging(settings, address, name, terminal=False)
+    private = start_logging(settings.telemetry, settings.storage, address, name, terminal=False)
     faulthandler.enable(private.open("a"))  # where a library brings the process down
     try:
         if role == "coordinator":
@@ -218,22 +216,20 @@ def _child_main(
         os._exit(1)
 
 
-def worker_settings(settings: Settings) -> dict[str, Settings]:
-    """One set of settings per node: its own key, its share of the cores, its own repository, its role; all with one
-    owner."""
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.nodes)
-    base = Path(settings.identity_path).absolute()
+def worker_settings(settings: NodeSettings) -> dict[str, NodeSettings]:
+    """Make one set of settings per node: own key, share of the cores, repository and role; one owner for all."""
+    threads = settings.model.threads or max(1, (os.cpu_count() or 1) // settings.swarm.nodes)
+    base = Path(settings.network.identity_path).absolute()
     owner = Identity.load_or_create(base).peer_id
-    roles = environments.named(settings.environment).cast(settings.nodes)
+    roles = environments.named(settings.task.environment).assign_roles(settings.swarm.nodes)
     workers = {}
-    for number in range(1, settings.nodes + 1):
-        first = number == 1 and settings.network == "folder"  # among peers the coordinator is one of its own
+    for number in range(1, settings.swarm.nodes + 1):
+        first = number == 1 and settings.swarm.network == "folder"  # among peers the coordinator is one of its own
         key = base if first else base.with_name(f"{base.stem}-{number}{base.suffix}")
         node = Identity.load_or_create(key).node
-        shared = settings.hub_repo is not None and settings.nodes > 1
-        repo = f"{settings.hub_repo}-{node}" if shared else settings.hub_repo
-        workers[node] = msgspec.structs.replace(
-            settings,
+        shared = settings.checkpoint.hub_repo is not None and settings.swarm.nodes > 1
+        repo = f"{settings.checkpoint.hub_repo}-{node}" if shared else settings.checkpoint.hub_repo
+        workers[node] = settings.changed(
             node_id=node,
             identity_path=str(key),
             threads=threads,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_swarm import environments
-from rl_swarm.errors import ModelError, UserError
+from rl_swarm.environments.settings import ROLES, TaskSettings
+from rl_swarm.errors import ConfigError, ModelError, UserError
 from rl_swarm.network import owners
 from rl_swarm.network.address import Address, is_url, open_address, peer_url
 from rl_swarm.network.base import NetworkError
@@ -30,46 +31,49 @@ from rl_swarm.network.presence import Watch, only_one_here
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import run_settings
 from rl_swarm.node.founding import new_manifest
+from rl_swarm.node.settings import NodeSettings, public_settings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
-from rl_swarm.settings import ROLES, ConfigError, Settings, tellable
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
+from rl_swarm.telemetry.export import Source
 from rl_swarm.telemetry.journal import Journal
 
 if TYPE_CHECKING:
     from rl_swarm.environments.base import Environment, Role
     from rl_swarm.learning.checkpoints import Checkpoints, Place
-    from rl_swarm.learning.parallel.sharing import Sharing
+    from rl_swarm.learning.parallel.shared_device import SharedDevice
     from rl_swarm.learning.policy import Policy
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 4  # signs of life in a row that could not be written
+MAX_FAILURES = 4  # heartbeats in a row that could not be written
 SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
 
-def join(address: Path | str, settings: Settings, stop: threading.Event, sharing: "Sharing | None" = None) -> None:
-    """Joins the swarm at the address and trains until it has finished or `stop` is set."""
+def join(
+    address: Path | str, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None" = None
+) -> None:
+    """Join the swarm at the address and train until it has finished or `stop` is set."""
     with explained(address):
         _join(open_address(address), settings, stop, sharing)
 
 
-def join_together(address: Path | str, workers: Mapping[str, Settings], stop: threading.Event) -> None:
-    """Several nodes that share a GPU, each in a thread of this process. When one fails, all stop and save."""
-    from rl_swarm.learning.parallel.sharing import Sharing, own_stream
+def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop: threading.Event) -> None:
+    """Run several nodes that share a GPU, each in a thread. When one fails, all stop and save."""
+    from rl_swarm.learning.parallel.shared_device import SharedDevice, own_stream
 
-    sharing, failures = Sharing(len(workers)), list[Exception]()
+    sharing, failures = SharedDevice(len(workers)), list[Exception]()
 
-    def run(settings: Settings) -> None:
+    def run(settings: NodeSettings) -> None:
         try:
             with own_stream():
                 join(address, settings, stop, sharing)
-        except Exception as error:  # raised below, when the others have saved
+        except Exception as error:  # raised below, when the other nodes have saved
             if not isinstance(error, UserError):
                 log.exception("failed")
             failures.append(error)
@@ -91,8 +95,8 @@ def join_together(address: Path | str, workers: Mapping[str, Settings], stop: th
         raise failures[0]
 
 
-def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -> None:
-    """Coordinates the swarm at the address, founding it if there is none."""
+def coordinate(address: Path | str, settings: NodeSettings, stop: threading.Event) -> None:
+    """Coordinate the swarm at the address, and found it if there is none."""
     with explained(address):
         place = open_address(address)
         if isinstance(place.store, FolderStore):
@@ -102,43 +106,45 @@ def coordinate(address: Path | str, settings: Settings, stop: threading.Event) -
                 raise UserError(
                     f"{address} cannot be made: {error.strerror}. Choose a directory that can be written."
                 ) from error
-        identity = Identity.load_or_create(Path(settings.identity_path))
+        identity = Identity.load_or_create(Path(settings.network.identity_path))
         manifest = run_settings.manifest_of(place.store, place.here, settings)
         manifest = manifest or found(place.store, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
-        if settings.network == "p2p":
+        if settings.swarm.network == "p2p":
             _lead_among_peers(place, settings, identity, manifest, stop)
             return
-        state = RoundServer(place.store, manifest, identity, settings, stop).run()
+        state = RoundServer(place.store, manifest, identity, settings.network, settings.storage, stop).run()
         log.info("%s at round %d", state.phase, state.round)
 
 
 def _lead_among_peers(
-    place: Address, settings: Settings, identity: Identity, manifest: Manifest, stop: threading.Event
+    place: Address, settings: NodeSettings, identity: Identity, manifest: Manifest, stop: threading.Event
 ) -> None:
-    """Coordinates over the peer-to-peer network. With rounds by the clock there is no coordinator, only a peer that
-    knows the manifest."""
+    """Coordinate over the peer-to-peer network.
+
+    With rounds on an interval the clock coordinates, and this process is a peer that knows the manifest.
+    """
     from rl_swarm.network.p2p import joining
 
     signed = place.store.read(MANIFEST, MAX_BYTES)
     with (
-        joining.engine_of(identity, [], settings, place.here) as engine,
+        joining.engine_of(identity, [], settings.network, place.here) as engine,
         joining.among_peers(engine, identity, manifest, signed, place.here) as store,
     ):
         joining.write_bootnodes(engine, place.here)
         for address in engine.addresses:
-            log.info("others join at %s", peer_url(address))
+            log.info("other nodes join at %s", peer_url(address))
         if manifest.round_end == "interval":
-            coordinator = coordinator_of(store, manifest, identity, "", stop, settings.poll_interval)
+            coordinator = coordinator_of(store, manifest, identity, "", stop, settings.network.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
             return
-        state = RoundServer(store, manifest, identity, settings, stop).run()
+        state = RoundServer(store, manifest, identity, settings.network, settings.storage, stop).run()
         log.info("%s at round %d", state.phase, state.round)
         stop.wait(joining.LINGER_SECONDS)  # nodes still ask how it ended
 
 
-def found(store: DocumentStore, settings: Settings, name: str, identity: Identity) -> Manifest:
-    """The swarm's manifest, written now if this is a new swarm."""
+def found(store: DocumentStore, settings: NodeSettings, name: str, identity: Identity) -> Manifest:
+    """Return the swarm's manifest; write it if this is a new swarm."""
     try:
         return read_manifest(store)
     except FileNotFoundError:
@@ -147,7 +153,7 @@ def found(store: DocumentStore, settings: Settings, name: str, identity: Identit
                 f"{store.root} holds a swarm, but no {store.name(MANIFEST)}. Wait until the drive has synced it, or "
                 "start in another folder."
             ) from None
-        stages = environments.named(settings.environment).stages
+        stages = environments.named(settings.task.environment).stages
         manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages)
         store.write(MANIFEST, seal(manifest, identity))
         return manifest
@@ -164,30 +170,31 @@ def _has_state(store: DocumentStore) -> bool:
     return True
 
 
-def _join(address: Address, settings: Settings, stop: threading.Event, sharing: "Sharing | None") -> None:
-    identity = Identity.load_or_create(Path(settings.identity_path))
-    name = settings.node_id or identity.node
-    others = sinks.wanted(settings, os.environ)
+def _join(address: Address, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
+    identity = Identity.load_or_create(Path(settings.network.identity_path))
+    name = settings.network.node_id or identity.node
+    wanted = sinks.requested(settings.telemetry, os.environ)
     with opened(address, settings, identity, stop) as (address, manifest):
         if manifest is None:
             return
-        owners.check(manifest, address.text, settings)
+        owners.check(manifest, address.text, settings.network)
         settings = with_role(settings, manifest)
-        if settings.publish_frequency == "round" and manifest.round_end == "lockstep":
+        if settings.sharing.publish_frequency == "round" and manifest.round_end == "lockstep":
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=round cannot be used in a lock-step swarm, where nodes wait for each "
-                "other's "
-                "rollouts before they learn. Use `stage` or `generation`."
+                "other's rollouts before they learn. Use `stage` or `generation`."
             )
-        if settings.publish_frequency == "generation" and environments.of_swarm(manifest).hears:
+        if settings.sharing.publish_frequency == "generation" and environments.of_swarm(manifest).context_peers:
             raise ConfigError(
                 "ROLLOUT_PUBLISH_FREQUENCY=generation cannot be used where later stages answer to what was published "
-                "in "
-                "earlier ones: everybody must see the same. Use `stage`."
+                "in earlier ones: all nodes must see the same. Use `stage`."
             )
-        private = swarm_folder(settings, address.text if address.is_url else address.here, manifest.swarm()) / name
-        source = sinks.Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, sinks.public(settings))
-        with only_one_here(identity, manifest.swarm()), sinks.feeding(others, source, stop) as feeds:
+        private = (
+            swarm_folder(settings.storage, address.text if address.is_url else address.here, manifest.swarm()) / name
+        )
+        public = {"model": settings.model.model} | public_settings(settings.flat())
+        source = Source(manifest.name, manifest.swarm(), name, identity.peer_id, private, public)
+        with only_one_here(identity, manifest.swarm()), sinks.sink_threads(wanted, source, stop) as feeds:
             journal = Journal(private / "logs", feeds, LocalFiles(address.here), f"logs/{name}")
             try:
                 _take_part(address, settings, stop, sharing, identity, name, manifest, journal, private)
@@ -199,18 +206,18 @@ def _join(address: Address, settings: Settings, stop: threading.Event, sharing: 
 
 @contextmanager
 def opened(
-    address: Address, settings: Settings, identity: Identity, stop: threading.Event
+    address: Address, settings: NodeSettings, identity: Identity, stop: threading.Event
 ) -> Iterator[tuple[Address, Manifest | None]]:
-    """The address with the documents of its swarm, and the manifest; None when told to stop before there is one."""
-    if settings.network == "folder" and not address.peers:
+    """Open the address; yield it with its documents and manifest, or None when told to stop before there is one."""
+    if settings.swarm.network == "folder" and not address.peers:
         kept = run_settings.manifest_of(address.store, address.here, settings)
-        yield address, kept or await_manifest(address.store, stop, settings.poll_interval)
+        yield address, kept or await_manifest(address.store, stop, settings.network.poll_interval)
         return
     from rl_swarm.network.p2p import joining
 
     known = address.peers or joining.await_bootnodes(address.here, stop)
-    with joining.engine_of(identity, known, settings, address.here) as engine:
-        found = joining.await_manifest(engine, settings, stop)
+    with joining.engine_of(identity, known, settings.network, address.here) as engine:
+        found = joining.await_manifest(engine, settings.network, stop)
         if found is None:
             yield address, None
             return
@@ -221,9 +228,9 @@ def opened(
 
 def _take_part(
     address: Address,
-    settings: Settings,
+    settings: NodeSettings,
     stop: threading.Event,
-    sharing: "Sharing | None",
+    sharing: "SharedDevice | None",
     identity: Identity,
     name: str,
     manifest: Manifest,
@@ -231,10 +238,10 @@ def _take_part(
     private: Path,
 ) -> None:
     store, here = address.store, address.here
-    coordinator = coordinator_of(store, manifest, identity, name, stop, settings.poll_interval)
-    shown = coordinator.node  # to others; what stays on this machine has the node's own name
-    ticket = coordinator.request_admission(settings.invitation)
-    owners.remember(manifest, address.text, settings)
+    coordinator = coordinator_of(store, manifest, identity, name, stop, settings.network.poll_interval)
+    shown = coordinator.node  # to peers; files on this machine have the node's own name
+    ticket = coordinator.request_admission(settings.network.invitation)
+    owners.remember(manifest, address.text, settings.network)
     check_name(coordinator.current(), identity, shown)
     watch = Watch(store, shown, identity, manifest.swarm())
 
@@ -245,21 +252,23 @@ def _take_part(
     from rl_swarm.node.node import Node
     from rl_swarm.telemetry.machine import LoadMeter
 
-    threads = (settings.threads or os.cpu_count() or 1) // settings.devices_per_node
-    use_threads(threads, pick_device(settings))
-    checkpoints = Checkpoints(private / "checkpoints", identity, name, LocalFiles(here), settings.keep_checkpoints)
+    threads = (settings.model.threads or os.cpu_count() or 1) // settings.model.devices_per_node
+    use_threads(threads, pick_device(settings.model))
+    checkpoints = Checkpoints(
+        private / "checkpoints", identity, name, LocalFiles(here), settings.checkpoint.keep_checkpoints
+    )
     kind = environments.of_swarm(manifest)
-    role_kind, role_name = role_of(settings, kind)
+    role_kind, role_name = role_of(settings.task, kind)
     prompt = kind.system_prompt if role_kind.system_prompt is None else role_kind.system_prompt
     policy, place = _restored(checkpoints, manifest.swarm(), settings, prompt, sharing)
     known = coordinator.current().members.get(identity.peer_id)
     if place is None and known is not None and known.participation:
         log.warning("no checkpoint of this node can be used: it starts again from the base model, %s", policy.name)
-    settings = policy.settings  # `auto` has become a model
+    settings = settings.changed(model=policy.name)  # `auto` has become a model
     environment = environments.made(manifest)
-    environment.settle(settings, other_models(settings))
+    environment.configure(settings.task, settings.model.hf_token, other_models(settings))
     role = role_kind(environment)
-    devices = devices_of(policy.device, settings)
+    devices = devices_of(policy.device, settings.model)
     node = Node(
         name=shown,
         role=role,
@@ -275,9 +284,9 @@ def _take_part(
             identity,
             shown,
             stop,
-            lambda *why: node.reject(*why),
-            settings.poll_interval,
-            settings.fetch_max_peers,
+            lambda *why: node.intake.reject(*why),
+            settings.network.poll_interval,
+            settings.sharing.fetch_max_peers,
             coordinator.refusal,
         ),
         coordinator=coordinator,
@@ -290,7 +299,7 @@ def _take_part(
     if place:
         journal.restore(place.logs)
         node.done = (place.round, place.stage)
-        node.standing.restore(place.standing)
+        node.intake.reputation.restore(place.standing)
         role.restore({} if place.role is msgspec.UNSET else place.role)
     journal.event(
         "resumed" if place else "joined",
@@ -298,7 +307,7 @@ def _take_part(
         model=policy.name,
         pid=os.getpid(),
         hardware=hardware(devices),
-        settings=tellable(msgspec.to_builtins(settings)),
+        settings=public_settings(settings.flat()),
     )
     log.info(
         "%s (%s) %s with %s on %s",
@@ -331,35 +340,33 @@ def _take_part(
     )
     coordinator.register(peer)
     try:
-        with signs_of_life(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
+        with heartbeats(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
             node.run()
     finally:
         environment.close()
         policy.close()
     journal.event("left", round=node.done[0])
     if journal.close() and coordinator.current().phase == "finished":
-        checkpoints.clear()  # nobody goes on from here, and the folder has the model
+        checkpoints.clear()  # the run is over, and the folder has the model
     if coordinator.turned_away:
         raise coordinator.not_admitted(coordinator.turned_away)
 
 
-def with_role(settings: Settings, manifest: Manifest) -> Settings:
-    """The settings with those that belong to the node's role, where the user has left the defaults."""
+def with_role(settings: NodeSettings, manifest: Manifest) -> NodeSettings:
+    """Return the settings with those of the node's role, where the user has left the defaults."""
     kind = environments.of_swarm(manifest)
-    if settings.role not in (*ROLES, *kind.roles):
+    if settings.task.role not in (*ROLES, *kind.roles):
         raise ConfigError(
-            f"role={settings.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can be "
-            "used: "
-            f"worker, {', '.join(kind.roles)}."
+            f"role={settings.task.role!r}: this swarm plays {manifest.environment!r}, which has no such role. What can "
+            f"be used: worker, {', '.join(kind.roles)}."
         )
-    role, defaults = role_of(settings, kind)[0], Settings()
-    theirs = {k: v for k, v in role.settings.items() if getattr(settings, k) == getattr(defaults, k)}
-    theirs["environment"] = manifest.environment
-    return msgspec.convert({**msgspec.to_builtins(settings), **theirs}, Settings)
+    role, given, defaults = role_of(settings.task, kind)[0], settings.flat(), NodeSettings().flat()
+    theirs = {name: value for name, value in role.settings.items() if given[name] == defaults[name]}
+    return settings.changed(**{**theirs, "environment": manifest.environment})
 
 
-def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role], str]":
-    """The role that the settings name, and its name in what a node sends: empty for the ordinary one, the first."""
+def role_of(settings: TaskSettings, kind: "type[Environment]") -> "tuple[type[Role], str]":
+    """Return the role that the settings name, and its name on the wire: empty for the ordinary role, the first."""
     ordinary, *others = kind.roles
     named = settings.role in others
     return kind.roles[settings.role if named else ordinary], settings.role if named else ""
@@ -368,8 +375,10 @@ def role_of(settings: Settings, kind: "type[Environment]") -> "tuple[type[Role],
 def coordinator_of(
     store: DocumentStore, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
 ) -> DocumentCoordinator:
-    """What tells a node the round. Among peers, with rounds on an interval, it is the clock, and peers go by their
-    ids."""
+    """Return the coordinator of a swarm as its nodes see it.
+
+    Among peers, with rounds on an interval, it is the clock, and peers are named by their ids.
+    """
     if manifest.round_end == "interval" and not isinstance(store, FolderStore):
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
         from rl_swarm.network.p2p.documents import PeerStore
@@ -380,7 +389,7 @@ def coordinator_of(
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:
-    """A peer keeps its name in a swarm: under another, nothing it writes would be read."""
+    """Check that a peer keeps its name in a swarm: under another name, no node would read what it writes."""
     member = state.members.get(identity.peer_id)
     if member is not None and member.node != name:
         raise NetworkError(
@@ -392,20 +401,20 @@ def check_name(state: State, identity: Identity, name: str) -> None:
 def _restored(
     checkpoints: "Checkpoints",
     swarm: str,
-    settings: Settings,
+    settings: NodeSettings,
     system_prompt: str,
-    sharing: "Sharing | None",
+    sharing: "SharedDevice | None",
 ) -> "tuple[Policy, Place | None]":
-    """The policy of the newest checkpoint that can be used, or a new one."""
+    """Load the policy of the newest usable checkpoint, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer
-    from rl_swarm.learning.parallel.data_parallel import DataParallelLeader
+    from rl_swarm.learning.parallel.data_parallel import DataParallelPolicy
     from rl_swarm.learning.policy import Policy
 
-    load = DataParallelLeader.load if settings.devices_per_node > 1 else partial(Policy.load, sharing=sharing)
+    load = DataParallelPolicy.load if settings.model.devices_per_node > 1 else partial(Policy.load, shared=sharing)
     for saved in checkpoints.written(swarm):
         place = saved.place
-        model = place.model if settings.model == "auto" else settings.model
-        same = msgspec.structs.replace(settings, model=model)  # what fits now may be another
+        model = place.model if settings.model.model == "auto" else settings.model.model
+        same = settings.changed(model=model)  # what fits now may be another
         try:
             folder = checkpoints.fetch(saved)
             if not place.files:  # of a model that does not learn
@@ -413,7 +422,7 @@ def _restored(
             policy = load(same, system_prompt, folder)
             restore_optimizer(policy, folder)
         except (ModelError, CheckpointError) as error:
-            log.warning("the checkpoint of round %d is passed over: %s", place.round, error)
+            log.warning("the checkpoint of round %d is skipped: %s", place.round, error)
             continue
         policy.version = place.policy_version
         return policy, place
@@ -421,10 +430,10 @@ def _restored(
 
 
 @contextmanager
-def signs_of_life(
+def heartbeats(
     coordinator: DocumentCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
 ) -> Iterator[None]:
-    """Registers again and again in the background, however long a round takes; ends the node when it cannot."""
+    """Send heartbeats in the background, however long a round takes; end the node when they fail."""
     done = threading.Event()
     failures: list[OSError] = []  # in a row
     twins: list[UserError] = []
@@ -439,7 +448,7 @@ def signs_of_life(
                 coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
                 failures.clear()
             except OSError as error:
-                log.warning("no sign of life could be written: %s", error)
+                log.warning("no heartbeat could be written: %s", error)
                 failures.append(error)
             if len(failures) == MAX_FAILURES:
                 stop.set()
@@ -459,7 +468,7 @@ def signs_of_life(
 
 @contextmanager
 def explained(address: Path | str) -> Iterator[None]:
-    """Turns what a disk or a store can do to a node into one message for its user."""
+    """Turn what a disk or a store can do to a node into one message for its user."""
     try:
         yield
     except OSError as error:

@@ -4,10 +4,10 @@
 
     notebook.join("/content/drive/MyDrive/rl-swarm/experiments/first", local_groups=4, external_groups=4)  # a node
     notebook.look("/content/drive/MyDrive/rl-swarm/experiments/first").plot()  # the swarm's curves
-    notebook.experiment("/content/drive/MyDrive/rl-swarm/sapo", configs="paper")              # the SAPO experiment
-    notebook.results("/content/drive/MyDrive/rl-swarm/sapo").plot()                           # and what came of it
+    notebook.experiment("/content/drive/MyDrive/rl-swarm/sapo", configs="paper")  # the SAPO experiment
+    notebook.results("/content/drive/MyDrive/rl-swarm/sapo").plot()  # and its results
 
-`cells.py` runs commands of `rl-swarm` below a cell, `looking.py` shows a swarm, `experiments.py` the experiment, and
+`cells.py` runs commands of `rl-swarm` below a cell, `swarm_view.py` shows a swarm, `experiments.py` the experiment, and
 `plots.py` draws curves. The notebooks in `notebooks/` are a few lines around them.
 """
 

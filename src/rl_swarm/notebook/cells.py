@@ -1,6 +1,6 @@
-"""Runs a command of `rl-swarm` in a cell: real processes as in a shell, and their swarm drawn below the cell.
+"""Runs a command of `rl-swarm` in a cell: real processes as in a shell, with the swarm drawn below the cell.
 
-Interrupting the cell makes the nodes save and stop; running it again goes on. Restarting the kernel stops them too.
+Interrupting the cell makes the nodes save and stop; running it again resumes. Restarting the kernel stops them too.
 """
 
 import contextlib
@@ -18,28 +18,29 @@ from types import TracebackType
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from rl_swarm.config.resolve import user_network
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.drawing import Drawing, plain
-from rl_swarm.monitor.run_reader import RunView, looked_at
+from rl_swarm.monitor.run_reader import RunView, open_view
 from rl_swarm.network.address import open_address
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
 DRAW_SECONDS = 1.0
-SAVING_SECONDS = 60.0  # for nodes to save and end, after they were told to
-MAX_LINES = 40  # of what a command said, at its end
+SAVING_SECONDS = 60.0  # for nodes to save and end when stopped
+MAX_LINES = 40  # of a command's output, at its end
 LAST_LINES = 3  # while it runs
-# Of a command that writes for no terminal, although a kernel says there was one.
+# For a command that writes to no terminal, although a kernel claims one.
 PLAIN = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "", "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
 
 
 def up(run: str | Path = "runs/notebook", from_base: bool = False, **settings: object) -> None:
-    """Trains a swarm on this machine, or goes on with it. Settings by their names in docs/settings.md: `nodes=2`.
+    """Train a swarm on this machine, or resume it. Settings go by their names in docs/settings.md: `nodes=2`.
 
-    `from_base`: nodes that have no checkpoint begin again with the model.
+    `from_base`: nodes without a checkpoint begin again with the model.
     """
     root = Path(run)
     known = (root / "manifest.json").exists()
-    if known and Drawing(RunView(root)).look().phase == "finished":
+    if known and Drawing(RunView(root)).refresh().phase == "finished":
         watch(root)
         return
     base = ["--from-base"] if from_base else []
@@ -47,22 +48,22 @@ def up(run: str | Path = "runs/notebook", from_base: bool = False, **settings: o
 
 
 def join(address: str | Path, **settings: object) -> None:
-    """Trains a node of the swarm at an address, or goes on with it, until the swarm has finished."""
+    """Train a node of the swarm at an address, or resume it, until the swarm has finished."""
     _run(["join", str(address)], address, settings)
 
 
 def coordinate(address: str | Path, **settings: object) -> None:
-    """Coordinates the swarm at an address, founding it if there is none, until it has finished."""
+    """Coordinate the swarm at an address, founding it if there is none, until it has finished."""
     _run(["coordinate", str(address)], address, settings)
 
 
 def watch(address: str | Path) -> None:
-    """Shows a swarm below the cell until it has finished or the cell is interrupted."""
+    """Show a swarm below the cell until it has finished or the cell is interrupted."""
     cell = Cell()
-    with contextlib.suppress(KeyboardInterrupt), looked_at(str(address)) as view:
+    with contextlib.suppress(KeyboardInterrupt), open_view(str(address), user_network) as view:
         drawing = Drawing(view)
         while True:
-            drawing.look()
+            drawing.refresh()
             cell.show(drawing.draw(WIDTH, HEIGHT))
             if drawing.ended():
                 break
@@ -70,19 +71,21 @@ def watch(address: str | Path) -> None:
 
 
 def _run(arguments: list[str], address: str | Path, settings: Mapping[str, object]) -> None:
-    """Runs a command and shows its swarm until it ends or the cell is interrupted."""
-    with _seen(address) as drawing:
+    """Run a command and show its swarm until it ends or the cell is interrupted."""
+    with _open_drawing(address) as drawing:
 
         def picture(last: bool) -> RenderableType:
-            drawing.look(again=last)
+            drawing.refresh(now=last)
             return drawing.draw(WIDTH, HEIGHT)
 
-        shown([*arguments, *set_flags(settings)], picture)
+        run_below_cell([*arguments, *set_flags(settings)], picture)
 
 
-def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], lines_at_end: int = MAX_LINES) -> None:
-    """Runs a command below the cell, with a picture of what it does and its last lines, until it ends or the cell is
-    interrupted. `picture` is told when it is the last."""
+def run_below_cell(arguments: Sequence[str], picture: Callable[[bool], RenderableType]) -> None:
+    """Run a command below the cell, with a picture and the command's last lines, until it ends or is interrupted.
+
+    `picture` is told when it is the last.
+    """
     cell, interrupted = Cell(), False
     with Command(arguments) as command:
         try:
@@ -90,11 +93,11 @@ def shown(arguments: Sequence[str], picture: Callable[[bool], RenderableType], l
                 cell.show(_with_lines(picture(False), command.lines[-LAST_LINES:]))
         except KeyboardInterrupt:
             interrupted = True
-            stopping = ["Stopping: it saves where it is. (Interrupt again: at once.)"]
+            stopping = ["Stopping: it saves its state. (Interrupt again: at once.)"]
             cell.show(_with_lines(picture(False), stopping))
             command.stop()
-        note = ["Stopped. Run the cell again to go on."] if interrupted else []
-        cell.show(_with_lines(picture(True), command.lines[-lines_at_end:] + note))
+        note = ["Stopped. Run the cell again to resume."] if interrupted else []
+        cell.show(_with_lines(picture(True), command.lines + note))
     if command.process.returncode and not interrupted:
         raise UserError(command.complaint())
 
@@ -104,17 +107,17 @@ def set_flags(settings: Mapping[str, object]) -> list[str]:
 
 
 class Command:
-    """`rl-swarm` as a process of its own, which does not outlive this one."""
+    """Runs `rl-swarm` as a process of its own, which does not outlive this one."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._said: deque[str] = deque(maxlen=MAX_LINES)
+        self._output: deque[str] = deque(maxlen=MAX_LINES)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.cli.below_cell", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **PLAIN},
-            start_new_session=True,  # an interrupt is for the cell, which then says so itself
+            start_new_session=True,  # an interrupt goes to the cell, which stops the command
         )
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()
@@ -129,16 +132,16 @@ class Command:
 
     @property
     def lines(self) -> list[str]:
-        """What it said last, without the lines on rounds, which the picture tells."""
-        return [line for line in list(self._said) if not line.startswith("round ")]
+        """Return its last lines of output, without those on rounds, which the picture shows."""
+        return [line for line in list(self._output) if not line.startswith("round ")]
 
     def complaint(self) -> str:
-        """Why it failed, in its own words."""
+        """Return the command's own error message."""
         marked = [line.removeprefix("rl-swarm: ") for line in self.lines if line.startswith("rl-swarm: ")]
         return marked[-1] if marked else "\n".join(self.lines) or f"exit code {self.process.returncode}"
 
     def ended(self, within: float) -> bool:
-        """Whether it has ended, or does so within some seconds."""
+        """Return whether it has ended, or ends within some seconds."""
         try:
             self.process.wait(within)
         except subprocess.TimeoutExpired:
@@ -147,7 +150,7 @@ class Command:
         return True
 
     def stop(self) -> None:
-        """Lets it save and end; at once when interrupted again or when it takes too long."""
+        """Let it save and end; kill it when interrupted again or when it takes too long."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -160,14 +163,14 @@ class Command:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._said.append(line.decode(errors="replace").rstrip())
+            self._output.append(line.decode(errors="replace").rstrip())
 
 
 @contextmanager
-def _seen(address: str | Path) -> Iterator[Drawing]:
-    """The swarm at an address, which may only be founded yet."""
+def _open_drawing(address: str | Path) -> Iterator[Drawing]:
+    """Draw the swarm at an address, which may not be founded yet."""
     if open_address(address).peers:
-        with looked_at(str(address)) as view:
+        with open_view(str(address), user_network) as view:
             yield Drawing(view)
     else:
         yield Drawing(RunView(address))
@@ -178,7 +181,7 @@ def _with_lines(picture: RenderableType, lines: Sequence[str]) -> Group:
 
 
 def written(value: object) -> str:
-    """A value as a flag takes it."""
+    """Format a value as a flag takes it."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

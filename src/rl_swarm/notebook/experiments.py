@@ -1,4 +1,4 @@
-"""Runs the SAPO experiment below a cell, and shows what came of it."""
+"""Runs the SAPO experiment below a cell, and shows its results."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from rl_swarm.experiment import report, text
 from rl_swarm.experiment.arms import is_packed
 from rl_swarm.experiment.drawing import drawn
 from rl_swarm.experiment.progress import ExperimentProgress
-from rl_swarm.notebook.cells import set_flags, shown, written
+from rl_swarm.notebook.cells import run_below_cell, set_flags, written
 from rl_swarm.notebook.picture import WIDTH
 from rl_swarm.notebook.plots import Plot, needs_matplotlib
 
@@ -21,28 +21,30 @@ OPTIONS = (
     "device",
     "at_once",
 )  # fmt: skip
-# Does all of it work here? On two slow cores it takes about three minutes with four arms.
+# A check that all of it works here. On two slow cores it takes about three minutes with four arms.
 TEST = {"model": "tiny", "nodes": 4, "rounds": 20, "seeds": "1", "rates": "", "held_out_questions": 50}
 
 
 def experiment(out: str | Path, test: bool = False, **options: object) -> Path:
-    """Runs the SAPO experiment, or goes on with it; the folder of its results. Options are those of `rl-swarm
-    experiment
-    sapo` (`configs="paper"`) and settings of docs/settings.md. A `test` is a small one, in a folder of its own."""
+    """Run the SAPO experiment, or resume it, and return the folder of its results.
+
+    Options are those of `rl-swarm experiment sapo` (`configs="paper"`) and settings of docs/settings.md. `test` runs a
+    small one, in a folder of its own.
+    """
     folder = Path(f"{out}-test" if test else out)
-    standing = ExperimentProgress(folder)
+    progress = ExperimentProgress(folder)
 
     def picture(last: bool) -> RenderableType:
-        standing.look()
-        told = standing.told()
-        return drawn(told, WIDTH) if told.runs or told.tuning else Text(f"{folder}: starting")
+        progress.poll()
+        state = progress.state()
+        return drawn(state, WIDTH) if state.runs or state.tuning else Text(f"{folder}: starting")
 
-    shown(["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture)
+    run_below_cell(["experiment", "sapo", "--out", str(folder), *flags({**options, **(TEST if test else {})})], picture)
     return folder
 
 
 def flags(options: dict[str, object]) -> list[str]:
-    """Options as the command takes them; those that are None or empty are left to it. `node` may be a list."""
+    """Format options as the command takes them, without those that are None or empty. `node` may be a list."""
     given = {name: value for name, value in options.items() if value is not None and value != ""}
     nodes, keep = given.pop("node", ()), given.pop("keep_models", False)
     found = ["--keep-models"] if keep else []
@@ -55,17 +57,17 @@ def flags(options: dict[str, object]) -> list[str]:
 
 
 def results(*given: str | Path) -> "Results":
-    """What came of one or several experiments: of the folders that `experiment` was given, packed, or with a
+    """Read the results of one or several experiments: folders of `experiment`, packed files, or folders with a
     report.json."""
     paths = [Path(path) for path in given]
     for path in paths:
         if not (is_packed(path) or path.is_dir()):
-            raise UserError(f"{path}: there is no such folder. Give what the experiment was given as its folder.")
+            raise UserError(f"{path}: there is no such folder. Give the folder of an experiment.")
     return Results(report.read(paths))
 
 
 class Markdown:
-    """Some tables of a report. At the end of a cell they show themselves."""
+    """Shows some tables of a report at the end of a cell."""
 
     def __init__(self, written: str) -> None:
         self.text = written
@@ -78,14 +80,14 @@ class Markdown:
 
 
 class Results(Markdown):
-    """The numbers of a report, as in report.json. At the end of a cell it shows what was earned and learned."""
+    """Holds the numbers of a report, as in report.json, and shows rewards and scores at the end of a cell."""
 
     def __init__(self, numbers: dict[str, Any]) -> None:
         self.numbers = numbers
         super().__init__("\n\n".join([*text.head(numbers), self.tables("Rewards", "Held-out score").text]))
 
     def tables(self, *titles: str) -> Markdown:
-        """Sections of the report by the beginnings of their titles; all without any."""
+        """Return sections of the report by the beginnings of their titles; all of them without any."""
         sections = text.sections(self.numbers)
         for title in titles:
             if not any(known.startswith(title) for known in sections):
@@ -96,7 +98,7 @@ class Results(Markdown):
         return Markdown("\n\n".join(wanted))
 
     def plot(self, *panels: str) -> Plot:
-        """Curves with intervals: fresh_local, training_set, held_out, held_out_by_tokens; or by_task."""
+        """Plot curves with intervals: fresh_local, training_set, held_out, held_out_by_tokens; or by_task."""
         with needs_matplotlib():
             from rl_swarm.experiment import figures
         for panel in panels:

@@ -1,4 +1,4 @@
-"""Shows the terminal's picture as the output of a cell, replaced by the next."""
+"""Shows the terminal's picture as the output of a cell, and replaces it by the next."""
 
 import io
 from typing import Any
@@ -10,13 +10,13 @@ WIDTH, HEIGHT = 100, 60  # columns and lines
 GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL = (
     (128, 128, 128), (214, 69, 65), (38, 158, 82), (190, 130, 10), (52, 120, 210), (150, 90, 190), (20, 150, 160),
 )  # fmt: skip
-# Colours that can be read on white and on black; a cell has the one or the other.
+# Colours that are readable on white and on black.
 THEME = TerminalTheme(GREY, GREY, [GREY, RED, GREEN, AMBER, BLUE, PURPLE, TEAL, GREY])
 FORMAT = '<pre style="font-family: monospace; line-height: 1.3; white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 class Picture:
-    """Something drawn in characters: HTML where that can be shown, plain text elsewhere."""
+    """Renders characters as HTML where that can be shown, and as plain text elsewhere."""
 
     def __init__(self, drawn: RenderableType) -> None:
         console = Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False, highlight=False)
@@ -32,7 +32,7 @@ class Picture:
 
 
 class Cell:
-    """The output of the cell that is running."""
+    """Replaces the output of the running cell."""
 
     def __init__(self) -> None:
         self._handle: Any = None  # IPython's

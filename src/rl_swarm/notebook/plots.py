@@ -14,7 +14,7 @@ TITLES = {
     "reward_local": "reward",
     HELD_OUT: "held-out score",
     "tokens_per_second": "tokens per second",
-    "external_accepted": "groups learned from others",
+    "external_accepted": "external groups",
     "completion_length": "length of answers in tokens",
     "peak_memory": "memory in bytes",
 }
@@ -23,7 +23,7 @@ MAX_NAMED = 8  # nodes in the legend
 
 
 class Plot:
-    """A figure of matplotlib that shows itself at the end of a cell, whatever the notebook's backend."""
+    """Shows a figure of matplotlib at the end of a cell, whatever the notebook's backend."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure

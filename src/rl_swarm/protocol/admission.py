@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import Identity, animal_name, peer_id_of, verify
 from rl_swarm.protocol.manifest import Manifest
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rounds import MAX_TICKET, Member, RefusalReason
 from rl_swarm.protocol.wire import Rejected, canonical, digest
 
@@ -100,9 +101,9 @@ def check_ticket(peer_id: str, ticket: str, manifest: Manifest) -> Invitation:
     data = _decode(ticket)
     invitation = Invitation(data[:32], *_TERMS.unpack(data[32:44]))
     if not verify(peer_id_of(invitation.key), _claim(manifest, peer_id), data[44:108]):
-        raise Rejected("invitation", "another peer's")
+        raise Rejected(RejectReason.INVITATION, "another peer's")
     if not verify(manifest.peer_id, invitation.message(manifest), data[108:]):
-        raise Rejected("invitation", "not signed by the owner of this swarm for this swarm")
+        raise Rejected(RejectReason.INVITATION, "not signed by the owner of this swarm for this swarm")
     return invitation
 
 
@@ -181,7 +182,7 @@ def _decode(text: str) -> bytes:
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Rejected("invitation", "no invitation, or a part of one") from error
+        raise Rejected(RejectReason.INVITATION, "no invitation, or a part of one") from error
     if not 32 + _TERMS.size + 64 <= len(data) <= MAX_TICKET:
-        raise Rejected("invitation", "no invitation, or a part of one")
+        raise Rejected(RejectReason.INVITATION, "no invitation, or a part of one")
     return data

@@ -18,12 +18,12 @@ class Question:
     answer: str | None
     stage: int = 0
     role: str = ""  # of the node that answers it; empty for the ordinary one
-    parents: tuple["Statement", ...] = ()  # rollouts that it follows up
+    parents: tuple["PeerMessage", ...] = ()  # rollouts that it follows up
 
 
 @dataclass(frozen=True)
-class Statement:
-    """Holds a rollout of an earlier stage: signed by a member, its question made again here, its texts a stranger's."""
+class PeerMessage:
+    """Holds a peer's rollout of an earlier stage, signed, its question made again. Its texts are a stranger's."""
 
     digest: str
     peer_id: str
@@ -31,8 +31,8 @@ class Statement:
     texts: tuple[str, ...]
     number: int = 0  # among its author's questions in that stage
 
-    def lot(self, seed: int) -> int:
-        """Draw a number from a seed, the author and the place, so that no text is likelier to be drawn."""
+    def draw_key(self, seed: int) -> int:
+        """Draw a number from a seed, its author and its place, so that no text is likelier to be drawn."""
         place = f"{seed} {self.peer_id} {self.question.stage} {self.number}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
 

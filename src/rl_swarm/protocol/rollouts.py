@@ -16,11 +16,14 @@ from msgspec.structs import replace
 
 from rl_swarm.protocol.manifest import Limits
 from rl_swarm.protocol.questions import Question
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.wire import Count, Id, Name, Rejected, canonical, digest
 
 log = logging.getLogger(__name__)
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bounded = Annotated[float, Meta(ge=-1e6, le=1e6)]
+RolloutId = tuple[str, int, int, int]  # peer, round, stage, number
+PublicationId = tuple[str, int, int]  # peer, round, stage
 MAX_PARENTS = 256  # peers of a stage, and parents of a question
 
 
@@ -63,8 +66,12 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     role: Annotated[str, Meta(max_length=64)] = ""  # of its author, where it is not the ordinary one
 
     @property
+    def id(self) -> PublicationId:
+        return (self.peer_id, self.round, self.stage)
+
+    @property
     def min_completions(self) -> int:
-        """The fewest completions of a question. Learning takes groups; other roles may answer once."""
+        """Return the fewest completions of a question. Learning takes groups; other roles may answer once."""
         return 1 if self.role else 2
 
     def restricted_to(self, rollouts: dict[str, list[Answer]]) -> "Publication":
@@ -99,6 +106,10 @@ class Rollout:
     role: str = ""
     heard: tuple[tuple[str, ...], ...] = ()
     parents: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> RolloutId:
+        return (self.peer_id, self.round, self.stage, self.number)
 
 
 @dataclass(frozen=True)
@@ -165,14 +176,14 @@ def fit_limits(publication: Publication, limits: Limits) -> Publication:
 def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
     """Yield the rollouts in a publication, in the order of their numbers; raise `Rejected` beyond the limits."""
     if len(publication.rollouts) > limits.questions:
-        raise Rejected("limits", f"{len(publication.rollouts)} questions, at most {limits.questions}")
+        raise Rejected(RejectReason.LIMITS, f"{len(publication.rollouts)} questions, at most {limits.questions}")
     numbers = []
     for key in publication.rollouts:
         if not (key.isascii() and key.isdigit() and len(key) <= 6 and str(int(key)) == key):
-            raise Rejected("schema", "a question number is not a number")
+            raise Rejected(RejectReason.SCHEMA, "a question number is not a number")
         numbers.append(int(key))
     if sorted(numbers) != list(range(len(numbers))):
-        raise Rejected("question", "questions were left out: nobody chooses which to answer")
+        raise Rejected(RejectReason.QUESTION, "questions were left out: nobody chooses which to answer")
     for number in range(len(numbers)):
         yield _rollout(publication, number, publication.rollouts[str(number)], limits)
 
@@ -180,18 +191,18 @@ def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
 def _rollout(publication: Publication, number: int, given: Sequence[Answer], limits: Limits) -> Rollout:
     if not publication.min_completions <= len(given) <= limits.completions:
         raise Rejected(
-            "limits",
+            RejectReason.LIMITS,
             f"{len(given)} completions, between {publication.min_completions} and {limits.completions} are accepted",
         )
     for answer in given:
         if max(len(answer.prompt), len(answer.response)) > limits.characters:
-            raise Rejected("limits", f"a text of more than {limits.characters} characters")
+            raise Rejected(RejectReason.LIMITS, f"a text of more than {limits.characters} characters")
         if (answer.tokens is None) != (answer.logprobs is None) or len(answer.tokens or ()) != len(
             answer.logprobs or ()
         ):
-            raise Rejected("schema", "tokens and log-probabilities do not fit each other")
+            raise Rejected(RejectReason.SCHEMA, "tokens and log-probabilities do not fit each other")
     if len({answer.prompt for answer in given}) != 1:
-        raise Rejected("schema", "several prompts in one rollout")
+        raise Rejected(RejectReason.SCHEMA, "several prompts in one rollout")
     return Rollout(
         peer_id=publication.peer_id,
         round=publication.round,

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.identity import Identity, is_peer_id, verify
+from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.untrusted import plain, quoted
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ MAX_TEXT = 1 << 19  # bytes of one string: 131,072 characters of four
 MAX_NUMBER = 24  # characters: -1.7976931348623157e+308
 MAX_EXPONENTS = 10_000  # numbers with one: near the ends of a float's range they take a thousand times as long
 MAX_DETAIL = 300  # characters of the reason why a document is refused
+# Raised by msgspec for bytes that are no JSON: not closed, no UTF-8, or nested too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_MEMORY = 6 * MAX_BYTES  # what all values may take once they are built, by the estimate below
 # Bytes for one of each, measured from above, and per byte of text: one emoji makes a string four times as wide.
 _OBJECT, _LIST, _KEY, _STRING, _VALUE, _WIDEST = 240, 96, 96, 120, 40, 4
@@ -45,12 +48,12 @@ _DIGITS = bytes(ord("0") if byte in b"0123456789+-.eE" else ord(" ") for byte in
 
 
 class Rejected(Exception):
-    """Reports a peer's document or rollout that is not used. `reason` is one of a few words that are counted.
+    """Reports that something a peer sent is not used.
 
     `detail` is for logs and may quote the peer, so it is short and escaped.
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: RejectReason, detail: str = "") -> None:
         shown = plain(detail, MAX_DETAIL)
         super().__init__(f"{reason}: {shown}" if shown else reason)
         self.reason = reason
@@ -106,16 +109,16 @@ def unseal_with_digest(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tu
     signature = fields.pop("signature", None)
     message = canonical(fields)
     if not isinstance(claimed, str) or claimed != digest(message):
-        raise Incomplete("digest", "the digest does not fit the content")
+        raise Incomplete(RejectReason.DIGEST, "the digest does not fit the content")
     peer_id = fields.get("peer_id")
     if not isinstance(peer_id, str) or not isinstance(signature, str):
-        raise Rejected("signature", "no author or no signature")
+        raise Rejected(RejectReason.SIGNATURE, "no author or no signature")
     try:
         raw = base64.b64decode(signature, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Rejected("signature", "not base64") from error
+        raise Rejected(RejectReason.SIGNATURE, "not base64") from error
     if not verify(peer_id, message, raw):
-        raise Rejected("signature", f"not signed by {peer_id if is_peer_id(peer_id) else quoted(peer_id)}")
+        raise Rejected(RejectReason.SIGNATURE, f"not signed by {peer_id if is_peer_id(peer_id) else quoted(peer_id)}")
     del message  # as large as the document, and the record is about to be built
     return convert(fields, kind), claimed
 
@@ -125,7 +128,7 @@ def convert(fields: Mapping[str, object], kind: type[T]) -> T:
         with _converting:
             return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise Rejected("schema", describe_mismatch(error)) from error
+        raise Rejected(RejectReason.SCHEMA, describe_mismatch(error)) from error
 
 
 def describe_mismatch(error: msgspec.ValidationError) -> str:
@@ -140,29 +143,29 @@ def decode(data: bytes, limit: int = MAX_BYTES) -> dict[str, object]:
     check_shape(text)
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Incomplete("json", str(error)) from error
+    except UNREADABLE as error:
+        raise Incomplete(RejectReason.JSON, str(error)) from error
     if not isinstance(value, dict):
-        raise Rejected("schema", f"an object is needed, this is a {type(value).__name__}")
+        raise Rejected(RejectReason.SCHEMA, f"an object is needed, this is a {type(value).__name__}")
     return value
 
 
 def decompress(data: bytes, limit: int) -> bytes:
     if len(data) > limit:
-        raise Rejected("size", f"{len(data)} bytes, at most {limit} are read")
+        raise Rejected(RejectReason.SIZE, f"{len(data)} bytes, at most {limit} are read")
     if not data.startswith(b"\x1f\x8b"):
         return data
     stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         text = stream.decompress(data, limit + 1)
     except zlib.error as error:
-        raise Incomplete("gzip", str(error)) from error
+        raise Incomplete(RejectReason.GZIP, str(error)) from error
     if len(text) > limit:
-        raise Rejected("size", f"more than {limit} bytes after decompression")
+        raise Rejected(RejectReason.SIZE, f"more than {limit} bytes after decompression")
     if not stream.eof:
-        raise Incomplete("gzip", "the stream ends early")
+        raise Incomplete(RejectReason.GZIP, "the stream ends early")
     if stream.unused_data:
-        raise Incomplete("gzip", "something follows the stream")
+        raise Incomplete(RejectReason.GZIP, "something follows the stream")
     return text
 
 
@@ -172,20 +175,20 @@ def check_shape(text: bytes) -> None:
     strings = plain.count(b'"') // 2
     memory = strings * _STRING + len(text) * _WIDEST
     if strings > 2 * MAX_ITEMS or memory > MAX_MEMORY:  # a key and a value
-        raise Rejected("items", "too many strings")
+        raise Rejected(RejectReason.ITEMS, "too many strings")
     pieces = plain.split(b'"')
     if max(map(len, islice(pieces, 1, None, 2)), default=0) > MAX_TEXT:
-        raise Rejected("text", f"a string of more than {MAX_TEXT} bytes")
+        raise Rejected(RejectReason.TEXT, f"a string of more than {MAX_TEXT} bytes")
     # A join takes 80 bytes for each of its pieces while it lasts, hence some at a time.
     outside = b" ".join([b" ".join(pieces[k : k + 4096 : 2]) for k in range(0, len(pieces), 4096)])
     del plain, pieces
     objects, lists = outside.count(b"{"), outside.count(b"[")
     values = outside.count(b",") + objects + lists
     if values > MAX_ITEMS:
-        raise Rejected("items", f"more than {MAX_ITEMS} values")
+        raise Rejected(RejectReason.ITEMS, f"more than {MAX_ITEMS} values")
     memory += objects * _OBJECT + lists * _LIST + outside.count(b":") * _KEY + values * _VALUE
     if memory > MAX_MEMORY:
-        raise Rejected("items", f"its values would take more than {MAX_MEMORY >> 20} MiB")
+        raise Rejected(RejectReason.ITEMS, f"its values would take more than {MAX_MEMORY >> 20} MiB")
     _check_numbers(outside)
     if objects + lists > MAX_DEPTH:
         _check_depth(outside)
@@ -193,10 +196,10 @@ def check_shape(text: bytes) -> None:
 
 def _check_numbers(outside: bytes) -> None:
     if b"0" * (MAX_NUMBER + 1) in outside.translate(_DIGITS):
-        raise Rejected("number", f"a number of more than {MAX_NUMBER} characters")
+        raise Rejected(RejectReason.NUMBER, f"a number of more than {MAX_NUMBER} characters")
     letters = outside.count(b"e") + outside.count(b"E")
     if letters - outside.count(b"true") - outside.count(b"false") > MAX_EXPONENTS:
-        raise Rejected("number", f"more than {MAX_EXPONENTS} numbers with an exponent")
+        raise Rejected(RejectReason.NUMBER, f"more than {MAX_EXPONENTS} numbers with an exponent")
 
 
 def _check_depth(outside: bytes) -> None:
@@ -205,6 +208,6 @@ def _check_depth(outside: bytes) -> None:
         if byte in b"[{":
             depth += 1
             if depth > MAX_DEPTH:
-                raise Rejected("depth", f"nested deeper than {MAX_DEPTH}")
+                raise Rejected(RejectReason.DEPTH, f"nested deeper than {MAX_DEPTH}")
         else:
             depth -= 1

@@ -1,11 +1,11 @@
-"""Takes from a process, for good, what scoring does not need: files, network, other processes, memory.
+"""Locks a process down for good: no files, no network, no other processes, little memory.
 
-Three mechanisms of the kernel, each used where it exists: resource limits, Landlock (which paths can be
-opened) and seccomp (which system calls can be made). The last two bind root as well. `lock_down` then tries
-what should be impossible and returns what it found, so nothing is claimed that was not seen to hold. On
-systems other than Linux only the limits remain.
+It uses three mechanisms of the kernel where they exist: resource limits, Landlock (which paths can be opened) and
+seccomp (which system calls can be made). The last two bind root as well. `lock_down` then attempts what should be
+impossible and returns the results, so every claimed protection was tested. On systems other than Linux only the
+limits remain.
 
-What stays possible: reading the packages' own directories, asking whether a path exists, and computing.
+A locked process can still read the packages' own directories, ask whether a path exists, and compute.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ LIBC.syscall.restype = ctypes.c_long
 MEMORY = 1 << 30  # of address space; all tasks together need a quarter of it
 LIMITS = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 0, "RLIMIT_NOFILE": 64}
 
-# What Python needs to compute, to import and to speak through open pipes: numbers on x86_64 and on aarch64.
+# What Python needs to compute, to import and to use open pipes: numbers on x86_64 and on aarch64.
 ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
@@ -84,8 +84,8 @@ ALLOWED = {
     "exit_group": (231, 94),
 }
 OPENING = {"open": ((2, None), 1), "openat": ((257, 56), 2)}  # numbers, and which argument holds the flags
-# What code that was written to be run needs beside that, in a folder of its own.
-IN_A_FOLDER = {
+# What programs in the sandbox need besides, in their own folder.
+FOLDER_CALLS = {
     "unlink": (87, None),
     "unlinkat": (263, 35),
     "mkdir": (83, None),
@@ -97,9 +97,9 @@ IN_A_FOLDER = {
     "ftruncate": (77, 46),
     "pwrite64": (18, 68),
 }
-# What would wait. Such a call can be made to return at once, as if what it waits for had happened: then a process
-# either computes or ends, and only the time of its processor needs a tight limit.
-WAITING = {
+# Calls that wait. For programs they return at once, as if the event had happened: so a process either computes or
+# ends, and only its processor time needs a tight limit.
+BLOCKING = {
     "nanosleep": (35, 101),
     "clock_nanosleep": (230, 115),
     "select": (23, None),
@@ -110,9 +110,9 @@ WAITING = {
     "sched_yield": (24, 124),
 }
 SIGNALS = {"setitimer", "getitimer", "rt_sigaction", "rt_sigprocmask", "sigaltstack"}
-TELLING = {"sysinfo"}  # of other processes: how many there are, and how much memory is free
-WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000  # write or both, create, truncate, nameless file
-LOAD, EQUAL, ABOVE, ANY_BIT, ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06  # steps of a filter
+REVEALING = {"sysinfo"}  # tells the number of other processes, and free memory
+WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY or O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
+LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a filter
 NEWER = 424  # from here on system calls have one number everywhere; libraries expect some to be missing
 READ_FILE, LIST, MAKE_AND_REMOVE = 0b100, 0b1000, 0b1_1011_0010  # rights of Landlock
 TRUNCATE = 1 << 14
@@ -120,10 +120,10 @@ MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}  # 
 
 
 def packages() -> list[str]:
-    """The directories that importing and the tasks read: the standard library and each package in use, but ours."""
+    """List the directories that imports and tasks read: the standard library, and each loaded package but this one."""
     found = {sysconfig.get_path("stdlib"), str(sysconfig.get_config_var("DESTSHARED"))}
     for name, module in list(sys.modules.items()):
-        paths = getattr(module, "__dict__", {}).get("__path__")  # some modules have an answer to every name
+        paths = getattr(module, "__dict__", {}).get("__path__")  # some modules define every name
         if "." not in name and name != "rl_swarm" and paths:
             found.update(str(path) for path in paths)
     library = sysconfig.get_path("stdlib") + os.sep
@@ -131,7 +131,7 @@ def packages() -> list[str]:
 
 
 def lock_down(readable: Iterable[str]) -> dict[str, bool]:
-    """Locks this process and its threads down, and says which protections hold. There is no way back."""
+    """Lock this process and its threads down irreversibly; return which protections hold."""
     limit_resources()
     with suppress(OSError, AttributeError):  # another system, or a kernel or container that refuses
         restrict_paths(dict.fromkeys(readable, READ_FILE | LIST))
@@ -149,7 +149,7 @@ def limit_resources(limits: Mapping[str, int] = LIMITS) -> None:
 
 
 def restrict_paths(rights: Mapping[str, int]) -> None:
-    """Landlock: what may be done with these files, and beneath these folders; elsewhere nothing can be opened."""
+    """Restrict opening files to these paths and rights, with Landlock."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "only Linux has Landlock")
     version = call(444, None, 0, 1)
@@ -171,13 +171,13 @@ def restrict_paths(rights: Mapping[str, int]) -> None:
 
 
 def restrict_calls() -> None:
-    """seccomp: all system calls fail but the allowed ones, in all threads."""
+    """Let all system calls but the allowed ones fail, in all threads, with seccomp."""
     no_new_privileges()
-    prepare(call_filter())()
+    filter_installer(call_filter())()
 
 
-def prepare(program: bytes) -> Callable[[], None]:
-    """What installs a filter, ready: whoever forks often prepares it once."""
+def filter_installer(program: bytes) -> Callable[[], None]:
+    """Return a function that installs a filter. A fork server prepares it once."""
     code = ctypes.create_string_buffer(program, len(program))
     filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     install = ctypes.CDLL(None, use_errno=True).syscall
@@ -193,10 +193,10 @@ def prepare(program: bytes) -> Callable[[], None]:
 
 
 def call_filter(for_code: bool = False) -> bytes:
-    """The filter as a program for the kernel's packet filter: load, compare and jump, return.
+    """Return the seccomp filter as a program for the kernel's packet filter: load, compare and jump, return.
 
-    `for_code` is the one for code: it may write, where Landlock or the mounts let it, but not change what signals do.
-    The kernel runs a new filter once for every call that it knows, so the numbers are searched by halves.
+    `for_code` is for programs in the sandbox: they may write where Landlock or the mounts allow it, but not change
+    signal handlers. The kernel runs a new filter for every call number that it knows, so the search is binary.
     """
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         raise OSError(errno.ENOSYS, "the system calls of this machine are not known")
@@ -205,39 +205,52 @@ def call_filter(for_code: bool = False) -> bytes:
     done = 0x00050000  # the call is not made, and returns 0
     answers = dict.fromkeys(ALLOWED, allow)
     if for_code:
-        answers |= {**dict.fromkeys(IN_A_FOLDER, allow), **dict.fromkeys(OPENING, allow)}
-        answers |= {**dict.fromkeys(WAITING, done), **dict.fromkeys(SIGNALS | TELLING, refuse)}
-    known = {**ALLOWED, **IN_A_FOLDER, **WAITING, **{name: each for name, (each, _) in OPENING.items()}}
+        answers |= {**dict.fromkeys(FOLDER_CALLS, allow), **dict.fromkeys(OPENING, allow)}
+        answers |= {**dict.fromkeys(BLOCKING, done), **dict.fromkeys(SIGNALS | REVEALING, refuse)}
+    known = {**ALLOWED, **FOLDER_CALLS, **BLOCKING, **{name: each for name, (each, _) in OPENING.items()}}
     numbered = sorted((known[name][column] or 0, name) for name in answers if known[name][column] is not None)
 
     def half(calls: list[tuple[int, str]]) -> list[bytes]:
         if len(calls) == 1:
             ((number, name),) = calls
-            return [_step(EQUAL, number, 0, 1), _step(ANSWER, answers[name]), _step(ANSWER, refuse)]
+            return [
+                _op(EQUAL, number, 0, 1),
+                _op(RETURN, answers[name]),
+                _op(RETURN, refuse),
+            ]
         middle = len(calls) // 2
         below, others = half(calls[:middle]), half(calls[middle:])
-        return [_step(ABOVE, calls[middle][0], len(below), 0), *below, *others]
+        return [_op(ABOVE, calls[middle][0], len(below), 0), *below, *others]
 
-    program = [_step(LOAD, 4), _step(EQUAL, machine, 1, 0), _step(ANSWER, kill), _step(LOAD, 0)]
+    program = [
+        _op(LOAD, 4),
+        _op(EQUAL, machine, 1, 0),
+        _op(RETURN, kill),
+        _op(LOAD, 0),
+    ]
     for number, name in numbered:
         if number >= NEWER:
-            program += [_step(EQUAL, number, 0, 1), _step(ANSWER, answers[name])]
-    program += [_step(ABOVE, NEWER, 0, 1), _step(ANSWER, missing)]
+            program += [_op(EQUAL, number, 0, 1), _op(RETURN, answers[name])]
+    program += [_op(ABOVE, NEWER, 0, 1), _op(RETURN, missing)]
     for name, (each, argument) in OPENING.items():
         opening = each[column]
         if opening is not None and name not in answers:
-            flags = 16 + 8 * argument  # the lower half of that argument
-            program += [_step(EQUAL, opening, 0, 4), _step(LOAD, flags), _step(ANY_BIT, WRITING, 0, 1)]
-            program += [_step(ANSWER, refuse), _step(ANSWER, allow)]
+            flags = 16 + 8 * argument  # the lower half of the argument
+            program += [
+                _op(EQUAL, opening, 0, 4),
+                _op(LOAD, flags),
+                _op(ANY_BIT, WRITING, 0, 1),
+            ]
+            program += [_op(RETURN, refuse), _op(RETURN, allow)]
     return b"".join(program + half([(number, name) for number, name in numbered if number < NEWER]))
 
 
-def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def probe(folder: str = "/", memory: int = MEMORY) -> dict[str, bool]:
-    """What this process is seen to be kept from. `folder` is one that it should not see into."""
+    """Attempt what should be impossible; return what failed. `folder` is one that must not be readable."""
     attempts: dict[str, Callable[[], object]] = {
         "reading files": lambda: os.close(os.open(folder, os.O_RDONLY)),
         "writing files": lambda: os.close(os.open(os.devnull, os.O_WRONLY)),
@@ -249,9 +262,9 @@ def probe(folder: str = "/", memory: int = MEMORY) -> dict[str, bool]:
     return {name: _fails(attempt) for name, attempt in attempts.items()}
 
 
-def describe(kept_from: dict[str, bool]) -> str:
-    kept = [name for name, holds in kept_from.items() if holds]
-    free = [name for name, holds in kept_from.items() if not holds]
+def describe(denied: dict[str, bool]) -> str:
+    kept = [name for name, holds in denied.items() if holds]
+    free = [name for name, holds in denied.items() if not holds]
     text = f"kept from {', '.join(kept) or 'nothing'}"
     return f"{text}; NOT from {', '.join(free)} (this system lacks Landlock or seccomp)" if free else text
 

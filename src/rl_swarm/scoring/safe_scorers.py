@@ -1,9 +1,9 @@
-"""Keeps answers from being run, and from being paid for nothing.
+"""Makes scorers safe: answers are never run as code, and wrong answers are not rewarded.
 
-Some of reasoning-gym's scorers hand an answer to `eval`: four as it is, five through sympy's parser. A process
-of its own limits what that can break, but code in the scorer could still pay itself rewards. So these scorers
-are made to read an answer as a Python literal or as arithmetic, and nothing else. Three others pay wrong
-answers in full, and are corrected here. `DIFFERENT` names every task whose score is not always the original's.
+Some of reasoning-gym's scorers pass an answer to `eval`: four directly, five through sympy's parser. A separate
+process limits the damage, but code in the scorer could still reward itself. So here these scorers read an answer as a
+Python literal or as arithmetic, and nothing else. Three others reward wrong answers in full, and are corrected.
+`DIFFERENT` names every task whose score may differ from the original.
 """
 
 import ast
@@ -25,13 +25,13 @@ DIFFERENT = {
     "polynomial_multiplication": ARITHMETIC_ALONE,
     "countdown": ARITHMETIC_ALONE,
     "puzzle24": ARITHMETIC_ALONE,
-    "complex_arithmetic": "the original pays 1 for `nan`, whose distance from any number is not above 0",
-    "game_of_life_halting": "the original pays 1 for every text: any is true, as is the stored one",
-    "coin_flip": "the original pays 1 for the first digits of the right number, such as 0",
-    "codeio": "its few programs that write files fail here, and so make other questions",
+    "complex_arithmetic": "the original scores `nan` as 1, because its distance from any number is not above 0",
+    "game_of_life_halting": "the original scores every text as 1: any is true, as is the stored one",
+    "coin_flip": "the original scores the first digits of the right number, such as 0, as 1",
+    "codeio": "the few programs that write files fail here, and so make different questions",
 }
 
-# The scorers that call `eval` on an answer, all of them to read a list.
+# Scorers that call `eval` on an answer, to read a list.
 LISTS = (
     "reasoning_gym.algorithmic.binary_matrix",
     "reasoning_gym.algorithmic.spiral_matrix",
@@ -49,11 +49,11 @@ ARITHMETIC = (
     ast.Load,
     ast.Constant,
 )
-FUNCTIONS = {"abs", "cbrt", "root", "sqrt"}  # beside the classes of sympy that are mathematical expressions
+FUNCTIONS = {"abs", "cbrt", "root", "sqrt"}  # besides the expression classes of sympy
 
 
-def disarm() -> None:
-    """Changes reasoning-gym and sympy in this process."""
+def patch_libraries() -> None:
+    """Patch reasoning-gym and sympy in this process."""
     from sympy.parsing import sympy_parser  # type: ignore[import-untyped]
 
     for name in LISTS:
@@ -68,7 +68,7 @@ def disarm() -> None:
 
 
 def check_arithmetic(code: str, names: Mapping[str, Any]) -> None:
-    """Refuses all but numbers, symbols, operators and calls of mathematical functions."""
+    """Raise unless the code has only numbers, symbols, operators and calls of mathematical functions."""
     from sympy import Expr  # type: ignore[import-untyped]
 
     for node in ast.walk(ast.parse(code.strip(), mode="eval")):

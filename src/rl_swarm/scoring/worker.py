@@ -2,13 +2,13 @@
 `python -m rl_swarm.scoring.worker`.
 
 reasoning-gym's scorers evaluate and parse the answers they are given, so they never run in the node. The
-process that the node starts only imports, which takes long, and then forks one child for the node's own
-answers and one for those of others, so that nothing a peer sent can touch the node's own rewards. Both lock
-themselves down (see `lockdown`) before they see a task or an answer, and scorers that would run an answer
-as code are disarmed (see `safe_scorers`). A child that an answer broke is forked anew in a fraction of a second.
+process that the node starts only imports, which takes long. Then it forks one child for the node's own answers and
+one for peers' answers, so that nothing a peer sent can affect the node's own rewards. Both lock themselves down (see
+`lockdown`) before they read a task or an answer, and scorers that would run an answer as code are made safe (see
+`safe_scorers`). When an answer breaks a child, a new one is forked in a fraction of a second.
 
-They run with PYTHONHASHSEED=0, because some tasks make other questions under another hash seed. A request is
-one line of JSON behind the letter of the child it is for; the child replies with a line per item and an end.
+Children run with PYTHONHASHSEED=0, because some tasks make different questions under another hash seed. A request is
+one line of JSON after the letter of its child; the child replies with a line per item and an end.
 """
 
 import difflib
@@ -34,24 +34,24 @@ import msgspec
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.protocol.tasks import PRESET_NAMES, Task
 from rl_swarm.scoring.lockdown import lock_down, packages
-from rl_swarm.scoring.safe_scorers import SCORERS, disarm
+from rl_swarm.scoring.safe_scorers import SCORERS, patch_libraries
 
-# Seconds of processor time, so that a busy machine does not cost an answer its reward.
+# In processor time, so that load on the machine does not change a reward.
 SCORE_SECONDS = 1.0  # the slowest honest answer known takes 0.2
 QUESTION_SECONDS = 10.0
 TASK_SECONDS = 10.0  # to make a task and its first questions
-ALL_TASKS_SECONDS = 60.0  # of the clock
-GRACE_SECONDS = 1.0  # then the kernel ends the process: code that is not Python's does not notice the signal
+ALL_TASKS_SECONDS = 60.0  # of wall-clock time
+GRACE_SECONDS = 1.0  # before the kernel ends the process: native code does not handle the Python signal
 FIRST_QUESTIONS = 8
 MAX_SLOW = 2  # questions in a row; number_sequence takes 14 s for one in hundreds
 NO_MEMORY = 2  # the exit status of a child
-# Tasks that plan all their questions when they are made, and so cannot have two thousand million of them.
+# Tasks that make all their questions when they are created, and so need a small size.
 PLANNED_AHEAD, FEW = {"acre", "gsm_symbolic", "list_functions", "word_ladder"}, 10_000
-UNSEEDED = {"codeio"}  # runs programs of its own, some of which draw from the generators that all share
+UNSEEDED = {"codeio"}  # runs its own programs, some of which use the global random generators
 
 
 class TooSlow(BaseException):
-    """Making or scoring one item took too long. No `except Exception` of a scorer shall catch it."""
+    """One item took too long. A `BaseException`, so that no scorer catches it with `except Exception`."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def make(task: Task) -> Any:
-    """The task's dataset, if it makes questions in the time and memory there is."""
+    """Create the task's dataset; raise if it makes no questions within the limits of time and memory."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -102,7 +102,7 @@ def make(task: Task) -> Any:
 
 
 def _suspect(task: Task, defaults: dict[str, Any]) -> str:
-    """The setting that is furthest from its default, and so the likely cause."""
+    """Name the setting that is furthest from its default, and so the likely cause."""
     numbers = {
         key: abs(value) / max(abs(defaults[key]), 1)
         for key, value in task.config.items()
@@ -115,7 +115,7 @@ def _suspect(task: Task, defaults: dict[str, Any]) -> str:
 
 
 def entry_of(name: str, dataset: Any, seed: int) -> dict[str, Any]:
-    """The task's question, the same whenever it is made."""
+    """Return the question of a seed, always the same."""
     if name in UNSEEDED:
         from numpy.random import seed as seed_numpy
 
@@ -132,8 +132,8 @@ class Tasks:
         self.names: list[str] = []
         self.weights: list[float] = []
         self.datasets: list[Any] = []
-        self.slow: set[tuple[int, int]] = set()  # questions that are not tried again
-        self.deadline = math.inf  # of the request at hand
+        self.slow: set[tuple[int, int]] = set()  # (task, seed) of questions that are not tried again
+        self.deadline = math.inf  # of the current request
         self.entry = lru_cache(maxsize=4096)(self._entry)
 
     def add(self, task: Task) -> None:
@@ -154,7 +154,7 @@ class Tasks:
             raise TooSlow(f"the task {self.names[number]} makes questions too slowly: {error}") from None
 
     def question(self, seed: int) -> dict[str, object]:
-        """The training question of a seed: which task, then the first of its questions that is not held out."""
+        """Return the training question of a seed: choose a task, then its first question that is not held out."""
         rng = random.Random(seed)
         number = rng.choices(range(len(self.names)), self.weights)[0]  # as in `manifest.task_index`
         for made in self._draws(number, rng, 1000):
@@ -176,10 +176,10 @@ class Tasks:
                 if len(prompts) == wanted:
                     break
 
-    def _draws(self, number: int, rng: random.Random, most: int) -> Iterator[dict[str, object]]:
-        """Questions of a task. Where it fails it does so for that seed on every machine; slow ones are left out."""
+    def _draws(self, number: int, rng: random.Random, count: int) -> Iterator[dict[str, object]]:
+        """Yield questions of a task. A seed that fails does so on every machine; slow questions are skipped."""
         slow = 0
-        for _ in range(most):
+        for _ in range(count):
             seed = rng.getrandbits(31) % self.datasets[number].size
             try:
                 entry = self.entry(number, seed)
@@ -202,7 +202,7 @@ class Tasks:
             }
 
     def solution(self, number: int, seed: int) -> str | None:
-        """An answer that the task's own scorer takes for right: the stored one, or an example where many are right."""
+        """Return an answer that the task's own scorer accepts: the stored one, or an example of several."""
         entry = self.entry(number, seed)
         known = [entry["answer"]]
         known += [value for key, value in entry.get("metadata", {}).items() if "answer" in key]
@@ -220,25 +220,25 @@ class Tasks:
                 dataset = self.datasets[number]
                 score = float(scorer(dataset, answer, entry) if scorer else dataset.score_answer(answer, entry))
         except MemoryError:
-            raise  # what is left of it may be in the next answer's way: end, and start afresh
-        except (Exception, TooSlow):  # noqa: BLE001 a scorer that an answer breaks gives that answer nothing
+            raise  # leftovers could affect the next answer, so the child ends
+        except (Exception, TooSlow):  # noqa: BLE001 an answer that breaks its scorer earns 0
             return 0.0
         return score if math.isfinite(score) else 0.0
 
 
-def replies(request: dict[str, Any], tasks: Tasks, kept_from: dict[str, bool]) -> Iterator[object]:
-    """A line per item; fewer if the request says how many seconds there are and they are over."""
-    what, seconds = request["do"], request.get("seconds")
+def replies(request: dict[str, Any], tasks: Tasks, denied: dict[str, bool]) -> Iterator[object]:
+    """Yield a reply per item; fewer if the request has a time limit that is reached."""
+    action, seconds = request["do"], request.get("seconds")
     tasks.deadline = math.inf if seconds is None else time.monotonic() + seconds
-    if what == "tasks":
-        yield kept_from
-        latest = time.monotonic() + ALL_TASKS_SECONDS
+    if action == "tasks":
+        yield denied
+        deadline = time.monotonic() + ALL_TASKS_SECONDS
         for task in msgspec.convert(request["tasks"], list[Task]):
-            if time.monotonic() > latest:
+            if time.monotonic() > deadline:
                 raise ValueError(f"all tasks before {task.name} take more than {ALL_TASKS_SECONDS:g} s to make")
             tasks.add(task)
             yield task.name
-    elif what == "held_out":
+    elif action == "held_out":
         yield from tasks.held_out(request["count"])
     else:
         actions: dict[str, Callable[..., object]] = {
@@ -250,19 +250,19 @@ def replies(request: dict[str, Any], tasks: Tasks, kept_from: dict[str, bool]) -
             if time.monotonic() > tasks.deadline:
                 return
             try:
-                yield actions[what](*item)
+                yield actions[action](*item)
             except TooSlow:
                 if seconds is None:
                     raise
                 return
 
 
-def serve(requests: BinaryIO, outgoing: BinaryIO, done: int, kept_from: dict[str, bool]) -> None:
+def serve(requests: BinaryIO, outgoing: BinaryIO, done: int, denied: dict[str, bool]) -> None:
     tasks = Tasks()
     for line in requests:
         last: dict[str, object] = {"end": True}
         try:
-            for reply in replies(msgspec.json.decode(line), tasks, kept_from):
+            for reply in replies(msgspec.json.decode(line), tasks, denied):
                 outgoing.write(msgspec.json.encode(reply) + b"\n")
                 outgoing.flush()
         except (ValueError, TooSlow) as error:
@@ -279,7 +279,7 @@ class ScoringChild:
     done: int
 
     def ask(self, line: bytes) -> bool:
-        """Whether the child lived to answer."""
+        """Send a request, and return whether the child survived it."""
         with suppress(BrokenPipeError):
             self.requests.write(line)
             self.requests.flush()
@@ -295,7 +295,7 @@ class ScoringChild:
         os.close(self.done)
 
 
-def last_word(status: int) -> str:
+def exit_reason(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)} ended it"
     return "it needed too much memory" if os.WEXITSTATUS(status) == NO_MEMORY else "it ended"
@@ -312,16 +312,16 @@ def fork(replies_to: int, keep: int) -> ScoringChild:
     status = 1
     try:
         mine = {0, 1, 2, requests_out, done_in, replies_to, keep}
-        for other in set(range(3, 64)) - mine:  # the other child's pipes above all
+        for other in set(range(3, 64)) - mine:  # above all the pipes of the other child
             with suppress(OSError):
                 os.close(other)
-        kept_from = lock_down(packages())
+        denied = lock_down(packages())
         with os.fdopen(requests_out, "rb") as requests, os.fdopen(replies_to, "wb") as outgoing:
-            serve(requests, outgoing, done_in, kept_from)
+            serve(requests, outgoing, done_in, denied)
         status = 0
     except MemoryError:
         status = NO_MEMORY
-    except BaseException:  # noqa: BLE001 its last words, for whoever started it
+    except BaseException:  # noqa: BLE001 reported to the node
         with suppress(OSError):
             os.write(keep, traceback.format_exc().encode()[-2000:])
     finally:
@@ -331,37 +331,37 @@ def fork(replies_to: int, keep: int) -> ScoringChild:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the node; this process ends with its pipe
     warnings.simplefilter("ignore")
-    theirs = int(sys.argv[1])
-    pipes = {b"o": os.dup(1), b"p": os.dup(theirs)}
-    os.close(theirs)
+    peer_pipe = int(sys.argv[1])
+    pipes = {b"o": os.dup(1), b"p": os.dup(peer_pipe)}
+    os.close(peer_pipe)
     requests, errors = os.dup(0), os.dup(2)
-    os.set_blocking(errors, False)  # last words may find nobody to read them
+    os.set_blocking(errors, False)  # nobody may read the error
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # tasks print; the pipes are ours
         os.dup2(nothing, stream)
     os.close(nothing)
     try:
         gc.disable()  # importing leaves little to collect
-        disarm()  # imports everything
-        gc.freeze()  # what is shared with the children stays shared
+        patch_libraries()  # imports everything
+        gc.freeze()  # pages stay shared with the children
         gc.enable()
         os.environ.clear()
         children: dict[bytes, ScoringChild] = {}
         with os.fdopen(requests, "rb") as incoming:
             for line in incoming:
-                who, reply = line[:1], b""
-                child = children.pop(who, None)
+                name, reply = line[:1], b""
+                child = children.pop(name, None)
                 if child is None:
-                    child = fork(pipes[who], errors)
+                    child = fork(pipes[name], errors)
                 elif child.ended():
-                    reply = msgspec.json.encode({"gone": "it had ended"})
+                    reply = msgspec.json.encode({"exited": "it had ended"})
                 if not reply and not child.ask(line[1:]):
-                    reply = msgspec.json.encode({"broke": last_word(os.waitpid(child.pid, 0)[1])})
+                    reply = msgspec.json.encode({"failed": exit_reason(os.waitpid(child.pid, 0)[1])})
                 if reply:
                     child.close()
-                    os.write(pipes[who], reply + b"\n")
+                    os.write(pipes[name], reply + b"\n")
                 else:
-                    children[who] = child
+                    children[name] = child
     except BaseException:
         with suppress(OSError):
             os.write(errors, traceback.format_exc().encode()[-2000:])

@@ -53,7 +53,7 @@ class Files(Protocol):
 
     @property
     def root(self) -> Path | str:
-        """The root as a person would write it."""
+        """Return the root as a person would write it."""
         ...
 
     def read(self, path: str, limit: int) -> bytes:

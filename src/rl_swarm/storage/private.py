@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.wire import canonical, digest
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import SWARMS
+from rl_swarm.storage.settings import StorageSettings
 
 KEY, NAME = 16, 40  # characters of a digest that tells directories apart, and of the name before it
 
 
-def private_root(settings: Settings) -> Path:
+def private_root(settings: StorageSettings) -> Path:
     """Return the directory of all private files, `PRIVATE_PATH`; by default in the user's home."""
     if settings.private_path:
         return Path(settings.private_path).expanduser().absolute()
@@ -26,7 +26,7 @@ def private_root(settings: Settings) -> Path:
     return Path(state).absolute() / "rl-swarm"
 
 
-def check(settings: Settings, root: Path) -> None:
+def check(settings: StorageSettings, root: Path) -> None:
     """Raise `UserError` if the private directory cannot be used for a swarm in this folder."""
     named = root.parent.parent if root.parent.name == SWARMS else root
     private, shared = os.path.realpath(private_root(settings)), os.path.realpath(named)
@@ -38,7 +38,7 @@ def check(settings: Settings, root: Path) -> None:
     _made(settings, "logs")
 
 
-def swarm_folder(settings: Settings, where: Path | str, swarm: str) -> Path:
+def swarm_folder(settings: StorageSettings, where: Path | str, swarm: str) -> Path:
     """Returns, and makes, the private directory for a swarm in a directory or at a URL."""
     if isinstance(where, Path):
         check(settings, where)
@@ -46,12 +46,12 @@ def swarm_folder(settings: Settings, where: Path | str, swarm: str) -> Path:
     return _made(settings, f"{_short(shared)}-{digest(canonical([shared, swarm]))[:KEY]}")
 
 
-def remember_swarm(settings: Settings, root: Path, swarm: str) -> None:
+def remember_swarm(settings: StorageSettings, root: Path, swarm: str) -> None:
     """Keep which swarm this user has started in a directory."""
     _remembered(settings, root).write_text(swarm)
 
 
-def started_swarm(settings: Settings, root: Path) -> str:
+def started_swarm(settings: StorageSettings, root: Path) -> str:
     """Tell which swarm this user has started in a directory; empty where none was."""
     try:
         return _remembered(settings, root).read_text()
@@ -59,7 +59,7 @@ def started_swarm(settings: Settings, root: Path) -> str:
         return ""
 
 
-def _remembered(settings: Settings, root: Path) -> Path:
+def _remembered(settings: StorageSettings, root: Path) -> Path:
     shared = os.path.realpath(root)
     return _made(settings, "runs") / f"{_short(shared)}-{digest(shared.encode())[:KEY]}"
 
@@ -69,13 +69,13 @@ def _short(shared: str) -> str:
     return re.sub("[^A-Za-z0-9.-]+", "-", os.path.basename(shared))[-NAME:].strip("-.") or "swarm"
 
 
-def log_file(settings: Settings, root: Path) -> Path:
+def log_file(settings: StorageSettings, root: Path) -> Path:
     """Return the private file behind the `swarm.log` of a folder, which is begun before its swarm is known."""
     shared = os.path.realpath(root)
     return _made(settings, "logs") / f"{_short(shared)}-{digest(shared.encode())[:KEY]}.log"
 
 
-def _made(settings: Settings, name: str) -> Path:
+def _made(settings: StorageSettings, name: str) -> Path:
     """Make a private directory; a clear error where others could write to it."""
     root = private_root(settings)
     folder = root / name

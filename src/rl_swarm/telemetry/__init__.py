@@ -1,1 +1,1 @@
-"""Writes down what a node measures, and passes it on."""
+"""Writes down what a node measures, and exports it."""

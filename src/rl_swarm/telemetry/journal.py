@@ -1,4 +1,4 @@
-"""Writes what a node says about itself: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
+"""Writes a node's logs: `metrics.jsonl` and `training_events.jsonl`, one JSON object per line."""
 
 import hashlib
 import time
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -15,63 +15,61 @@ from rl_swarm.protocol.wire import Rejected, decode
 from rl_swarm.storage.files import Files, LocalFiles
 from rl_swarm.storage.shared_log import MAX_LOG, SharedLog
 from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord, line_of
-
-if TYPE_CHECKING:
-    from rl_swarm.telemetry.sinks import Feed
+from rl_swarm.telemetry.sinks import SinkThread
 
 MAX_READ = 64 << 20  # bytes of a log at a time
 LONGEST_LINE = 4 << 20  # bytes
-SHORTEST_MEAN = 48  # bytes of a line on average, in what is a log of ours
-MAX_UNREADABLE = 1000  # lines at a time; after those, the rest is not looked at
+SHORTEST_MEAN = 48  # bytes of a line on average; a file with shorter ones is no log
+MAX_UNREADABLE = 1000  # lines at a time; the rest is then left out
 METRICS, EVENTS = LOGS = "metrics.jsonl", "training_events.jsonl"
-Digests = dict[str, tuple[int, str]]  # of logs by their names: how many bytes, and the SHA-256 of those
+Digests = dict[str, tuple[int, str]]  # logs by name: size and SHA-256
 
 
 class Journal:
-    """The logs of a node, in a private folder, with copies in `folder` of the swarm's files."""
+    """Writes the logs of a node to a private folder, with copies in `folder` of the swarm's files."""
 
     def __init__(
-        self, private: Path, feeds: "Sequence[Feed]" = (), files: Files | None = None, folder: str = ""
+        self, private: Path, sinks: Sequence[SinkThread] = (), files: Files | None = None, folder: str = ""
     ) -> None:
-        self.feeds = feeds  # who else gets the metrics
+        self.sinks = sinks  # exporters
         self.files, self.folder = files, folder
         self.logs = {name: SharedLog(private / name, files, f"{folder}/{name}") for name in LOGS}
 
     def metrics(self, record: RoundRecord | HeldOutRecord, **timing: object) -> None:
-        """Write a record; `timing` is for traces alone."""
+        """Write a record; `timing` goes to traces alone."""
         values = {**line_of(record), **timing}
         kind = str(values.pop("kind"))
         self._append(METRICS, {"kind": kind, "timestamp": time.time(), **values})
-        for feed in self.feeds:
+        for feed in self.sinks:
             feed.put(kind, values)
 
     def event(self, event: str, **values: object) -> None:
         self._append(EVENTS, {"event": event, "timestamp": time.time(), **values})
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """Returns the records of one of the logs."""
+        """Return the records of one of the logs."""
         return [decode(line) for line in self.logs[name].read().splitlines()]
 
     def digests(self) -> Digests:
-        """Tells what the logs are now, to be signed with a checkpoint."""
+        """Return size and SHA-256 of every log, to be signed with a checkpoint."""
         return {name: (log.size, log.sha256.hexdigest()) for name, log in self.logs.items()}
 
     def restore(self, signed: Mapping[str, tuple[int, str]]) -> None:
-        """Takes back the logs that this node has copied to the folder, as far as its signature reaches.
+        """Restore the logs that this node has copied to the folder, as far as its signature reaches.
 
-        That is for a machine that has only the folder left. What this process has written meanwhile follows them.
+        This is for a machine that has only the folder left. Lines of this process follow the restored ones.
         """
         for name, log in self.logs.items():
             size, sha256 = signed.get(name, (0, ""))
             if not isinstance(self.files, LocalFiles) or not 0 < size <= MAX_READ or log.size >= size:
                 continue
-            with suppress(OSError):  # the folder no longer has it: the log begins anew
+            with suppress(OSError):  # the folder has lost it: the log begins anew
                 data = self.files.read(f"{self.folder}/{name}", size)[:size]
                 if hashlib.sha256(data).hexdigest() == sha256:
                     log.replace(data + log.read())
 
     def close(self) -> bool:
-        """Brings the copies up to date; tells whether they are."""
+        """Update the copies; return whether they are complete."""
         return all([log.copy() for log in self.logs.values()])
 
     def _append(self, name: str, record: dict[str, object]) -> None:
@@ -79,7 +77,7 @@ class Journal:
 
 
 class Stopwatch:
-    """Seconds per phase of a round, and when each began and ended, in seconds since the round began."""
+    """Measures the seconds of every phase of a round, with begin and end since the round began."""
 
     def __init__(self) -> None:
         self.began, self.zero = time.time(), time.perf_counter()
@@ -95,7 +93,7 @@ class Stopwatch:
             self.add(phase, started, time.perf_counter())
 
     def add(self, phase: str, started: float, ended: float, share: float = 1.0) -> None:
-        """Time that has passed, of which this much was spent on the round."""
+        """Add time that has passed, of which the round took this share."""
         self.seconds[phase] += share * (ended - started)
         self.phases.append((phase, round(started - self.zero, 4), round(ended - self.zero, 4)))
 
@@ -104,8 +102,10 @@ class Stopwatch:
 
 
 def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Reads the records past byte `after`, and tells where the next read goes on. Lines that cannot be read are left
-    out: in a shared folder anybody may have written them."""
+    """Read the records past byte `after`; return them and where the next read begins.
+
+    Lines that cannot be read are left out: in a shared folder any member may have written them.
+    """
     lines, after = new_lines(files, path, after)
     records, unreadable = [], 0
     for line in lines:
@@ -119,27 +119,28 @@ def read_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[dict[
 
 
 def new_lines(files: LocalFiles, path: str, after: int = 0) -> tuple[list[bytes], int]:
-    """Reads the lines past byte `after` as they were written, and tells where the next read goes on. A half-written
-    last
-    one waits."""
+    """Read the lines past byte `after` as they were written; return them and where the next read begins.
+
+    A half-written last line waits.
+    """
     try:
         size = files.stat(path).st_size
-        if size <= after or size > MAX_LOG:  # most logs have nothing new, and what is larger is none
+        if size <= after or size > MAX_LOG:  # most logs have nothing new, and a larger file is no log
             return [], after
         data = files.read(path, MAX_READ, after)[:MAX_READ]
     except OSError:
         return [], after
     whole, newline, _ = data.rpartition(b"\n")
-    if not newline and len(data) > LONGEST_LINE:  # no line of ours: it is passed over
+    if not newline and len(data) > LONGEST_LINE:  # too long for a line: left out
         return [b""], after + len(data)
     count = whole.count(b"\n")
-    if count > MAX_UNREADABLE and len(whole) < SHORTEST_MEAN * count:  # nor are these
+    if count > MAX_UNREADABLE and len(whole) < SHORTEST_MEAN * count:  # too short for lines: left out
         return [b""], after + len(whole) + len(newline)
     return whole.splitlines(), after + len(whole) + len(newline)
 
 
-def ends_amid(files: LocalFiles, path: str, after: int) -> bool:
-    """Tells whether something follows the last whole line, which ends at byte `after`."""
+def ends_mid_line(files: LocalFiles, path: str, after: int) -> bool:
+    """Return whether something follows the last whole line, which ends at byte `after`."""
     try:
         return files.stat(path).st_size > after
     except OSError:

@@ -1,8 +1,7 @@
-"""Reads what a node runs on, and how busy that is, once a round.
+"""Measures the load of the machine that a node runs on, once a round.
 
-How busy a GPU was is asked of NVIDIA's management library (NVML), which the driver brings along and which keeps the
-samples
-of the last seconds; without it, and on a CPU, it is the processor alone. Importing this loads no torch.
+The load of an NVIDIA GPU comes from its driver's library (NVML), which keeps the samples of the last seconds. Elsewhere
+only the processor is measured. Importing this loads no torch.
 """
 
 import os
@@ -36,7 +35,7 @@ def _processor() -> str:
 
 
 class LoadMeter:
-    """How busy a node's process kept the processor since it was read last, and its GPUs, whoever uses them."""
+    """Measures how busy a node's process kept the processor since the last reading, and how busy its GPUs are."""
 
     def __init__(self, gpu_ids: Sequence[str] = ()) -> None:
         self._at, self._busy = time.monotonic(), time.process_time()
@@ -63,20 +62,20 @@ class Gpu:
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self.nvml, self.handle = nvml, handle
-        self._seen = 0  # the time of the newest sample that was read
+        self._newest = 0  # the time of the newest sample that was read
 
     def share(self) -> float | None:
-        """Of the time since it was read last, or of the last seconds of it, in which a kernel ran."""
+        """Return the share of the time since the last reading, or of its last seconds, in which a kernel ran."""
         try:
             kind, samples = self.nvml.nvmlDeviceGetSamples(
-                self.handle, self.nvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen
+                self.handle, self.nvml.NVML_GPU_UTILIZATION_SAMPLES, self._newest
             )
         except self.nvml.NVMLError:
             return None
-        found = [sample for sample in samples if sample.timeStamp > self._seen]
+        found = [sample for sample in samples if sample.timeStamp > self._newest]
         if not found or kind != self.nvml.NVML_VALUE_TYPE_UNSIGNED_INT:
             return None
-        self._seen = max(sample.timeStamp for sample in found)
+        self._newest = max(sample.timeStamp for sample in found)
         return float(sum(sample.sampleValue.uiVal for sample in found)) / len(found) / 100
 
     def memory(self) -> int | None:
@@ -87,7 +86,7 @@ class Gpu:
 
 
 def gpus_of(ids: Sequence[str]) -> list[Gpu]:
-    """Find GPUs in NVML by their ids: none where there is no NVIDIA driver."""
+    """Find GPUs in NVML by their ids; none without an NVIDIA driver."""
     if not ids:
         return []
     import pynvml

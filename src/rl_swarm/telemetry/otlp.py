@@ -1,9 +1,7 @@
-"""Sends OpenTelemetry: a round is a trace, its phases are spans, and what is measured are metrics. Sent by OTLP
-over HTTP.
+"""Exports OpenTelemetry by OTLP over HTTP: a round is a trace, its phases are spans, its measurements are metrics.
 
-The standard variables turn it on and steer it (OTEL_EXPORTER_OTLP_ENDPOINT and its relatives). A round's trace has
-the same id in all nodes of a swarm, so that a collector which hears several shows them together: who was busy, and
-who waited.
+The standard variables turn it on and configure it (OTEL_EXPORTER_OTLP_ENDPOINT and its relatives). A round's trace has
+the same id in all nodes of a swarm, so one collector shows which node was busy and which one waited.
 """
 
 import hashlib
@@ -12,8 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_swarm.settings import ConfigError
-from rl_swarm.telemetry.sinks import Source, numbers
+from rl_swarm.errors import ConfigError
+from rl_swarm.telemetry.export import Source, scalars
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -22,15 +20,15 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = "http/protobuf"
 SIGNALS = ("traces", "metrics")
-PARTS = {"seconds": "phase", "external_rejected": "reason"}  # what the parts of a number are; else tasks
-COUNTED = (  # per round; a sum over rounds loses none between two exports
+PARTS = {"seconds": "phase", "external_rejected": "reason"}  # label of a metric's parts; the default is task
+COUNTED = (  # counters: a sum over rounds loses none between two exports
     "local_groups", "local_with_signal", "trained_tokens", "external_accepted", "external_scored", "external_rejected",
 )  # fmt: skip
-ASKING_SECONDS = 3.0  # for the doctor
+ASKING_SECONDS = 3.0  # for `rl-swarm doctor`
 
 
 def endpoints(environ: Mapping[str, str]) -> dict[str, str]:
-    """Traces and metrics, where they are to be sent, each with the variable that says where to."""
+    """Return which of traces and metrics are exported, each with the variable that says where to."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return {}
     found = {}
@@ -44,7 +42,7 @@ def endpoints(environ: Mapping[str, str]) -> dict[str, str]:
         for setting in (f"{special}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
             if environ.get(setting, PROTOCOL) not in ("", PROTOCOL):
                 raise ConfigError(
-                    f"{setting}={environ[setting]}: only {PROTOCOL} is spoken here. Unset it, or set it to that."
+                    f"{setting}={environ[setting]}: only {PROTOCOL} is supported. Unset it, or set it to that."
                 )
             if environ.get(setting):
                 break
@@ -99,7 +97,7 @@ class Otlp:
         self.meters.shutdown()
         logging.getLogger("opentelemetry").removeHandler(self.complaints)
         if self.complaints.count > 1:
-            log.warning("OpenTelemetry complained %d times", self.complaints.count)
+            log.warning("OpenTelemetry warned %d times", self.complaints.count)
 
     def _trace(self, values: Mapping[str, Any]) -> None:
         from opentelemetry.context import Context
@@ -107,7 +105,7 @@ class Otlp:
 
         began, phases = values["began"], values["phases"]
         self.ids.trace = trace_id(self.source.swarm_id, values["round"], values["stage"])
-        attributes = {f"rl_swarm.{name}": number for name, number in numbers(values).items()}
+        attributes = {f"rl_swarm.{name}": number for name, number in scalars(values).items()}
         for name in ("round", "stage", "policy_version"):
             attributes[f"rl_swarm.{name}"] = values[name]
         played = self.tracer.start_span(
@@ -121,7 +119,7 @@ class Otlp:
 
     def _measure(self, kind: str, values: Mapping[str, Any]) -> None:
         self._instrument("rl_swarm.round", counted=False).set(values["round"])
-        for full_name, number in numbers(values).items():
+        for full_name, number in scalars(values).items():
             name, _, part = full_name.partition("/")
             attributes = {PARTS.get(name, "task"): part} if part else {}
             counted = kind == "round" and name in COUNTED
@@ -136,7 +134,7 @@ class Otlp:
 
 
 class Complaints(logging.Handler):
-    """What the library has to say about a collector that does not answer, while it goes on trying: logged once."""
+    """Counts the library's warnings about a collector that does not answer, and logs the first."""
 
     def __init__(self, tell: bool = True) -> None:
         super().__init__(logging.WARNING)
@@ -146,11 +144,11 @@ class Complaints(logging.Handler):
         self.count += 1
         self.first = self.first or record.getMessage()
         if self.tell and self.count == 1:
-            log.warning("OpenTelemetry, told once: %s", self.first)
+            log.warning("OpenTelemetry, logged once: %s", self.first)
 
 
 def trace_id(swarm_id: str, number: int, stage: int) -> int:
-    """The same for all nodes."""
+    """Derive the trace id of a round, the same for all nodes."""
     digest = hashlib.blake2b(f"{swarm_id} {number} {stage}".encode(), digest_size=16).digest()
     return int.from_bytes(digest, "big")
 
@@ -159,8 +157,8 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def unanswered(signal: str) -> str:
-    """What is wrong with the collector, asked with a message of nothing; empty if it answers well."""
+def collector_problem(signal: str) -> str:
+    """Send the collector an empty message; return what is wrong, or nothing if it answers well."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.metrics.export import MetricsData

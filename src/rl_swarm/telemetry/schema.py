@@ -1,8 +1,7 @@
 """Defines the records of `metrics.jsonl`: one for a round and one for a held-out score.
 
 The node writes them; reports, the page, experiments, the validator, notebooks and exporters read them. A new metric is
-a
-field here and the line in `node/node.py` that fills it.
+a field here and the line in `node/report.py` that fills it.
 """
 
 from typing import Annotated
@@ -12,14 +11,15 @@ from msgspec import Meta
 
 from rl_swarm.protocol.wire import Count, Id
 
-Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # beyond that it is no measurement
+Number = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a number beyond these is no measurement
 Groups = Annotated[int, Meta(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 50)]
 Stage = Annotated[int, Meta(ge=0, lt=64)]
+After = Annotated[int, Meta(ge=-1, lt=1 << 53)]  # the round after which something was measured
 
 
 class Seconds(msgspec.Struct, frozen=True, gc=False):
-    """What the phases of a round took."""
+    """Holds the seconds of a round's phases."""
 
     questions: Number | None = None
     generate: Number | None = None
@@ -46,7 +46,7 @@ PHASES = Seconds.__struct_fields__[:-1]
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """How busy the machine was."""
+    """Holds the load of the machine."""
 
     processor: Number | None = None  # cores
     memory: Number | None = None  # bytes
@@ -55,11 +55,10 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="round"):
-    """What a node tells of a stage of a round.
+    """Holds a node's metrics of one stage of a round.
 
-    In a shared folder anybody may have written it, so every value is bounded. There may be millions of them, hence
-    fields
-    and no dictionary.
+    In a shared folder any member may have written it, so every value is bounded. There may be millions of them, hence
+    fields and no dictionary.
     """
 
     round: Count
@@ -90,43 +89,43 @@ class RoundRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="
     external_max_nll: Number | None = None
     peak_memory: Number | None = None
     load: Load = Load()
-    role_metrics: dict[Id, Number] = {}  # that its role told
-    reward_by_stage: dict[Id, Number] = {}  # that of its stage, where a round has several
+    role_metrics: dict[Id, Number] = {}  # of its role
+    reward_by_stage: dict[Id, Number] = {}  # by stage, where a round has several
     idle: bool = False  # the node had no role in this stage
 
 
 class AnsweredQuestion(msgspec.Struct, frozen=True):
-    """A held-out question and an answer to it, to be read by people."""
+    """Holds a held-out question and an answer to it, for people to read."""
 
     task: str
     prompt: str
     answer: str | None
     completion: str
-    reward: float
+    reward: Number
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A score on the held-out questions."""
+    """Holds a score on the held-out questions."""
 
-    questions: int
-    samples: int | None = None  # answers to every question
-    temperature: float | None = None
-    sampled: float
-    greedy: float | None
-    well_formed: float  # share of the sampled answers
-    accuracy_well_formed: float  # reward among those
-    by_task: dict[str, float]  # sampled
-    greedy_by_task: dict[str, float]
-    well_formed_by_task: dict[str, float]
-    accuracy_well_formed_by_task: dict[str, float]
+    questions: Groups
+    samples: Groups | None = None  # answers to every question
+    temperature: Number | None = None
+    sampled: Number
+    greedy: Number | None
+    well_formed: Number  # share of the sampled answers
+    accuracy_well_formed: Number  # mean reward of the well-formed ones
+    by_task: dict[str, Number]  # sampled
+    greedy_by_task: dict[str, Number]
+    well_formed_by_task: dict[str, Number]
+    accuracy_well_formed_by_task: dict[str, Number]
     examples: list[AnsweredQuestion]
 
 
 class HeldOutRecord(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="held_out"):
-    """A held-out score in the log of a node."""
+    """Holds a held-out score in the log of a node."""
 
-    when: str  # start, now or end
-    round: int  # after which it was measured; -1: before the first
+    when: Id  # `start`, `now` or `end`
+    round: After  # -1: before the first
 
 
 def line_of(record: RoundRecord | HeldOutRecord) -> dict[str, object]:

@@ -1,12 +1,12 @@
-"""Writes curves for TensorBoard, Weights & Biases and Trackio, on this machine. All write to this machine; what
-sends it on is the user's own setting."""
+"""Writes curves for TensorBoard, Weights & Biases and Trackio. All stay on this machine unless the user's own settings
+send them on."""
 
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from rl_swarm.telemetry.sinks import Source, numbers
+from rl_swarm.telemetry.export import Source, scalars
 
 log = logging.getLogger(__name__)
 
@@ -14,13 +14,13 @@ PROJECT = "rl-swarm"
 
 
 def step_of(values: Mapping[str, object]) -> int:
-    """The round, for programs that count from 0: what was measured before the first is there too."""
+    """Return the round as a step from 0; a score from before the first round has step 0 too."""
     number = values.get("round")
     return max(0, number) if isinstance(number, int) else 0
 
 
 class TensorBoard:
-    """Event files, by tensorboardX: `tensorboard` itself brings a web server, and torch's writer needs it."""
+    """Writes event files with tensorboardX: `tensorboard` itself brings a web server, and torch's writer needs it."""
 
     def __init__(self, source: Source) -> None:
         from tensorboardX import SummaryWriter
@@ -28,7 +28,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(source.folder / "tensorboard"))
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
-        for name, number in numbers(values).items():
+        for name, number in scalars(values).items():
             self.writer.add_scalar(f"{kind}/{name}", number, step_of(values))
         self.writer.flush()
 
@@ -37,11 +37,11 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` sends it when the user wants to."""
+    """Writes to Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` sends it later."""
 
     def __init__(self, source: Source) -> None:
         mode: Any = os.environ.get("WANDB_MODE") or "offline"
-        if mode != "online":  # its reports of errors are sent all the same
+        if mode != "online":  # error reports are sent even when offline
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -52,13 +52,13 @@ class WandB:
             dir=str(source.folder),
             mode=mode,
             config={"swarm": source.swarm_id, "peer_id": source.peer_id} | source.settings,
-            reinit="create_new",  # nodes that share a process have a run each
+            reinit="create_new",  # one run per node, also within one process
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.run.define_metric("*", step_metric="round")
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
-        curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
+        curves = {f"{kind}/{name}": number for name, number in scalars(values).items()}
         self.run.log({"round": step_of(values)} | curves)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class WandB:
 
 
 class Trackio:
-    """Trackio, into its own folder on this machine, where `trackio show` finds it."""
+    """Writes to Trackio, into its own folder on this machine, where `trackio show` finds it."""
 
     def __init__(self, source: Source) -> None:
         import trackio
@@ -75,9 +75,9 @@ class Trackio:
         import trackio.utils
 
         for module in (trackio, trackio.deploy, trackio.run, trackio.utils):
-            module.print = quietly  # else over the live view
+            module.print = quietly  # else it prints over the live view
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
-            # It asks the hub for the name of the token's owner, even when nothing is sent anywhere.
+            # It asks the hub for the token's owner, even when nothing is sent.
             trackio.run._get_default_namespace = lambda: None
         self.finish = trackio.finish
         self.run = trackio.init(
@@ -92,7 +92,7 @@ class Trackio:
         )
 
     def write(self, kind: str, values: Mapping[str, object]) -> None:
-        curves = {f"{kind}/{name}": number for name, number in numbers(values).items()}
+        curves = {f"{kind}/{name}": number for name, number in scalars(values).items()}
         self.run.log(curves, step=step_of(values))
 
     def close(self) -> None:

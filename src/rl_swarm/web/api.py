@@ -1,10 +1,12 @@
-"""Answers over HTTP with everything the page shows, read only unless a token is set. The description is at
-/api/openapi.json."""
+"""Answers over HTTP with everything that the page shows, read only unless a token is set.
+
+The description is at /api/openapi.json.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query
@@ -14,30 +16,29 @@ from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
 from rl_swarm.monitor import records as r
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.runs import Runs
-from rl_swarm.web import legacy_api as original
-from rl_swarm.web import security as guard
-from rl_swarm.web import tables
-from rl_swarm.web.response_cache import Kept
-from rl_swarm.web.run_router import Others
+from rl_swarm.web import legacy_api, security, tables
+from rl_swarm.web.response_cache import ResponseCache
+from rl_swarm.web.run_router import RunRouter
 from rl_swarm.web.stream import Stream
 
+T = TypeVar("T")
 STATIC = Path(__file__).parent / "static"
 
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Points = Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")]
+Points = Annotated[int, Query(ge=2, le=1000, description="Maximum number of points of a curve.")]
 Name = Annotated[str, Query(max_length=100)]
-Metric = Annotated[str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A number of metrics.jsonl, or held_out.")]
+Metric = Annotated[str, Query(pattern=r"^[a-z0-9_.]{1,64}$", description="A metric of metrics.jsonl, or held_out.")]
 Reward = Annotated[float | None, Query(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Format = Annotated[Literal["json", "csv"], Query(description="csv: the same as a table.")]
 OR_CSV: dict[int | str, dict[str, object]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 STOP_RESPONSES: dict[int | str, dict[str, object]] = {
     401: {"description": "Wrong or no token."},
-    403: {"description": "No token is set: it can only be read."},
+    403: {"description": "No token is set: the API is read only."},
     409: {"description": "There is nothing to stop from here."},
 }
 OR_NOT: dict[int | str, dict[str, object]] = {404: {"description": "There is no such node."}}
@@ -50,40 +51,42 @@ def create_app(
     stop: Callable[[], None] | None = None,
     among: Runs | None = None,
 ) -> FastAPI:
-    """The API of one swarm. `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped,
-    where
-    `stop` does that. `among` are the runs beside it, where it is one of several that are served."""
-    texts, stream, runs = Texts(follower), Stream(follower), among or Runs(follower)
+    """Create the API of one swarm.
+
+    `hosts` are the names it answers to; `*` is any. With the `token` the run can be stopped, where `stop` does that.
+    `among` are the other runs of the same server.
+    """
+    reader, stream, runs = RolloutReader(follower), Stream(follower), among or Runs(follower)
 
     def close() -> None:
         stream.closed = True
-        texts.close()
+        reader.close()
 
-    about = "What a swarm does, as its dashboard shows it. Read only, but for stopping the run with a token."
+    about = "The data of a swarm's dashboard. Read only, except for stopping the run with a token."
     app = page_app("RL Swarm", about, "index.html", stream, runs, close)
     if among is None:
-        serve_others(app, runs)
-    guard.protect(app, hosts, token)
+        serve_runs(app, runs)
+    security.protect(app, hosts, token)
 
-    def looked() -> Follower:
+    def current() -> Follower:
         stream.catch_up()
         return follower
 
-    Swarm = Annotated[Follower, Depends(looked)]
+    Swarm = Annotated[Follower, Depends(current)]
 
     @app.get("/api/overview", response_model=r.Overview)
     def overview(swarm: Swarm) -> Response:
         can_stop = token is not None and stop is not None
-        return as_json(telling.overview(swarm, can_stop, runs.experiment))
+        return as_json(snapshot.overview(swarm, can_stop, runs.experiment))
 
     @app.post("/api/stop", status_code=202, responses=STOP_RESPONSES)
     def stop_run(
         given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
     ) -> r.Stopping:
-        """Stops the run as Ctrl-C does: the nodes save where they are. The token is that of SWARM_WEB_TOKEN."""
+        """Stop the run as Ctrl-C does: the nodes save their state. The token is that of SWARM_WEB_TOKEN."""
         if token is None:
-            raise HTTPException(403, "It can only be read: no SWARM_WEB_TOKEN is set.")
-        if given is None or not guard.same(given.credentials, token):
+            raise HTTPException(403, "The API is read only: no SWARM_WEB_TOKEN is set.")
+        if given is None or not security.is_token(given.credentials, token):
             raise HTTPException(401, "Wrong or no token.", {"WWW-Authenticate": "Bearer"})
         if stop is None:
             raise HTTPException(409, "Only the dashboard of `rl-swarm up` can stop its run.")
@@ -94,17 +97,14 @@ def create_app(
     def nodes(
         swarm: Swarm, search: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
     ) -> object:
-        """The leaderboard, best first."""
-        page = telling.nodes(swarm, search, offset, limit)
+        """Return the leaderboard, best first."""
+        page = snapshot.nodes(swarm, search, offset, limit)
         return as_json(page) if format == "json" else as_csv("leaderboard", tables.records_csv(r.NodeRow, page.nodes))
 
     @app.get("/api/nodes/{node}", responses=OR_NOT)
     def node(swarm: Swarm, node: str) -> r.NodeDetail:
-        """One node, by its name in files, its peer id or its animal name."""
-        found = telling.node(swarm, node)
-        if found is None:
-            raise HTTPException(404, "There is no such node.")
-        return found
+        """Return one node, by its name in files, its peer id or its animal name."""
+        return found_or_404(snapshot.node(swarm, node))
 
     @app.get(
         "/api/nodes/{node}/tables/{table}",
@@ -112,10 +112,8 @@ def create_app(
         responses=OR_CSV | OR_NOT,
     )
     def node_table(swarm: Swarm, node: str, table: tables.NodeTable) -> Response:
-        """A table of a node's page, as CSV."""
-        found = telling.node(swarm, node)
-        if found is None:
-            raise HTTPException(404, "There is no such node.")
+        """Return a table of a node's page, as CSV."""
+        found = found_or_404(snapshot.node(swarm, node))
         return as_csv(f"{found.row.node}-{table}", tables.node_csv(found, table))
 
     @app.get("/api/nodes/{node}/curves", response_model=r.NodeCurves, responses=OR_CSV | OR_NOT)
@@ -126,10 +124,8 @@ def create_app(
         points: Points = 500,
         format: Format = "json",
     ) -> object:
-        """The curves of one node; all it has where no metric is named."""
-        found = telling.curves(swarm, node, metric, points)
-        if found is None:
-            raise HTTPException(404, "There is no such node.")
+        """Return the curves of one node; all that it has where no metric is named."""
+        found = found_or_404(snapshot.curves(swarm, node, metric, points))
         return as_json(found) if format == "json" else as_csv(found.node, tables.curves_csv(found))
 
     @app.get("/api/curves", response_model=r.Lines, responses=OR_CSV)
@@ -137,11 +133,11 @@ def create_app(
         swarm: Swarm,
         metric: Metric = "reward_local",
         points: Points = 500,
-        limit: Annotated[int, Query(ge=0, le=200, description="Most nodes; the mean is of all.")] = 50,
+        limit: Annotated[int, Query(ge=0, le=200, description="Maximum number of nodes; the mean is of all.")] = 50,
         format: Format = "json",
     ) -> object:
-        """One metric of the best nodes, and the mean of all."""
-        lines = telling.lines(swarm, metric, points, limit)
+        """Return one metric of the best nodes, and the mean of all."""
+        lines = snapshot.lines(swarm, metric, points, limit)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
@@ -152,12 +148,12 @@ def create_app(
         task: Name = "",
         min_reward: Reward = None,
         max_reward: Reward = None,
-        after: Annotated[str | None, Query(max_length=100, description="`next` of the page before.")] = None,
+        after: Annotated[str | None, Query(max_length=100, description="`next` of the previous page.")] = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 10,
         format: Format = "json",
     ) -> object:
-        """Questions and what the models answered, the newest round first."""
-        page = texts.page(Wanted(round, node, task, min_reward, max_reward), after, limit)
+        """Return questions and the models' answers, the newest round first."""
+        page = reader.page(RolloutFilter(round, node, task, min_reward, max_reward), after, limit)
         return page if format == "json" else as_csv("rollouts", tables.rollouts_csv(page.rollouts))
 
     @app.get("/api/events", response_model=r.EventPage, responses=OR_CSV)
@@ -169,8 +165,8 @@ def create_app(
         limit: Limit = 100,
         format: Format = "json",
     ) -> object:
-        """What happened, newest first."""
-        page = telling.events(swarm, node, kind, offset, limit)
+        """Return events, newest first."""
+        page = snapshot.events(swarm, node, kind, offset, limit)
         return page if format == "json" else as_csv("events", tables.records_csv(r.Event, page.events))
 
     @app.get("/api/runs", response_model=r.RunPage, responses=OR_CSV)
@@ -180,7 +176,7 @@ def create_app(
         limit: Annotated[int, Query(ge=1, le=20)] = 20,
         format: Format = "json",
     ) -> object:
-        """The runs in the same folder, the newest first."""
+        """Return the runs in the same folder, the newest first."""
         page = runs.page(offset, limit, follower)
         return page if format == "json" else as_csv("runs", tables.records_csv(r.RunRow, page.runs))
 
@@ -192,27 +188,27 @@ def create_app(
         points: Points = 500,
         format: Format = "json",
     ) -> object:
-        """One metric of several runs, each the mean of its nodes."""
+        """Return one metric of several runs, each the mean of its nodes."""
         lines = runs.lines(run, metric, points)
         return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
     @app.get("/health")
     def health(swarm: Swarm) -> r.Health:
-        return telling.health(swarm)
+        return snapshot.health(swarm)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(swarm: Swarm) -> Response:
-        """For Prometheus."""
+        """Return the swarm's numbers for Prometheus."""
         from rl_swarm.web import prometheus
 
         return Response(prometheus.text(swarm), media_type=prometheus.CONTENT_TYPE)
 
-    app.include_router(original.router(looked, texts))
+    app.include_router(legacy_api.router(current, reader))
     return app
 
 
 def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, close: Callable[[], None]) -> FastAPI:
-    """Makes the application of a page: its files, its stream of events, and answers that are made once for all."""
+    """Create the application of a page: its files, its event stream, and cached responses."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -225,25 +221,31 @@ def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, clos
         version=__version__,
         description=about,
         openapi_url="/api/openapi.json",
-        docs_url=None,  # its page would come from elsewhere
+        docs_url=None,  # its page loads scripts from another site
         redoc_url=None,
         lifespan=lifespan,
     )
     app.state.close = close
-    app.add_middleware(Kept, version=lambda: stream.follower.version)
+    app.add_middleware(ResponseCache, version=lambda: stream.follower.version)
     app.include_router(stream.router())
     app.mount("/static", StaticFiles(directory=STATIC))
     app.get("/", include_in_schema=False)(lambda: FileResponse(STATIC / page))
     return app
 
 
-def serve_others(app: FastAPI, runs: Runs) -> None:
-    """Serves every other run under its name, too."""
-    app.add_middleware(Others, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+def serve_runs(app: FastAPI, runs: Runs) -> None:
+    """Serve every other run under its name, too."""
+    app.add_middleware(RunRouter, runs=runs, make=lambda run: create_app(run, ("*",), among=runs))
+
+
+def found_or_404(record: T | None) -> T:
+    if record is None:
+        raise HTTPException(404, "There is no such node.")
+    return record
 
 
 def as_json(record: object) -> Response:
-    """A record of ours, which nobody needs to check again: of long curves that takes most of the time."""
+    """Encode a record without validating it again: for long curves that would take most of the time."""
     return Response(msgspec.json.encode(record), media_type="application/json")
 
 

@@ -1,8 +1,9 @@
-"""Limits connections: who, how many, and for how long, decided before a request is read.
+"""Limits connections: from where, how many, and for how long, before a request is read.
 
-A client has a deadline for the head of a request, one for its body, and one for taking the response. There are as many
-connections as the process has files for. An address may have half of them; where all are taken, the address with the
-most makes room. So one that opens many shuts out nobody else. Streams of events last, and have a share of their own.
+A client has a deadline for the head of a request, for its body, and for taking the response. There are as many
+connections as the process has file descriptors for. An address may have half of them; when all are taken, the address
+with the most loses one. So an address with many connections locks no other one out. Event streams last, and have a
+quota of their own.
 """
 
 import asyncio
@@ -17,20 +18,20 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rl_swarm.web.stream import PATH as STREAM
 
-HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, until the next head is whole
-BODY_SECONDS = 20.0  # from there until the body is
+HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, to the end of the next head
+BODY_SECONDS = 20.0  # from there to the end of the body
 IDLE_SECONDS = 5  # without a byte, after a response
-TAKE_SECONDS, TAKE_BYTES = (
+WRITE_SECONDS, WRITE_BYTES = (
     30.0,
     64 << 10,
-)  # so much of what waits for a client is taken in that time, or all of it
+)  # a client takes so many waiting bytes in that time, or all of them
 MAX_HEAD, MAX_REQUEST = 64 << 10, 1 << 20  # bytes
 MAX_PIPELINED = 16  # requests of a connection that wait for an earlier one
 
 MAX_CONNECTIONS = 2000
 WANTED_FILES = 4096
-BACKLOG = 64  # connections that are taken at once, before any of them is counted
-OWN_FILES = 32  # at least, for reading what is shown
+BACKLOG = 64  # connections accepted at once, before any is counted
+OWN_FILES = 32  # reserved at least, for reading the swarm
 
 RESPONSE = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 LATE, TOO_LARGE, FULL = (
@@ -54,106 +55,107 @@ def file_limit() -> int:
     return WANTED_FILES if soft == infinite else soft
 
 
-def most_connections() -> int:
-    """As many as there are files for, beside those that the process needs itself."""
+def max_connections() -> int:
+    """Return how many connections there are file descriptors for, beside those that the process needs itself."""
     files = file_limit()
     return max(8, min(MAX_CONNECTIONS, files - max(BACKLOG + OWN_FILES, files // 4)))
 
 
 def source_of(address: str) -> str:
-    """Where a client is: its address, or the network that an IPv6 address is chosen from."""
+    """Return the source of a client: its address, or the network that an IPv6 address is chosen from."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:  # no address at all, as of a socket in the file system
+    except ValueError:  # no IP address, such as that of a Unix socket
         return address
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
-class Shares:
-    """Places that are given out by source: half of them to one at most."""
+class ConnectionQuota:
+    """Counts connections by source: one source gets at most half of them."""
 
     def __init__(self, most: int) -> None:
         self.most, self.most_each = most, max(1, most // 2)
-        self.taken: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def free_for(self, source: str) -> bool:
-        return self.taken.total() < self.most and self.taken[source] < self.most_each
+        return self.counts.total() < self.most and self.counts[source] < self.most_each
 
     def take(self, source: str) -> None:
-        self.taken[source] += 1
+        self.counts[source] += 1
 
     def give_back(self, source: str) -> None:
-        self.taken[source] -= 1
-        if not self.taken[source]:
-            del self.taken[source]
+        self.counts[source] -= 1
+        if not self.counts[source]:
+            del self.counts[source]
 
 
 class Connections:
-    """All that are open, the oldest of a source first."""
+    """Holds all open connections, the oldest of a source first."""
 
     def __init__(self, most: int) -> None:
-        self.shares = Shares(most)
+        self.quota = ConnectionQuota(most)
         self._open: dict[str, dict[BoundedProtocol, None]] = defaultdict(dict)
 
     def admit(self, connection: "BoundedProtocol", source: str) -> bool:
-        taken = self.shares.taken
-        if not self.shares.free_for(source):
-            most = max(taken, key=lambda each: taken[each])
-            if taken[source] >= self.shares.most_each or taken[source] + 1 >= taken[most]:
+        counts = self.quota.counts
+        if not self.quota.free_for(source):
+            most = max(counts, key=lambda each: counts[each])
+            if counts[source] >= self.quota.most_each or counts[source] + 1 >= counts[most]:
                 return False
             oldest = next((each for each in self._open[most] if each.waits_for), next(iter(self._open[most])))
             self.release(oldest, most)
             oldest.drop()
-        self.shares.take(source)
+        self.quota.take(source)
         self._open[source][connection] = None
         return True
 
     def release(self, connection: "BoundedProtocol", source: str) -> None:
         if connection not in self._open.get(source, ()):
             return
-        self.shares.give_back(source)
+        self.quota.give_back(source)
         del self._open[source][connection]
         if not self._open[source]:
             del self._open[source]
 
 
 class BoundedStreams:
-    """Streams of events, which last as long as a client likes: half of all places, and half of those for one source."""
+    """Bounds event streams, which last as long as a client likes: half of all connections, and half of those for one
+    source."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.shares = app, Shares(most)
+        self.app, self.quota = app, ConnectionQuota(most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(STREAM):
             await self.app(scope, receive, send)
             return
         source = source_of(scope["client"][0] if scope["client"] else "")
-        if not self.shares.free_for(source):
-            await JSONResponse({"detail": "Too many listen already."}, 429)(scope, receive, send)
+        if not self.quota.free_for(source):
+            await JSONResponse({"detail": "Too many event streams already."}, 429)(scope, receive, send)
             return
-        self.shares.take(source)
+        self.quota.take(source)
         try:
             await self.app(scope, receive, send)
         finally:
-            self.shares.give_back(source)
+            self.quota.give_back(source)
 
 
 class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, whichever it has, with a deadline for everything that a client has to do."""
+    """Extends uvicorn's protocol by a deadline for everything that a client has to do."""
 
     among: Connections
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.source, self.admitted = "", False
-        self.waits_for = ""  # of the client: "head", "body" or nothing
+        self.waits_for = ""  # "head", "body" or nothing
         self._request: object = None
         self._cycles: list[Any] = []  # requests that are under way
         self._received = 0
         self._deadline: asyncio.TimerHandle | None = None
-        self._taking: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         peer = transport.get_extra_info("peername")
@@ -163,9 +165,9 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             transport.write(FULL)
             transport.close()
             return
-        transport.set_write_buffer_limits(high=0)  # so that it is told of every byte that has to wait
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called for every byte that waits
         super().connection_made(transport)
-        self._look()
+        self._set_deadline()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -186,7 +188,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._disconnect()
-        for timer in (self._deadline, self._taking):
+        for timer in (self._deadline, self._writing):
             if timer:
                 timer.cancel()
         self.among.release(self, self.source)
@@ -195,23 +197,23 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look(len(data))
+        self._set_deadline(len(data))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._set_deadline()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._take()
+        self._watch_writing()
 
     def resume_writing(self) -> None:
-        if self._taking:
-            self._taking.cancel()
+        if self._writing:
+            self._writing.cancel()
         super().resume_writing()
 
-    def _look(self, received: int = 0) -> None:
-        """Start the clock when the client has something else to do than before, and count what it sends for it."""
+    def _set_deadline(self, received: int = 0) -> None:
+        """Start the clock when the client's next step changes, and count the bytes that it sends for it."""
         if self.transport.is_closing():
             return
         done = self.cycle is None or self.cycle.response_complete
@@ -232,7 +234,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._end(LATE)
 
     def _end(self, response: bytes) -> None:
-        """Say why where nothing else was said, and close, whether the client listens or not."""
+        """Send an error if no response has begun, and close."""
         if not self.transport.is_closing() and (self.cycle is None or not self.cycle.response_started):
             self.transport.write(response)
             self.transport.close()
@@ -240,17 +242,17 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.abort()
         self._disconnect()
 
-    def _take(self) -> None:
+    def _watch_writing(self) -> None:
         waiting = self.transport.get_write_buffer_size()
-        self._taking = self.loop.call_later(TAKE_SECONDS, self._taken, waiting)
+        self._writing = self.loop.call_later(WRITE_SECONDS, self._check_writing, waiting)
 
-    def _taken(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() > before - TAKE_BYTES:
+    def _check_writing(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() > before - WRITE_BYTES:
             self.drop()
         else:
-            self._take()
+            self._watch_writing()
 
 
-def protocol_among(most: int) -> type[BoundedProtocol]:
-    """The protocol of a server that has so many connections."""
+def bounded_protocol(most: int) -> type[BoundedProtocol]:
+    """Create the protocol of a server that has so many connections."""
     return type("Protocol", (BoundedProtocol,), {"among": Connections(most)})

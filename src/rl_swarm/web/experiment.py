@@ -1,4 +1,4 @@
-"""Answers for an experiment over HTTP: its arms and curves, and every run as a page under `run/<name>/`."""
+"""Serves an experiment over HTTP: its arms and curves, and every run as a page under `run/<name>/`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,13 @@ from fastapi.responses import Response
 
 from rl_swarm.experiment.arms import RUNS, name_of
 from rl_swarm.experiment.measures import Measure
-from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunStands
-from rl_swarm.monitor.follower import Looking
+from rl_swarm.experiment.progress import ArmState, ExperimentProgress, ExperimentState, Points, RunProgress
+from rl_swarm.monitor.follower import Poller
 from rl_swarm.monitor.records import Line, Lines
 from rl_swarm.monitor.runs import Runs
 from rl_swarm.monitor.series import mean_of
-from rl_swarm.web import security as guard
-from rl_swarm.web import tables
-from rl_swarm.web.api import OR_CSV, Format, as_csv, as_json, page_app, serve_others
+from rl_swarm.web import security, tables
+from rl_swarm.web.api import OR_CSV, Format, as_csv, as_json, page_app, serve_runs
 from rl_swarm.web.stream import Stream
 
 MEASURED = (
@@ -29,68 +28,68 @@ MEASURED = (
 @dataclass(frozen=True)
 class ExperimentPage:
     version: int  # grows when anything changes
-    stands: ExperimentState
+    state: ExperimentState
 
 
-class Followed(Looking):
-    """An experiment that many look at."""
+class ExperimentFollower(Poller):
+    """Follows an experiment for many viewers."""
 
-    def __init__(self, standing: ExperimentProgress) -> None:
+    def __init__(self, progress: ExperimentProgress) -> None:
         super().__init__()
-        self.standing = standing
+        self.progress = progress
 
     def _read(self) -> bool:
         with self.lock:
-            return self.standing.look()
+            return self.progress.poll()
 
-    def told(self) -> ExperimentPage:
+    def page(self) -> ExperimentPage:
         with self.lock:
-            return ExperimentPage(self.version, self.standing.told())
+            return ExperimentPage(self.version, self.progress.state())
 
     def lines(self, metric: str, points: int) -> Lines:
         with self.lock:
-            return _lines(metric, self.standing.curves(metric, points))
+            return _lines(metric, self.progress.curves(metric, points))
 
 
 def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = None) -> FastAPI:
-    followed = Followed(ExperimentProgress(path))
-    stream, runs = Stream(followed), Runs(None, path.absolute() / RUNS, name_of(path))
+    follower = ExperimentFollower(ExperimentProgress(path))
+    stream, runs = Stream(follower), Runs(None, path.absolute() / RUNS, name_of(path))
 
     def close() -> None:
         stream.closed = True
         for ending in runs.closing:
             ending()
 
-    about = "What sharing rollouts is worth, measured, as the page shows it. Read only."
+    about = "The data of an experiment's page: arms, measures, curves, runs. Read only."
     app = page_app("RL Swarm: an experiment", about, "experiment.html", stream, runs, close)
-    serve_others(app, runs)
-    guard.protect(app, hosts, token)
+    serve_runs(app, runs)
+    security.protect(app, hosts, token)
 
-    def looked() -> Followed:
+    def current() -> ExperimentFollower:
         stream.catch_up()
-        return followed
+        return follower
 
-    Experiment = Annotated[Followed, Depends(looked)]
+    Experiment = Annotated[ExperimentFollower, Depends(current)]
 
     @app.get("/api/experiment", response_model=ExperimentPage, responses=OR_CSV)
     def experiment(experiment: Experiment, format: Format = "json") -> Response:
-        """The arms with what they have earned, and the runs."""
-        page = experiment.told()
-        return as_json(page) if format == "json" else as_csv("arms", arms_csv(page.stands.arms))
+        """Return the arms with their measures, and the runs."""
+        page = experiment.page()
+        return as_json(page) if format == "json" else as_csv("arms", arms_csv(page.state.arms))
 
-    @app.get("/api/experiment/runs", response_model=list[RunStands], responses=OR_CSV)
+    @app.get("/api/experiment/runs", response_model=list[RunProgress], responses=OR_CSV)
     def all_runs(experiment: Experiment, format: Format = "json") -> Response:
-        found = experiment.told().stands.runs
-        return as_json(found) if format == "json" else as_csv("runs", tables.records_csv(RunStands, found))
+        found = experiment.page().state.runs
+        return as_json(found) if format == "json" else as_csv("runs", tables.records_csv(RunProgress, found))
 
     @app.get("/api/experiment/curves", response_model=Lines, responses=OR_CSV)
     def curves(
         experiment: Experiment,
         metric: Literal["fresh_local", "training_set", "held_out"] = "fresh_local",
-        points: Annotated[int, Query(ge=2, le=1000, description="Most points of a curve.")] = 100,
+        points: Annotated[int, Query(ge=2, le=1000, description="Maximum number of points of a curve.")] = 100,
         format: Format = "json",
     ) -> Response:
-        """A line per arm: the mean over its nodes and seeds."""
+        """Return a line per arm: the mean over its nodes and seeds."""
         lines = experiment.lines(metric, points)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
@@ -98,7 +97,7 @@ def create_experiment_app(path: Path, hosts: Sequence[str], token: str | None = 
 
 
 def _lines(metric: str, curves: dict[str, Points]) -> Lines:
-    """All curves over the same rounds."""
+    """Align all curves to the same rounds."""
     rounds = sorted({after for points in curves.values() for after, _ in points})
     known = {label: dict(points) for label, points in curves.items()}
     lines = [Line(label, label, [values.get(after) for after in rounds]) for label, values in known.items()]
@@ -106,7 +105,7 @@ def _lines(metric: str, curves: dict[str, Points]) -> Lines:
 
 
 def arms_csv(arms: Sequence[ArmState]) -> str:
-    """A line per arm; every measure with the ends of its interval."""
+    """Write a line per arm; every measure with the ends of its interval."""
     plain = ["arm", "nodes", "played", "rounds", "against"]
     header = [*plain, "seeds", *(f"{name}{end}" for name in MEASURED for end in ("", "_low", "_high"))]
 

@@ -1,4 +1,4 @@
-"""Answers the endpoints of the original RL Swarm dashboard, by their names, for programs that know them."""
+"""Serves the endpoints of the original RL Swarm dashboard by their names, for programs that use them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query
 
-from rl_swarm.monitor import snapshot as telling
+from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import RolloutRow
-from rl_swarm.monitor.rollouts import Texts, Wanted
+from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.protocol.identity import animal_name
 
 LEADERS = 100  # of the leaderboards
@@ -35,7 +35,7 @@ class LeaderboardRow:
     id: str
     nickname: str
     participation: int
-    score: float  # of the last rounds, or summed up
+    score: float  # mean of the last rounds, or the sum of all
     wins: int
 
 
@@ -85,34 +85,34 @@ class Gossip:
     messages: list[Message]
 
 
-def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
-    routes = APIRouter(prefix="/api", tags=["original"])
-    Swarm = Annotated[Follower, Depends(looked)]
+def router(current: Callable[[], Follower], reader: RolloutReader) -> APIRouter:
+    routes = APIRouter(prefix="/api", tags=["legacy"])
+    Swarm = Annotated[Follower, Depends(current)]
 
     @routes.get("/healthz")
     def healthz(swarm: Swarm) -> HealthMessage:
-        found = telling.health(swarm)
+        found = snapshot.health(swarm)
         return HealthMessage("stale" if found.status == "stale" else "OK", found.seconds_since_heartbeat)
 
     @routes.get("/round_and_stage")
     def round_and_stage(swarm: Swarm) -> RoundAndStage:
-        told = telling.overview(swarm)
-        return RoundAndStage(told.round, told.stage)
+        overview = snapshot.overview(swarm)
+        return RoundAndStage(overview.round, overview.stage)
 
     @routes.get("/leaderboard")
     def leaderboard(swarm: Swarm) -> Leaderboard:
-        """By the reward of the last rounds."""
+        """Return the nodes by the reward of the last rounds."""
         return leaders(swarm, total=False)
 
     @routes.get("/leaderboard-cumulative")
     def leaderboard_cumulative(swarm: Swarm) -> Leaderboard:
-        """By the sum of all rewards."""
+        """Return the nodes by the sum of all rewards."""
         return leaders(swarm, total=True)
 
     @routes.get("/rewards-history")
     def rewards_history(swarm: Swarm) -> Histories:
-        lines = telling.lines(swarm, "reward_local", points=200, most=CHARTED)
-        peers = {row.node: row.peer_id for row in telling.nodes(swarm, limit=CHARTED).nodes}
+        lines = snapshot.lines(swarm, "reward_local", points=200, most=CHARTED)
+        peers = {row.node: row.peer_id for row in snapshot.nodes(swarm, limit=CHARTED).nodes}
         return Histories(
             [
                 History(
@@ -126,7 +126,7 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
 
     @routes.get("/name-to-id")
     def name_to_id(swarm: Swarm, name: Annotated[str, Query(max_length=100)] = "") -> PeerIdOf:
-        found = telling.find(swarm, " ".join(name.lower().split()))
+        found = snapshot.find(swarm, " ".join(name.lower().split()))
         return PeerIdOf(found.peer.peer_id if found and found.peer else None)
 
     @routes.post(
@@ -138,14 +138,14 @@ def router(looked: Callable[[], Follower], texts: Texts) -> APIRouter:
 
     @routes.get("/gossip")
     def gossip(swarm: Swarm, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Gossip:
-        """What the models wrote last."""
-        return Gossip([message(row) for row in texts.page(Wanted(), None, limit, keys=False).rollouts])
+        """Return the latest completions."""
+        return Gossip([message(row) for row in reader.page(RolloutFilter(), None, limit, keys=False).rollouts])
 
     return routes
 
 
 def leaders(swarm: Follower, total: bool) -> Leaderboard:
-    page = telling.nodes(swarm, limit=100_000)
+    page = snapshot.nodes(swarm, limit=100_000)
     found = [
         LeaderboardRow(n.peer_id, n.name, n.participation, n.total_reward if total else n.reward or 0.0, n.wins)
         for n in page.nodes
@@ -155,8 +155,8 @@ def leaders(swarm: Follower, total: bool) -> Leaderboard:
 
 
 def message(row: RolloutRow) -> Message:
-    """A rollout as one line: the question, and the best of the answers."""
+    """Format a rollout as one line: the question, and the best of the answers."""
     best = max(row.completions, key=lambda text: text.reward)
     question, answer = (" ".join(text.split())[:LONGEST] for text in (row.question, best.text))
-    said = f"{question} → {answer}"[:LONGEST]
-    return Message(row.id, said, row.name, row.node, row.timestamp, question, answer, best.reward)
+    text = f"{question} → {answer}"[:LONGEST]
+    return Message(row.id, text, row.name, row.node, row.timestamp, question, answer, best.reward)

@@ -1,4 +1,4 @@
-"""Makes answers that many clients want at the same time once."""
+"""Computes a response once when many clients want it at the same time."""
 
 import asyncio
 import gzip
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-KEPT_SECONDS = 1.0
-MAX_KEPT = 200  # answers
-LARGEST_KEPT = 1 << 18  # bytes; larger ones are for a single reader
+CACHE_SECONDS = 1.0
+MAX_CACHED = 200  # answers
+LARGEST_CACHED = 1 << 18  # bytes; larger responses are not cached
 SMALLEST_PACKED = 1 << 12  # bytes
 
-Key = tuple[int, str, bytes]  # what is known of the swarm, path and query
+Key = tuple[int, str, bytes]  # version of the swarm, path and query
 
 
 @dataclass(frozen=True)
 class CachedResponse:
     start: Message
     body: bytes
-    packed: bool  # by gzip, where that pays
+    packed: bool  # with gzip
     until: float
 
     def messages(self, takes_gzip: bool) -> list[Message]:
-        """What is sent to one who asked. Others add headers to it, hence a list of its own."""
+        """Return the messages of the response. Middleware adds headers to them, hence a new list each time."""
         headers, body = list(self.start["headers"]), self.body
         if self.packed:
             headers.append((b"vary", b"Accept-Encoding"))
@@ -36,7 +36,7 @@ class CachedResponse:
         return [{**self.start, "headers": headers}, {"type": "http.response.body", "body": body}]
 
 
-class Kept:
+class ResponseCache:
     def __init__(self, app: ASGIApp, version: Callable[[], int]) -> None:
         self.app, self.version = app, version
         self.made: dict[Key, asyncio.Task[CachedResponse]] = {}
@@ -52,16 +52,16 @@ class Kept:
             await send(message)
 
     def _wanted(self, key: Key, scope: Scope) -> "asyncio.Task[CachedResponse]":
-        """The answer that is kept or under way, or a new one."""
+        """Return the cached or pending response, or start a new one."""
         if key not in self.made or _is_old(self.made[key]):
             self.made = {k: task for k, task in self.made.items() if not _is_old(task)}
-            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MAX_KEPT)]:
+            for oldest in list(self.made)[: max(0, len(self.made) + 1 - MAX_CACHED)]:
                 del self.made[oldest]
             self.made[key] = asyncio.create_task(self._make(scope))
         return self.made[key]
 
     async def _make(self, scope: Scope) -> CachedResponse:
-        """Asks the application. Whoever asked first may hang up: others wait for this too."""
+        """Ask the application. The first client may hang up: others wait for this response too."""
         messages: list[Message] = []
 
         async def receive() -> Message:
@@ -75,7 +75,7 @@ class Kept:
         packed = len(body) >= SMALLEST_PACKED
         if packed:
             body = await asyncio.to_thread(gzip.compress, body, 1)
-        keep = KEPT_SECONDS if len(body) <= LARGEST_KEPT else 0.0
+        keep = CACHE_SECONDS if len(body) <= LARGEST_CACHED else 0.0
         return CachedResponse(messages[0], body, packed, time.monotonic() + keep)
 
 

@@ -16,8 +16,8 @@ MAX_OPEN = 4  # each may have a scoring process
 PATH = re.compile(r"/run/([^/]{1,255})(/.*)")
 
 
-class Others:
-    """Hands what is asked of another run to an application of its own; the rest goes on."""
+class RunRouter:
+    """Routes requests for another run to an application of its own; passes on all others."""
 
     def __init__(self, app: ASGIApp, runs: Runs, make: Callable[[Follower], FastAPI]) -> None:
         self.app, self.runs, self.make = app, runs, make

@@ -1,4 +1,4 @@
-"""Keeps the dashboard harmless: it answers to its own name alone, and its page runs only its own files."""
+"""Protects the dashboard: it answers to its own host name alone, and its page runs only its own files."""
 
 import binascii
 import hmac
@@ -19,36 +19,38 @@ HEADERS = {
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "is_token-origin",
     "Cache-Control": "no-cache",
 }
 
 
 def protect(app: FastAPI, hosts: Sequence[str], token: str | None = None) -> None:
-    """No other site can read it in a visitor's browser: there is no CORS, and a name that somebody lets point to this
-    machine is not answered. Where it answers to any name, others reach it: then the token, if there is one, is asked
-    for."""
+    """Keep other sites from reading the dashboard in a visitor's browser.
+
+    There is no CORS, and a foreign name that points to this machine gets no answer. A server that answers to any name
+    asks for the token, if there is one.
+    """
     if token is not None and "*" in hosts:
-        app.add_middleware(Locked, token=token)
+        app.add_middleware(TokenRequired, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-    app.add_middleware(Guard)
+    app.add_middleware(RequestGuard)
     app.add_exception_handler(RequestValidationError, explain)
 
 
 async def explain(request: Request, error: Exception) -> Response:
-    """What is wrong with a request, without repeating it: it may hold what cannot be written as JSON."""
+    """Explain what is wrong with a request without repeating it: it may hold what JSON cannot."""
     assert isinstance(error, RequestValidationError)
     detail = [{key: problem[key] for key in ("type", "loc", "msg")} for problem in error.errors()]
     return JSONResponse({"detail": detail}, 422)
 
 
-def same(given: str, token: str) -> bool:
-    """Whether that is the token, in a time that tells nothing about it."""
+def is_token(given: str, token: str) -> bool:
+    """Compare with the token in constant time."""
     return hmac.compare_digest(given.encode(), token.encode())
 
 
 def password(authorization: str) -> str:
-    """What a browser or a program gave to be let in: a bearer's token, or the password of any name."""
+    """Return the secret of an Authorization header: a bearer's token, or the password of any user name."""
     kind, _, given = authorization.partition(" ")
     if kind.lower() != "basic":
         return given.strip() if kind.lower() == "bearer" else ""
@@ -58,23 +60,23 @@ def password(authorization: str) -> str:
         return ""
 
 
-class Locked:
-    """Tells nothing to those who do not know the token. A browser asks its user for it."""
+class TokenRequired:
+    """Rejects requests without the token. A browser asks its user for it."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         open_ = scope["type"] != "http"
-        if open_ or same(password(Headers(scope=scope).get("authorization", "")), self.token):
+        if open_ or is_token(password(Headers(scope=scope).get("authorization", "")), self.token):
             await self.app(scope, receive, send)
             return
         asked = {"WWW-Authenticate": 'Basic realm="RL Swarm: any name, and the token", charset="UTF-8"'}
         await JSONResponse({"detail": "Wrong or no token."}, 401, asked)(scope, receive, send)
 
 
-class Guard:
-    """Adds the headers, and ends requests whose bodies are too large."""
+class RequestGuard:
+    """Adds security headers, and rejects requests whose bodies are too large."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -86,10 +88,10 @@ class Guard:
         read, refused = 0, False
 
         async def bounded() -> Message:
-            """The body as far as it is allowed; one that is longer ends there and is refused."""
+            """Pass on the body up to its limit; a longer one ends there and is refused."""
             nonlocal read, refused
             message = await receive()
-            if message["type"] != "http.request":  # where it is hidden that a client has gone, its response never ends
+            if message["type"] != "http.request":  # pass on a disconnect, or the response never ends
                 return message
             read += len(message.get("body", b""))
             if read > MAX_BODY:

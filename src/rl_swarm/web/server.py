@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_swarm.errors import UserError
+from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.run_reader import RunView
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-MAX_PORTS = 100  # that are tried, from the one that was asked for
+MAX_PORTS = 100  # that are tried, from the requested one on
 NICENESS = 10  # of the dashboard of `up`: the nodes come first
 TOKEN = "SWARM_WEB_TOKEN"
-STOP = b"stop\n"  # what the dashboard of `up` says when somebody with the token stops the run
+STOP = b"stop\n"  # written by the dashboard of `up` when a user with the token stops the run
 ANY_HOST = ("0.0.0.0", "::")
-MISSING = "The dashboard needs a few packages more: pip install 'rl-swarm[web]'"
+MISSING = "The dashboard needs more packages: pip install 'rl-swarm[web]'"
 
 
 def is_installed() -> bool:
@@ -32,7 +33,7 @@ def is_installed() -> bool:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at the first free port from this one on."""
+    """Bind a socket to the first free port from this one on."""
     for candidate in range(port, min(port + MAX_PORTS, 65536)):
         try:
             family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
@@ -50,7 +51,7 @@ def bound(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise UserError(f"--host {host}: {error.strerror}. Use an address of this machine.") from error
-    raise UserError(f"--port {port}: none of the {MAX_PORTS} ports from there on is free. Choose another.")
+    raise UserError(f"--port {port}: none of the {MAX_PORTS} ports from it on is free. Choose another.")
 
 
 def url_of(listening: socket.socket) -> str:
@@ -60,7 +61,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 def hosts_of(listening: socket.socket) -> list[str]:
-    """The names that the server answers to: any, once it is told to listen to more than this machine."""
+    """Return the host names that the server answers to: any, once it listens to more than this machine."""
     host = listening.getsockname()[0]
     return ["127.0.0.1", "localhost", "[::1]"] if host in ("127.0.0.1", "::1") else ["*"]
 
@@ -72,15 +73,14 @@ def serve(
     token: str | None = None,
     stop_run: Callable[[], None] | None = None,
 ) -> None:
-    """Serves a swarm until told to stop."""
-    from rl_swarm.monitor.follower import Follower
+    """Serve a swarm until `stop` is set."""
     from rl_swarm.web.api import create_app
 
     _serve(create_app(Follower(view), hosts_of(listening), token, stop_run), listening, stop)
 
 
 def serve_experiment(path: Path, listening: socket.socket, stop: threading.Event, token: str | None = None) -> None:
-    """Serves an experiment and all its runs until told to stop."""
+    """Serve an experiment and all its runs until `stop` is set."""
     from rl_swarm.web.experiment import create_experiment_app
 
     _serve(create_experiment_app(path, hosts_of(listening), token), listening, stop)
@@ -93,20 +93,20 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
         BACKLOG,
         IDLE_SECONDS,
         BoundedStreams,
-        most_connections,
-        protocol_among,
+        bounded_protocol,
+        max_connections,
     )
 
-    most = most_connections()
+    most = max_connections()
     config = uvicorn.Config(
         BoundedStreams(app, most // 2),
-        http=protocol_among(most),
-        proxy_headers=False,  # an address that a client names itself is not counted
+        http=bounded_protocol(most),
+        proxy_headers=False,  # connections are counted by their real address
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=IDLE_SECONDS,
         log_config=None,
-        log_level="error",  # else every malformed request would be a line of the log
+        log_level="error",  # else every malformed request would be logged
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=2,
@@ -123,11 +123,11 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
 
 
 @contextmanager
-def beside(
+def dashboard_process(
     root: Path, host: str, port: int, token: str | None, private_log: Path, stop: threading.Event
 ) -> Iterator[str]:
-    """The dashboard of a run in a process of its own, for as long as this lasts; its address. Whoever has the token can
-    set `stop` there."""
+    """Run the dashboard of a run in a process of its own, and yield its URL. A user with the token can set `stop`
+    there."""
     with bound(host, port) as listening, private_log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl_swarm.web.server", str(root), str(listening.fileno())],
@@ -135,15 +135,15 @@ def beside(
             env={**os.environ, TOKEN: token or ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,  # the terminal is for what `up` shows
-            start_new_session=True,  # Ctrl-C is for the one who started it
+            stderr=log,  # the terminal belongs to `up`
+            start_new_session=True,  # Ctrl-C goes to its parent
         )
         url = url_of(listening)
     assert process.stdin is not None and process.stdout is not None
-    said = process.stdout
+    output = process.stdout
 
     def listen() -> None:
-        if STOP in said:
+        if STOP in output:
             stop.set()
 
     threading.Thread(target=listen, daemon=True).start()
@@ -156,7 +156,7 @@ def beside(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        said.close()
+        output.close()
 
 
 def _tell_parent() -> None:
@@ -165,7 +165,7 @@ def _tell_parent() -> None:
 
 
 def _main(root: str, descriptor: int) -> None:
-    """Serves until the pipe from its parent closes, however the parent ends."""
+    """Serve until the pipe from the parent closes, however the parent ends."""
     stop = threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Tells browsers that something changed: one look at the swarm for all listeners (server-sent events)."""
+"""Sends browsers an event when something changed: one poll of the swarm for all listeners (server-sent events)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,35 +7,35 @@ from fastapi import APIRouter
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
-from rl_swarm.monitor.follower import PAUSE_SECONDS, Looking
+from rl_swarm.monitor.follower import PAUSE_SECONDS, Poller
 
 PATH = "/api/stream"
-# Who is told asks for a page, so not all are told at once: so many, and after so many seconds the next.
+# A listener that is notified requests data, so they are notified a few at a time, so many seconds apart.
 AT_A_TIME, APART = 4, 0.02
 
 
 class Stream:
-    """Looks while somebody listens, and at nothing while nobody does."""
+    """Polls while there are listeners, and does nothing while there are none."""
 
-    def __init__(self, follower: Looking) -> None:
+    def __init__(self, follower: Poller) -> None:
         self.follower = follower
         self.listeners: set[asyncio.Event] = set()
-        self.closed = False  # set from any thread: listeners are let go within a second
-        self._looking: asyncio.Task[None] | None = None
+        self.closed = False  # set from any thread; listeners end within a second
+        self._polling: asyncio.Task[None] | None = None
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        full: dict[int | str, dict[str, object]] = {429: {"description": "Too many listen."}}
+        full: dict[int | str, dict[str, object]] = {429: {"description": "Too many event streams."}}
         router.get(PATH, response_class=EventSourceResponse, responses=full)(self.changes)
         return router
 
     async def changes(self) -> AsyncIterator[ServerSentEvent]:
-        """An event `changed` whenever there is something new to read, with the number of the version."""
+        """Yield an event `changed`, with the number of the version, whenever there is something new to read."""
         changed = asyncio.Event()
         changed.set()
         self.listeners.add(changed)
-        if not self.looks:
-            self._looking = asyncio.create_task(self._look())
+        if not self.is_polling:
+            self._polling = asyncio.create_task(self._poll())
         try:
             while not self.closed:
                 await changed.wait()
@@ -45,28 +45,28 @@ class Stream:
             self.listeners.discard(changed)
 
     @property
-    def looks(self) -> bool:
-        """Whether the swarm is being looked at without anybody asking."""
-        return self._looking is not None and not self._looking.done()
+    def is_polling(self) -> bool:
+        """Return whether the stream polls the swarm by itself."""
+        return self._polling is not None and not self._polling.done()
 
     def catch_up(self) -> None:
-        """Looks now, unless what is known is a second or two old at most."""
-        if not self.looks or not self.follower.version:
-            self.follower.look()
+        """Poll now, unless the last poll was a second or two ago at most."""
+        if not self.is_polling or not self.follower.version:
+            self.follower.poll()
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         for number, listener in enumerate(list(self.listeners), 1):
             listener.set()
             if number % AT_A_TIME == 0 and not self.closed:
                 await asyncio.sleep(APART)
 
-    async def _look(self) -> None:
-        told = self.follower.version
+    async def _poll(self) -> None:
+        notified = self.follower.version
         while self.listeners and not self.closed:
-            version = await run_in_threadpool(self.follower.look)
-            if version != told:  # by this look, or by somebody's who asked for a page
-                told = version
-                await self._tell()
+            version = await run_in_threadpool(self.follower.poll)
+            if version != notified:  # by this poll, or by one of a request
+                notified = version
+                await self._notify()
             await asyncio.sleep(PAUSE_SECONDS)
         for listener in self.listeners:
             listener.set()

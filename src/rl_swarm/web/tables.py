@@ -9,7 +9,7 @@ from typing import Literal
 from rl_swarm.monitor.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
 
 Cell = object
-FORMULAS = tuple("=+-@＝＋－＠")  # some programs take the wide ones for the others
+FORMULAS = tuple("=+-@＝＋－＠")  # some programs read the full-width ones as the others
 SPACES = ("\t", "\r", "\n")
 NodeTable = Literal[
     "learned_from",
@@ -33,7 +33,7 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def records_csv(kind: type, rows: Iterable[object]) -> str:
-    """Records of one kind, a column per field."""
+    """Write records of one kind, a column per field."""
     names = [field.name for field in fields(kind)]
     return csv_text(names, ([getattr(row, name) for name in names] for row in rows))
 
@@ -50,7 +50,7 @@ def curves_csv(curves: NodeCurves) -> str:
 
 
 def node_csv(node: NodeDetail, table: NodeTable) -> str:
-    """One of the tables of a node's page."""
+    """Write one of the tables of a node's page."""
     if table == "held_out":
         return records_csv(TaskScore, node.held_out)
     if table == "checkpoints":
@@ -63,7 +63,7 @@ def node_csv(node: NodeDetail, table: NodeTable) -> str:
 
 
 def rollouts_csv(rows: Iterable[RolloutRow]) -> str:
-    """A line per completion."""
+    """Write a line per completion."""
     header = (
         "round", "stage", "number", "node", "name", "model", "task", "question", "answer", "completion", "reward",
         "advantage",
@@ -80,7 +80,7 @@ def rollouts_csv(rows: Iterable[RolloutRow]) -> str:
 
 
 def _safe(cell: Cell) -> Cell:
-    """Put an apostrophe before what a spreadsheet would take for a formula: models and strangers wrote it."""
+    """Put an apostrophe before what a spreadsheet would take for a formula: models and peers wrote it."""
     if isinstance(cell, str) and (cell[:1] in SPACES or cell.lstrip()[:1] in FORMULAS):
         return f"'{cell}"
     return cell

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 from make_coder import STYLES, imitate, judge, make_sheets, make_texts
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
@@ -12,7 +13,6 @@ from rl_swarm.learning.devices import BUNDLED, CATALOGUE
 from rl_swarm.learning.policy import Policy, bundled
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.node.evaluation import evaluate
-from rl_swarm.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def coding():
 
 @pytest.fixture(scope="module")
 def policy():
-    policy = Policy.load(Settings(model="coder", device="cpu"), prompts.SOLVER)
+    policy = Policy.load(Settings.of(model="coder", device="cpu"), prompts.SOLVER)
     yield policy
     policy.close()
 
@@ -42,7 +42,7 @@ def test_it_is_small_and_known(policy):
 def test_prompts_and_programs_are_short(policy, coding):
     questions = coding.questions(range(100))
     assert mean([len(policy.prompt_ids(question.prompt)) for question in questions]) < 40
-    lengths = sorted(len(policy.reader.text_ids(fenced(question.answer))) + 1 for question in questions)
+    lengths = sorted(len(policy.tokenization.text_ids(fenced(question.answer))) + 1 for question in questions)
     assert mean(lengths) < 30 and lengths[95] <= policy.settings.completion_tokens()
     assert len(policy.prompt_ids(prompts.proposer_prompt("easy", "lists"))) < 12
 

@@ -7,22 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding import environment as module
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding, _key, _name
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.proposals import HELD_OUT, Checked, as_json, read
+from rl_swarm.environments.coding.proposals import HELD_OUT, CheckedProposal, as_json, read
 from rl_swarm.environments.coding.roles import Solver
 from rl_swarm.environments.coding.task import LEVELS
-from rl_swarm.experiment.lockstep import Shared
-from rl_swarm.node import selection
+from rl_swarm.experiment.lockstep import SharedEnvironment
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.node.round import score
+from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion
 from rl_swarm.protocol.tasks import Task, TaskError
-from rl_swarm.settings import Settings
 
 SLOW = "def solve(*given):\n    slow = {} + 1 + 2 + 3\n    return slow"
 HOSTILE = {
@@ -85,7 +85,7 @@ def test_ending_by_itself_earns_a_little_and_being_cut_costs_it(coding):
     question = coding.questions([5])[0]
     texts = [fenced(question.answer), fenced("x = 1"), "Well, ", ""]
     completions = [Completion(text, ended) for text in texts for ended in (True, False)]
-    (group,) = selection.score([("peer", question, completions)], coding, external=False)
+    (group,) = score(coding, "peer", [question], [completions])
     assert group.rewards == pytest.approx((1.2, 0.8, 0.2, -0.2, -0.8, -1.2, -1.0, -1.4))
     # The held-out score is the share of right answers.
     assert [coding.credit(reward) for reward in coding.score([(question, text) for text in texts])] == [
@@ -100,7 +100,7 @@ def proposal(text, level="easy", peer="proposer-1", seed=0):
     subject = prompts.SUBJECTS[seed % len(prompts.SUBJECTS)]
     prompt = prompts.proposer_prompt(level, subject)
     question = Question(f"{level} {subject}", 5, seed, prompt, None, role="proposer")
-    return Statement(hashlib.sha256(f"{peer} {seed}".encode()).hexdigest(), peer, question, (text,))
+    return PeerMessage(hashlib.sha256(f"{peer} {seed}".encode()).hexdigest(), peer, question, (text,))
 
 
 def proposed(count, level="easy"):
@@ -108,56 +108,58 @@ def proposed(count, level="easy"):
     return [proposal(as_json(task), level, seed=number) for number, task in enumerate(tasks[:count])]
 
 
-def cues(heard, peer="solver-1", count=4, stage=1):
-    return [FollowUp(peer, "", stage, number, 1000 + number, tuple(heard)) for number in range(count)]
+def follow_ups(messages, peer="solver-1", count=4, stage=1):
+    return [FollowUp(peer, "", stage, number, 1000 + number, tuple(messages)) for number in range(count)]
 
 
 def test_solvers_are_asked_what_was_proposed(coding):
-    heard = [*proposed(5), proposal("no JSON", seed=77)]
-    questions = coding.follow_up(cues(heard))
+    messages = [*proposed(5), proposal("no JSON", seed=77)]
+    questions = coding.follow_up(follow_ups(messages))
     assert [question.task for question in questions] == ["proposed"] * 4
     assert len({question.parents[0].digest for question in questions}) == 4
-    assert heard[-1] not in {question.parents[0] for question in questions}
-    # Everybody who has heard the same asks this peer the same, and another peer something else.
-    assert Coding(coding.tasks).follow_up(cues(heard)) == questions
-    assert coding.follow_up(cues(heard, peer="solver-2")) != questions
+    assert messages[-1] not in {question.parents[0] for question in questions}
+    # Every node that has the same messages asks this peer the same, and another peer something else.
+    assert Coding(coding.tasks).follow_up(follow_ups(messages)) == questions
+    assert coding.follow_up(follow_ups(messages, peer="solver-2")) != questions
     for question in questions:
         assert coding.score([(question, fenced(question.answer)), (question, fenced("x = 1"))]) == [1.0, 0.0]
 
 
 def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
-    unsound = json.dumps({"question": "solve(n)", "solution": "def solve(n):\n    return 1", "tests": []})
-    questions = coding.follow_up(cues([proposal(unsound)]))
+    invalid = json.dumps({"question": "solve(n)", "solution": "def solve(n):\n    return 1", "tests": []})
+    questions = coding.follow_up(follow_ups([proposal(invalid)]))
     assert {question.task for question in questions} <= set(LEVELS)
     assert not any(question.parents for question in questions)
-    first = coding.questions([cue.seed for cue in cues([])])
+    first = coding.questions([one.seed for one in follow_ups([])])
     assert {q.prompt for q in questions}.isdisjoint({q.prompt for q in first})  # not those of the first stage again
 
 
-def shown(questions, heard, peer="solver-1"):
+def shown(questions, messages, peer="solver-1"):
     """The questions of a peer as another one makes them again."""
     return [
-        FollowUp(peer, "", 1, number, 1000 + number, tuple(heard), claimed=question.prompt)
+        FollowUp(peer, "", 1, number, 1000 + number, tuple(messages), claimed=question.prompt)
         for number, question in enumerate(questions)
     ]
 
 
 def test_who_finds_other_proposals_sound_agrees_on_all_other_questions(coding):
-    heard = proposed(5)
-    questions = coding.follow_up(cues(heard))
+    messages = proposed(5)
+    questions = coding.follow_up(follow_ups(messages))
     disputed = questions[1].parents[0]
-    other = Coding(coding.tasks)  # to which the second one is unsound: its solution may throw dice
-    other.check([one for one in heard if one != disputed])
-    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = Checked(None, "its solution fails its tests")
-    assert other.follow_up(shown(questions, heard)) == questions
+    other = Coding(coding.tasks)  # finds the second one invalid: its solution may be random
+    other.check([one for one in messages if one != disputed])
+    other._checked[_name(_key(disputed.question, disputed.texts[0]))] = CheckedProposal(
+        None, "its solution fails its tests"
+    )
+    assert other.follow_up(shown(questions, messages)) == questions
     right = [(question, fenced(question.answer)) for question in questions]
     assert coding.score(right, 60.0) == [1.0] * 4 and other.score(right, 60.0) == [1.0, 0.0, 1.0, 1.0]
 
-    careful = other.follow_up(cues(heard))
+    careful = other.follow_up(follow_ups(messages))
     assert careful[:1] + careful[2:] == questions[:1] + questions[2:]
     assert careful[1].task in LEVELS and not careful[1].parents
-    assert coding.follow_up(shown(careful, heard)) == careful
-    swapped = coding.follow_up(shown([questions[0], questions[2], questions[1], questions[3]], heard))
+    assert coding.follow_up(shown(careful, messages)) == careful
+    swapped = coding.follow_up(shown([questions[0], questions[2], questions[1], questions[3]], messages))
     assert [bool(question.parents) for question in swapped] == [True, False, False, True], "nobody chooses"
     other.close()
 
@@ -172,33 +174,33 @@ def rewritten(text):
 def test_a_proposal_is_asked_once(coding):
     environment, text = Coding(coding.tasks), proposed(1)[0].texts[0]
     texts = [text] * 5 + [rewritten(text)]
-    heard = [proposal(one, peer=f"proposer-{number}", seed=number) for number, one in enumerate(texts)]
-    questions = environment.follow_up(cues(heard, count=6))
+    messages = [proposal(one, peer=f"proposer-{number}", seed=number) for number, one in enumerate(texts)]
+    questions = environment.follow_up(follow_ups(messages, count=6))
     assert [bool(question.parents) for question in questions].count(True) == 1
-    assert environment.follow_up(cues(heard, count=6)) == questions
-    assert coding.follow_up(shown(questions, heard)) == questions
+    assert environment.follow_up(follow_ups(messages, count=6)) == questions
+    assert coding.follow_up(shown(questions, messages)) == questions
     environment.close()
 
 
 def test_what_was_proposed_before_is_not_asked_again(coding):
     environment = Coding(coding.tasks)
     first, other = proposed(2)
-    assert environment.follow_up(cues([first], count=1))[0].parents == (first,)
+    assert environment.follow_up(follow_ups([first], count=1))[0].parents == (first,)
     later = [
         proposal(first.texts[0], peer="copier", seed=90),
         proposal(rewritten(first.texts[0]), seed=91),
         other,
     ]
-    questions = environment.follow_up(cues(later, count=3))
+    questions = environment.follow_up(follow_ups(later, count=3))
     assert [question.parents for question in questions if question.parents] == [(other,)]
     # After a restart neither.
     restarted = Coding(coding.tasks)
-    Solver(restarted).restore(json.loads(json.dumps(Solver(environment).kept())))
-    assert restarted.follow_up(cues(later, count=3)) == questions
+    Solver(restarted).restore(json.loads(json.dumps(Solver(environment).snapshot())))
+    assert restarted.follow_up(follow_ups(later, count=3)) == questions
     restarted.close()
     # A peer that joined later knows nothing of that, and is believed.
     news = Coding(coding.tasks)
-    asked = news.follow_up(cues(later[:1], peer="solver-2", count=1))
+    asked = news.follow_up(follow_ups(later[:1], peer="solver-2", count=1))
     assert asked[0].parents and environment.follow_up(shown(asked, later[:1], "solver-2")) == asked
     environment.close()
     news.close()
@@ -228,36 +230,36 @@ def test_a_proposer_of_slow_tasks_takes_no_time_from_others(coding, monkeypatch)
                 continue
             run.append(code)
             now[0] += 1.0 if "slow" in code else 0.01
-            found.append(code in {read(*_key(one.question, one.texts[0])).task.reference for one in heard})
+            found.append(code in {read(*_key(one.question, one.texts[0])).task.reference for one in messages})
         return found
 
-    heard = [*slow, *honest]
+    messages = [*slow, *honest]
     monkeypatch.setattr(environment, "judge", judge)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    found = environment.check(heard, 4.0)
+    found = environment.check(messages, 4.0)
     assert [checked.task is not None for checked in found] == [False] * 4 + [True] * 4
     assert now[0] < 4.0 + 1.0, "one overrun at most"
     run.clear()
-    assert environment.check(heard, 4.0) == found and not run, "what was too slow is not tried again"
+    assert environment.check(messages, 4.0) == found and not run, "what was too slow is not tried again"
 
 
 def test_a_proposer_chooses_its_level_and_nothing_else(coding):
     subject = prompts.SUBJECTS[12 % len(prompts.SUBJECTS)]
     for level in LEVELS:
         claimed = prompts.proposer_prompt(level, subject)
-        cue = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=claimed)
-        assert coding.follow_up([cue])[0].prompt == claimed
+        one = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=claimed)
+        assert coding.follow_up([one])[0].prompt == claimed
     other = prompts.proposer_prompt("easy", prompts.SUBJECTS[13 % len(prompts.SUBJECTS)])
-    cue = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=other)
-    assert coding.follow_up([cue])[0].prompt != other
-    assert coding.score([(coding.follow_up([cue])[0], text) for text in (as_json(make("easy", 21, 1)), "{}")]) == [
+    one = FollowUp("proposer-1", "proposer", 0, 0, 12, claimed=other)
+    assert coding.follow_up([one])[0].prompt != other
+    assert coding.score([(coding.follow_up([one])[0], text) for text in (as_json(make("easy", 21, 1)), "{}")]) == [
         1.0,
         0.0,
     ]
 
 
 def test_a_swarm_of_few_nodes_still_has_solvers():
-    assert [list(Coding.cast(nodes)) for nodes in (1, 2, 3, 5)] == [
+    assert [list(Coding.assign_roles(nodes)) for nodes in (1, 2, 3, 5)] == [
         ["solver"],
         ["solver", "proposer"],
         ["solver", "proposer", "evaluator"],
@@ -266,8 +268,8 @@ def test_a_swarm_of_few_nodes_still_has_solvers():
 
 
 def test_nodes_of_one_process_can_share_it():
-    settings = Settings(environment="coding", tasks="easy,medium")
-    shared = Shared.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
+    settings = Settings.of(environment="coding", tasks="easy,medium")
+    shared = SharedEnvironment.of(new_manifest(settings, "test", "owner", 0.0, stages=Coding.stages))
     alone = Coding([Task("easy"), Task("medium")])
     assert shared.questions(range(4)) == alone.questions(range(4))
     assert len(shared.held_out(2)) == 2

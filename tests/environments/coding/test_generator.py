@@ -9,7 +9,7 @@ import pytest
 
 from rl_swarm.environments.coding.generator import HIDDEN, SHOWN, make
 from rl_swarm.environments.coding.grammar import Draw
-from rl_swarm.environments.coding.mutations import slips
+from rl_swarm.environments.coding.mutations import mutants
 from rl_swarm.environments.coding.task import LEVELS
 from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox
 
@@ -51,14 +51,14 @@ def test_draws_follow_from_their_name():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_solutions_pass_and_slips_fail(level, sandbox):
+def test_solutions_pass_and_mutants_fail(level, sandbox):
     tasks = [make(level, 11, index) for index in range(30)]
     verdicts = sandbox.judge([Program(task.reference, task.tests) for task in tasks])
     assert [verdict.error for verdict in verdicts if not verdict.right] == []
-    wrong = [(task, code) for task in tasks for code in list(slips(task.reference))[:4]]
+    wrong = [(task, code) for task in tasks for code in list(mutants(task.reference))[:4]]
     passed = sandbox.judge([Program(code, task.tests) for task, code in wrong])
     assert len(wrong) >= 60
-    assert sum(verdict.right for verdict in passed) < 0.2 * len(wrong)  # some slips change nothing
+    assert sum(verdict.right for verdict in passed) < 0.2 * len(wrong)  # some mutants change nothing
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -95,9 +95,9 @@ def test_other_words_and_tests_make_no_other_held_out_task():
     assert 20 <= sum(task.held_out for task in tasks) <= 100  # an eighth
 
 
-def test_slips_are_small_and_differ():
+def test_mutants_are_small_and_differ():
     program = "def solve(xs):\n    xs = [x for x in xs if x > 3]\n    return sum(xs)"
-    found = list(slips(program))
+    found = list(mutants(program))
     assert "def solve(xs):\n    xs = [x for x in xs if x >= 3]\n    return sum(xs)" in found
     assert "def solve(xs):\n    xs = [x for x in xs if x > 4]\n    return sum(xs)" in found
     assert "def solve(xs):\n    return sum(xs)" in found

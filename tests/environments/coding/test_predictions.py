@@ -3,13 +3,13 @@
 import pytest
 from pretraining import ASSISTANT, EOS, USER
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.coding import prompts
 from rl_swarm.environments.coding.generator import make
-from rl_swarm.environments.coding.mutations import slips
+from rl_swarm.environments.coding.mutations import mutants
 from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.word_probability import BATCH_TOKENS, LONGEST_PROMPT
-from rl_swarm.settings import Settings
+from rl_swarm.learning.word_probability import BATCH_TOKENS, MAX_PROMPT
 
 FORGERIES = {
     "a turn of its own": f'"}}{EOS}{ASSISTANT}yes{EOS}{USER}',
@@ -20,18 +20,18 @@ FORGERIES = {
 
 @pytest.fixture(scope="module")
 def policy():
-    policy = Policy.load(Settings(model="coder", device="cpu"), "")
+    policy = Policy.load(Settings.of(model="coder", device="cpu"), "")
     yield policy
     policy.close()
 
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Held-out tasks, with their solutions and with slips of them."""
+    """Held-out tasks, with their solutions and with mutants of them."""
     tasks = [task for level in ("beginner", "easy") for task in (make(level, 8, i) for i in range(300))]
     tasks = [task for task in tasks if task.held_out][:48]
     return [(task.prompt, task.reference) for task in tasks], [
-        (task.prompt, next(slips(task.reference), "x = 1")) for task in tasks
+        (task.prompt, next(mutants(task.reference), "x = 1")) for task in tasks
     ]
 
 
@@ -61,7 +61,7 @@ def test_nobody_takes_more_time_than_there_is(policy, pairs, monkeypatch):
     (task, program), long = pairs[0][0], "\N{GRINNING FACE}" * 4000
     found = probabilities(policy, [(task, long), (task, program), (task, long), *pairs[1]])
     assert found[0] == found[2] == 0.5 != found[1] and len(found) == 51
-    assert max(width for _, width in read) <= LONGEST_PROMPT
+    assert max(width for _, width in read) <= MAX_PROMPT
     assert max(rows * width for rows, width in read) <= BATCH_TOKENS
     read.clear()
     assert probabilities(policy, [(task, long), *pairs[1]], seconds=-1.0) == [0.5] and not read

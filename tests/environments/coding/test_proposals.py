@@ -55,28 +55,28 @@ def test_what_the_generator_makes_counts(level, judge):
     [
         ({"solution": "def twice(n):\n    return n + 1"}, "its solution fails"),
         ({"solution": "def twice(n):\n    while True: pass"}, "its solution fails"),
-        ({"tests": [["twice(2)", "4"], ["twice(2 )", "4"]]}, "a program that does nothing passes"),
+        ({"tests": [["twice(2)", "4"], ["twice(2 )", "4"]]}, "a trivial program passes"),
         (
             {"solution": "def twice(n):\n    return n", "tests": [["twice(1)", "1"], ["twice(2)", "2"]]},
-            "a program that does nothing passes",
+            "a trivial program passes",
         ),
         (
             {
                 "solution": "def twice(n):\n    return 9e999",
                 "tests": [["twice(1)", "inf"], ["twice(2)", "inf"]],
             },
-            "a program that does nothing passes",
+            "a trivial program passes",
         ),
         (
             {
                 "solution": "def twice(n):\n    return [-float('nan'), 1]",
                 "tests": [["twice(1)", "[-nan, 1]"], ["twice(2)", "[nan, 1]"]],
             },
-            "a program that does nothing passes",
+            "a trivial program passes",
         ),
         (
             {"solution": "def twice(n):\n    return 5", "tests": [["twice(1)", "\n5"], ["twice(2)", "\n5"]]},
-            "a program that does nothing passes",
+            "a trivial program passes",
         ),
         ({"tests": [["twice(0)", "0"]]}, "2 to 4"),
         ({"tests": [["twice(0)", "0"]] * 5}, "2 to 4"),
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_others_is_told(changes, problem, judge):
     assert result.task is None and problem in result.problem
 
 
-def test_tests_that_notice_no_slip_are_not_enough(judge):
+def test_tests_that_detect_no_mutant_are_not_enough(judge):
     blind = {
         "question": "grade(n) says whether n is at least 50.",
         "solution": "def grade(n):\n    if n >= 50:\n        return 'pass'\n    return 'fail'",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from processes import QUICK, run, status
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import FollowUp
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.difficulty import Difficulty
@@ -16,9 +17,8 @@ from rl_swarm.environments.coding.roles import MAX_KEPT, MAX_REMEMBERED, Evaluat
 from rl_swarm.environments.coding.task import DIGITS, LEVELS
 from rl_swarm.learning.checkpoints import PLACE_BYTES
 from rl_swarm.learning.policy import other_models
-from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.wire import decode
-from rl_swarm.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_three_roles_play_together(tmp_path):
     assert {"balanced", "calibration", "brier"} <= set(guesses[-1])
 
     # In the second stage the solver answered what was proposed.
-    said = [decode(path.read_bytes()) for path in (tmp_path / "r").glob("rollouts/round_1/stage_1/*.json")]
-    answered = [one for one in said if one["rollouts"]]
+    published = [decode(path.read_bytes()) for path in (tmp_path / "r").glob("rollouts/round_1/stage_1/*.json")]
+    answered = [one for one in published if one["rollouts"]]
     assert len(answered) == 1 and sorted(answered[0]["parents"]) == ["0", "1"]
     code, output = run(tmp_path, "validate", "r", "--rounds", "2", "--nodes", "3")
     assert code == 0 and "sound" in output, output
@@ -87,7 +87,7 @@ def test_a_proposer_goes_on_at_its_level(coding):
     tasks = [as_json(make("easy", 31, index)) for index in range(3)]
     assert proposer._is_new(tasks[0], question) and proposer._is_new(tasks[1], question)
     again = Proposer(coding)
-    again.restore(json.loads(json.dumps(proposer.kept())))
+    again.restore(json.loads(json.dumps(proposer.snapshot())))
     assert again.difficulty == proposer.difficulty == Difficulty(2, (0.5, 0.5), 22)
     assert again.written == [3, 88]
     assert [again._is_new(text, question) for text in tasks] == [False, False, True]
@@ -113,8 +113,8 @@ def test_a_proposer_takes_drafts_that_count_once_and_else_makes_a_task(coding):
 
 def test_where_programs_must_not_run_a_guess_is_the_verdict():
     environment = Coding(Coding.preset("coder"))
-    settings = Settings(evaluator_model="coder", device="cpu")
-    environment.settle(settings, other_models(settings))
+    settings = Settings.of(evaluator_model="coder", device="cpu")
+    environment.configure(settings.task, None, other_models(settings))
     questions = environment.held_out(40)
     right = environment.score([(question, fenced(question.answer)) for question in questions])
     wrong = environment.score([(question, fenced("def solve(x):\n    return x")) for question in questions])
@@ -124,8 +124,8 @@ def test_where_programs_must_not_run_a_guess_is_the_verdict():
     late = environment.score([(questions[0], "no code"), (questions[0], fenced("x = 1"))], seconds=-1.0)
     assert late == [-1.0], "nor is it guessed when time is up"
     # What was proposed cannot be checked, so it is not asked.
-    cue = FollowUp("me", "", 1, 0, 7, heard=())
-    assert environment.follow_up([cue])[0].task in LEVELS
+    follow_up = FollowUp("me", "", 1, 0, 7, messages=())
+    assert environment.follow_up([follow_up])[0].task in LEVELS
     environment.close()
 
 
@@ -135,27 +135,28 @@ def test_what_a_proposer_remembers_fits_into_a_checkpoint(coding):
     written = {"question": "f(n) adds.", "tests": [["f(1)", "1"], ["f(2)", "2"]]}
     for number in range(2 * MAX_REMEMBERED):
         proposer._is_new(json.dumps({**written, "solution": f"def f(n):\n    return n + {number}"}), question)
-    assert len(proposer.known) == MAX_REMEMBERED and len(json.dumps(proposer.kept())) < PLACE_BYTES // 2
+    assert len(proposer.known) == MAX_REMEMBERED and len(json.dumps(proposer.snapshot())) < PLACE_BYTES // 2
 
 
 def test_so_does_what_a_solver_remembers_the_newest_of_it(coding):
     solver = Solver(Coding(coding.tasks))
     solver.coding.proposed = {f"{number:0{DIGITS}x}": "f" * DIGITS for number in range(2 * MAX_KEPT)}
-    kept = solver.kept()
+    kept = solver.snapshot()
     assert len(kept["proposed"]) == MAX_KEPT and len(json.dumps(kept)) < PLACE_BYTES // 2
     assert set(kept["proposed"]) == set(list(solver.coding.proposed)[MAX_KEPT:])
     solver.restore({})
     assert solver.coding.proposed == {}
 
 
-def test_an_evaluator_hears_all_peers_and_questions(coding):
-    def said(peer, number, count):
+def test_an_evaluator_reads_all_peers_and_questions(coding):
+    def message(peer, number, count):
         question = Question("easy", 0, number, f"{peer} {number}", None)
         texts = tuple(fenced(f"x = {peer!r}, {number}, {program}") for program in range(count))
-        return Statement(f"{peer} {number}", peer, question, texts, number)
+        return PeerMessage(f"{peer} {number}", peer, question, texts, number)
 
-    heard = [*(said("loud", number, 16) for number in range(16)), said("quiet", 0, 8), said("quiet", 1, 8)]
-    asked = [question.prompt for question, _ in Evaluator(coding)._programs(heard)]
+    messages = [message("loud", number, 16) for number in range(16)]
+    messages += [message("quiet", 0, 8), message("quiet", 1, 8)]
+    asked = [question.prompt for question, _ in Evaluator(coding)._programs(messages)]
     assert len(asked) == 64
     assert asked.count("quiet 0") == asked.count("quiet 1") == 8
     assert {asked.count(f"loud {number}") for number in range(16)} == {3}

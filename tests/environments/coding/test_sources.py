@@ -16,7 +16,7 @@ from pyarrow import parquet
 from rl_swarm.environments.coding import sources
 from rl_swarm.environments.coding.answers import fenced
 from rl_swarm.environments.coding.environment import Coding
-from rl_swarm.environments.coding.sources import LONGEST_TEST, MAX_BYTES, choose, load, read_assert
+from rl_swarm.environments.coding.sources import MAX_BYTES, MAX_TEST, choose, load, read_assert
 from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Test
 
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
         ("  assert f({1: 2}) == {'a': (1,)}  ", Test("f({1: 2})", "{'a': (1,)}")),
         ("print(f(1))", None),
         ("assert == 3", None),
-        (f"assert f({'1' * LONGEST_TEST}) == 2", None),
+        (f"assert f({'1' * MAX_TEST}) == 2", None),
         ("assert f(1) == set()", Test("f(1)", "set()")),
         ("assert f(1) == set((4, 5))", None),
         ("assert f(1) == 1/3", None),
@@ -156,7 +156,7 @@ def test_bad_rows_are_left_out(tmp_path):
         good,
     ]
     path = write(tmp_path / "rows.jsonl", rows)
-    path.write_text(path.read_text() + "{\n" + "[" * 100_000 + "\n\n")
+    path.write_bytes(path.read_bytes() + b"{\n" + b"[" * 100_000 + b'\n{"text": "\xff"}\n\n')
     assert [task.name for task in load(Task("mbpp", config={"file": "rows.jsonl"}), tmp_path)] == ["mbpp/3"]
 
 
@@ -173,7 +173,7 @@ def test_rows_that_are_too_long_are_left_out_of_parquet_and_reading_ends(tmp_pat
     rows = [{**row, "other": "x" * 20_000} for row in MBPP]
     rows[1] = {**rows[1], "code": "x" * 5000}
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mbpp.parquet")
-    monkeypatch.setattr(sources, "LONGEST_ROW", 4000)
+    monkeypatch.setattr(sources, "MAX_ROW", 4000)
     task = Task("mbpp", config={"file": "mbpp.parquet"})
     assert [each.name for each in load(task, tmp_path)[:2]] == ["mbpp/0", "mbpp/2"]
     monkeypatch.setattr(sources, "MAX_BYTES", 10_000)
@@ -292,4 +292,4 @@ def test_a_data_set_of_the_hub_is_found_by_name(tmp_path):
 
 def test_without_a_hub_it_says_what_to_do(tmp_path):
     said = load_from("http://127.0.0.1:9", tmp_path, offline="1")
-    assert "cannot be had" in said and "config: {file: mbpp.jsonl}" in said
+    assert "cannot be loaded" in said and "config: {file: mbpp.jsonl}" in said

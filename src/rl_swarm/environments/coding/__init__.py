@@ -1,1 +1,1 @@
-"""Teaches a swarm to program: solvers, proposers and evaluators."""
+"""Defines the coding environment: solvers, proposers and evaluators."""

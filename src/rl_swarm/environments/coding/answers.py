@@ -1,18 +1,18 @@
-"""Finds the fenced program in a solver's answer, and says what it earns."""
+"""Finds the fenced program in a solver's answer, and decides what it earns."""
 
 NOT_TEXT, NO_CODE, WRONG, RIGHT = -1.2, -1.0, 0.0, 1.0
-ENDED = 0.2  # on top where the answer ended by itself; less where it was cut
+ENDED = 0.2  # added if the answer ended by itself, subtracted if it was cut
 MAX_PROGRAM = 8192  # characters
 _OPENING = ("```python", "```py", "```")
 
 
 def is_text(answer: str) -> bool:
-    """Whether there is anything to read: not nothing, and not bytes that are no letters."""
+    """Tell whether an answer holds text: it is not empty, and holds no bytes that are no letters."""
     return bool(answer.strip()) and "\ufffd" not in answer and "\0" not in answer
 
 
 def program(answer: str) -> str | None:
-    """The last fenced block of an answer, or None where there is none."""
+    """Return the last fenced block of an answer, or None where there is none."""
     block: list[str] | None = None
     last = ""
     for line in answer.split("\n"):
@@ -31,7 +31,7 @@ def fenced(code: str) -> str:
 
 
 def earned(answer: str, right: bool) -> float:
-    """What an answer earns, without what its ending adds; `right` says whether its program passed every test."""
+    """Return what an answer earns, without the bonus for its end; `right` tells whether its program is right."""
     if not is_text(answer):
         return NOT_TEXT
     if program(answer) is None:

@@ -1,10 +1,8 @@
 """Moves the level of a proposer: up while solvers get better at it, down while they get worse.
 
 Every fifth iteration the mean success of the later half of the iterations is compared with that of the earlier half:
-ten
-with ten at first, as many as there are later on. Only iterations at the same level are compared, since a harder level
-alone makes success fall; and a difference that chance explains is none, so with solvers that do not learn the level
-stays.
+ten with ten at first, and more of them later on. Only iterations at the same level are compared, since a harder level
+alone lowers success. A difference within chance does not count, so the level stays where solvers do not learn.
 """
 
 import math
@@ -17,7 +15,7 @@ from rl_swarm.environments.coding.task import LEVELS
 
 START = LEVELS.index("easy")
 WINDOW, EVERY, STEP = 10, 5, 0.05
-ERRORS = 4.0  # standard errors that a difference must exceed, too
+ERRORS = 4.0  # standard errors that a difference must exceed too
 MAX_COMPARED = 800  # iterations
 
 
@@ -32,7 +30,7 @@ class Difficulty:
         return LEVELS[self.level]
 
     def after(self, success: float) -> "Difficulty":
-        """The difficulty after one more iteration, in which this share of the answers was right."""
+        """Return the difficulty after one more iteration, in which this share of the answers was right."""
         now = replace(self, successes=(*self.successes, success)[-MAX_COMPARED:], iterations=self.iterations + 1)
         if now.iterations % EVERY or len(now.successes) < 2 * WINDOW:
             return now
@@ -41,11 +39,11 @@ class Difficulty:
 
 
 def trend(successes: Sequence[float]) -> int:
-    """1 if the later half is better than the earlier one, -1 if it is worse, 0 if there is no telling."""
+    """Return 1 if the later half is better than the earlier one, -1 if it is worse, 0 if chance explains it."""
     half = len(successes) // 2
     before, last = successes[:half], successes[-half:]
     change = fmean(last) - fmean(before)
-    # How far success jumps from one iteration to the next is chance, also while it rises.
+    # The jumps from one iteration to the next are chance, also while success rises.
     noise = fmean((later - earlier) ** 2 for earlier, later in pairwise(successes)) / 2
     error = math.sqrt(2 * noise / half)
     if abs(change) <= max(STEP, ERRORS * error):

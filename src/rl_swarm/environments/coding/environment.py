@@ -1,10 +1,8 @@
-"""Defines the coding environment: solvers write Python, proposers invent tasks, evaluators guess what execution
-will say.
+"""Defines the coding environment: solvers write Python, proposers invent tasks, evaluators predict verdicts.
 
 A round has two stages. In the first, solvers answer tasks of the swarm's own sources, and proposers publish new ones.
-In the
-second, solvers answer what was proposed. So half of what a solver learns from is local and half proposed. What solvers
-made of a proposal is in the rollouts that they publish: its proposer reads them, runs them itself, and moves its level.
+In the second, solvers answer the proposals. So half of what a solver learns from is local and half proposed. A proposer
+reads the rollouts that solvers publish, runs their programs itself, and moves its level by the result.
 
 An answer is right if its fenced program passes all tests, shown and hidden, in the sandbox.
 """
@@ -16,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from rl_swarm.environments.base import PEER_SECONDS, Environment, FollowUp, LanguageModel, ModelLoader, Role
 from rl_swarm.environments.coding import answers, generator, prompts, proposals, sources
@@ -24,33 +22,30 @@ from rl_swarm.environments.coding.grammar import Draw
 from rl_swarm.environments.coding.predictions import probabilities
 from rl_swarm.environments.coding.roles import SOLVING, Evaluator, Proposer, Solver
 from rl_swarm.environments.coding.task import DIGITS, LEVELS, CodingTask, digest_of_words
+from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.errors import UserError
-from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.tasks import Task, TaskError
 from rl_swarm.scoring.sandbox.sandbox import Program, Sandbox, Test
-from rl_swarm.settings import Settings
-
-if TYPE_CHECKING:
-    from rl_swarm.settings import Settings
 
 log = logging.getLogger(__name__)
 
-SECOND = 1 << 40  # what sets the seeds of the second stage apart from those of the first
+SECOND = 1 << 40  # sets the seeds of the second stage apart from those of the first
 MAX_DRAWS = 1000  # of a task that is not held out
 MAX_CHECKED = 2048  # proposals whose check is remembered
 MAX_PROPOSED = 8192  # digests of what was proposed, remembered
 MAX_PROPOSALS = 8  # of one peer in a round
 
-Key: TypeAlias = tuple[str, str, str]  # of a proposal: its text, level and subject
+Key: TypeAlias = tuple[str, str, str]  # text, level and subject of a proposal
 
 
 class Coding(Environment):
     stages: ClassVar[int] = 2
-    hears: ClassVar[int] = 8
-    hears_from: ClassVar[tuple[str, ...]] = ("proposer",)
-    ending: ClassVar[float] = answers.ENDED
+    context_peers: ClassVar[int] = 8
+    context_roles: ClassVar[tuple[str, ...]] = ("proposer",)
+    ending_bonus: ClassVar[float] = answers.ENDED
     system_prompt: ClassVar[str] = prompts.SOLVER
-    up: ClassVar[Mapping[str, object]] = {"model": "auto", "rounds": 40}
+    defaults: ClassVar[Mapping[str, object]] = {"model": "auto", "rounds": 40}
     roles: ClassVar[Mapping[str, type[Role]]] = {
         "solver": Solver,
         "proposer": Proposer,
@@ -65,31 +60,31 @@ class Coding(Environment):
                 raise TaskError(f"the coding environment has no task {task.name!r}; it has {known}")
         self.data = Path("data")
         self.token: str | None = None
-        self.level = LEVELS[1]  # at which a proposer of this node proposes
+        self.level = LEVELS[1]  # of this node's proposals
         self.loaded = lru_cache(maxsize=None)(self._load)
         self.drawn = lru_cache(maxsize=8192)(self._make)
-        self._checked: OrderedDict[str, proposals.Checked] = OrderedDict()
-        # Digests of solutions and descriptions that were proposed, to that of the first statement with them.
+        self._checked: OrderedDict[str, proposals.CheckedProposal] = OrderedDict()
+        # Digests of solutions and descriptions that were proposed, to that of the first message with them.
         self.proposed: dict[str, str] = {}
-        self._measured: set[str] = set()  # digests of held-out descriptions that were asked here
+        self._measured: set[str] = set()  # digests of the held-out descriptions that measure this node
         self._sandbox: Sandbox | None = None
-        self.guesser: LanguageModel | None = None  # whose guess stands in for running a program
+        self.evaluator: LanguageModel | None = None  # it predicts verdicts where no program may run
 
     @classmethod
     def preset(cls, model: str) -> Sequence[Task]:
         return tuple(Task(level) for level in LEVELS)
 
     @classmethod
-    def cast(cls, nodes: int) -> Sequence[str]:
-        """One proposer and one evaluator, as soon as there are solvers for them."""
+    def assign_roles(cls, nodes: int) -> Sequence[str]:
+        """Return a proposer and an evaluator, as soon as there are solvers for them."""
         others = ["proposer", "evaluator"][: max(0, nodes - 1)]
         return ["solver"] * (nodes - len(others)) + others
 
-    def settle(self, settings: Settings, load_model: ModelLoader) -> None:
-        self.data, self.token = Path(settings.data_path).expanduser(), settings.hf_token
+    def configure(self, settings: TaskSettings, hf_token: str | None, load_model: ModelLoader) -> None:
+        self.data, self.token = Path(settings.data_path).expanduser(), hf_token
         if settings.evaluator_model is not None:
-            self.guesser = load_model(settings.evaluator_model)
-            log.warning("no program is run here: %s guesses whether they are right", self.guesser.name)
+            self.evaluator = load_model(settings.evaluator_model)
+            log.warning("no program is run here: %s predicts whether they are right", self.evaluator.name)
         for number, task in enumerate(self.tasks):
             if task.name in sources.FORMATS:
                 self.loaded(number)
@@ -130,29 +125,29 @@ class Coding(Environment):
                     break
         return found
 
-    def follow_up(self, cues: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
-        """Proposers are asked for tasks. A solver's k-th question is the k-th proposal in an order that follows from
-        who
-        proposes and who solves, or, where that one is not sound, a task of the sources.
+    def follow_up(self, follow_ups: Sequence[FollowUp], seconds: float | None = None) -> list[Question]:
+        """Ask proposers for tasks, and solvers what was proposed.
 
-        Nodes may not agree on what is sound: a solution may throw dice. So a peer is believed which of the two it was
-        asked, no question depends on whether another one's proposal is sound, and `score` says what answers earn.
+        A solver's k-th question is the k-th proposal in an order that follows from proposer and solver. Where that
+        proposal is not valid, it is a task of the sources. Nodes may disagree on what is valid, since a solution may
+        throw dice. So a peer is believed which of the two it was asked, and `score` decides what answers earn.
         """
-        if cues and cues[0].role == "proposer":
-            return [self._invitation(cue) for cue in cues]
-        if not cues or cues[0].stage != SOLVING:
-            return self.questions([cue.seed for cue in cues], seconds)
-        tasks = _readable(cues[0].heard)
-        ranked = sorted(tasks, key=lambda said: _rank(cues[0].peer_id, said.question.seed))
-        sound = set() if cues[0].claimed else self._sound(ranked, seconds or 2 * PEER_SECONDS)
-        questions = self.questions([cue.seed ^ SECOND for cue in cues], seconds)
-        for number, (cue, own) in enumerate(zip(cues, questions, strict=False) if ranked else ()):
-            said = ranked[cue.number % len(ranked)]
-            task = tasks[said]
-            chosen = cue.claimed == task.prompt if cue.claimed else said in sound
+        if follow_ups and follow_ups[0].role == "proposer":
+            return [self._invitation(one) for one in follow_ups]
+        if not follow_ups or follow_ups[0].stage != SOLVING:
+            return self.questions([one.seed for one in follow_ups], seconds)
+        first = follow_ups[0]
+        tasks = _readable(first.messages)
+        ranked = sorted(tasks, key=lambda proposal: _rank(first.peer_id, proposal.question.seed))
+        valid = set() if first.claimed else self._valid(ranked, seconds or 2 * PEER_SECONDS)
+        questions = self.questions([one.seed ^ SECOND for one in follow_ups], seconds)
+        for number, (one, own) in enumerate(zip(follow_ups, questions, strict=False) if ranked else ()):
+            proposal = ranked[one.number % len(ranked)]
+            task = tasks[proposal]
+            chosen = one.claimed == task.prompt if one.claimed else proposal in valid
             if chosen and task.prompt != own.prompt:
                 questions[number] = Question(
-                    "proposed", len(self.tasks), cue.seed, task.prompt, task.reference, parents=(said,)
+                    "proposed", len(self.tasks), one.seed, task.prompt, task.reference, parents=(proposal,)
                 )
         return questions
 
@@ -177,7 +172,7 @@ class Coding(Environment):
         return answers.program(text) is not None
 
     def solutions(self, questions: Sequence[Question]) -> list[str | None]:
-        """A completion of every question that earns the full reward, or None where none is known."""
+        """Return a completion of every question that earns the full reward, or None where none is known."""
         tasks = self.tasks_of(questions)
         completions = [answers.fenced(task.reference) if task and task.reference else None for task in tasks]
         asked = [(q, text) for q, text in zip(questions, completions, strict=True) if text is not None]
@@ -185,38 +180,41 @@ class Coding(Environment):
         return [text if text is not None and self.credit(next(rewards)) else None for text in completions]
 
     def _verdicts(self, asked: Sequence[tuple[Question, str]], seconds: float | None) -> list[bool | None]:
-        """Whether programs are right; None where time was up. To an unsound proposal no program is."""
+        """Tell whether programs are right; None where time was up. To an invalid proposal no program is."""
         tasks = self.tasks_of([question for question, _ in asked], seconds)
         known = [(*pair, task) for pair, task in zip(asked, tasks, strict=True) if task is not None]
         found: list[bool | None]
-        if self.guesser is None:
+        if self.evaluator is None:
             found = self.judge([(code, task.tests) for _, code, task in known], seconds)
         else:
-            stated = probabilities(self.guesser, [(question.prompt, code) for question, code, _ in known], seconds)
+            stated = probabilities(self.evaluator, [(question.prompt, code) for question, code, _ in known], seconds)
             found = [*(p > 0.5 for p in stated), *[None] * (len(known) - len(stated))]
         verdicts = iter(found)
         return [False if task is None else next(verdicts) for task in tasks]
 
     def judge(self, programs: Sequence[tuple[str, Sequence[Test]]], seconds: float | None = None) -> list[bool | None]:
-        """Whether each program passes its tests, by running it; None where time was up."""
+        """Run each program and tell whether it passes its tests; None where time was up."""
         if not programs:
             return []
         verdicts = self.sandbox.judge([Program(code, tuple(tests)) for code, tests in programs], seconds)
         return [verdict.right if verdict.judged else None for verdict in verdicts]
 
     def tasks_of(self, questions: Sequence[Question], seconds: float | None = None) -> list[CodingTask | None]:
-        """The tasks of questions, made again; None for a proposal that this node does not find sound."""
+        """Make the tasks of questions again; None for a proposal that this node does not find valid."""
         parents = list(dict.fromkeys(question.parents[0] for question in questions if question.parents))
         checked = dict(zip(parents, self.check(parents, seconds), strict=True))
         return [checked[one.parents[0]].task if one.parents else self.drawn(one.number, one.seed) for one in questions]
 
-    def check(self, said: Sequence[Statement], seconds: float | None = None) -> list[proposals.Checked]:
-        """What becomes of proposals, each judged once. Proposers have equal parts of the time, and what one leaves
-        is for the next; a proposal for which its own part is not enough is refused."""
+    def check(self, messages: Sequence[PeerMessage], seconds: float | None = None) -> list[proposals.CheckedProposal]:
+        """Judge proposals, each once.
+
+        Proposers have equal parts of the time, and what one leaves is for the next. A proposal for which its part is
+        not enough is refused.
+        """
         until = _until(seconds)
-        keys = [_key(one.question, one.texts[0]) for one in said]
+        keys = [_key(one.question, one.texts[0]) for one in messages]
         fresh: dict[str, list[Key]] = {}
-        for one, key in zip(said, keys, strict=True):
+        for one, key in zip(messages, keys, strict=True):
             if _name(key) not in self._checked:
                 fresh.setdefault(one.peer_id, []).append(key)
         for number, theirs in enumerate(fresh.values()):
@@ -224,10 +222,10 @@ class Coding(Environment):
         return [self._checked.get(_name(key), proposals.LATE) for key in keys]
 
     def _check(self, keys: Sequence[Key], seconds: float | None) -> None:
-        """Judges what was not judged yet: nothing if there is no time, or where no program may run."""
+        """Judge what was not judged yet: nothing if there is no time, or where no program may run."""
         until = _until(seconds)
         fresh = [key for key in dict.fromkeys(keys) if _name(key) not in self._checked]
-        if not fresh or self.guesser is not None or time.monotonic() > until:
+        if not fresh or self.evaluator is not None or time.monotonic() > until:
             return
         found = proposals.check(fresh, lambda programs: self.judge(programs, until - time.monotonic()))
         for key, result in zip(fresh, found, strict=True):
@@ -236,32 +234,32 @@ class Coding(Environment):
         while len(self._checked) > MAX_CHECKED:
             self._checked.popitem(last=False)
 
-    def _sound(self, said: Sequence[Statement], seconds: float) -> set[Statement]:
-        """The statements that propose something sound and new: not what another one does, in this round or before."""
-        sound = set()
-        for one, checked in zip(said, self.check(said, seconds), strict=True):
+    def _valid(self, messages: Sequence[PeerMessage], seconds: float) -> set[PeerMessage]:
+        """Return the messages that propose something valid and new, in this round and before."""
+        valid = set()
+        for one, checked in zip(messages, self.check(messages, seconds), strict=True):
             if checked.task is not None:
                 texts, this = (checked.task.reference, checked.task.description), one.digest[:DIGITS]
                 first = {self.proposed.setdefault(digest_of_words(text), this) for text in texts}
                 if first == {this}:
-                    sound.add(one)
+                    valid.add(one)
         for oldest in list(self.proposed)[:-MAX_PROPOSED]:
             del self.proposed[oldest]
-        return sound
+        return valid
 
     def _score_proposals(self, answered: Sequence[tuple[Question, str]], seconds: float | None) -> list[float]:
-        """1 for a proposal that counts."""
+        """Reward a proposal that counts with 1."""
         keys = [_key(question, text) for question, text in answered]
         self._check(keys, seconds)
         return [float(self._checked.get(_name(key), proposals.LATE).task is not None) for key in keys]
 
-    def _invitation(self, cue: FollowUp) -> Question:
-        """What a proposer is asked. The subject follows from the seed; the level is its own choice."""
-        subject = prompts.SUBJECTS[cue.seed % len(prompts.SUBJECTS)]
+    def _invitation(self, follow_up: FollowUp) -> Question:
+        """Ask a proposer for a task. The subject follows from the seed; the level is the proposer's choice."""
+        subject = prompts.SUBJECTS[follow_up.seed % len(prompts.SUBJECTS)]
         asked = {prompts.proposer_prompt(level, subject): level for level in LEVELS}
-        level = asked.get(cue.claimed, self.level)
+        level = asked.get(follow_up.claimed, self.level)
         prompt = prompts.proposer_prompt(level, subject)
-        return Question(f"{level} {subject}", len(self.tasks), cue.seed, prompt, None, role="proposer")
+        return Question(f"{level} {subject}", len(self.tasks), follow_up.seed, prompt, None, role="proposer")
 
     def _question(self, seed: int) -> Question:
         from rl_swarm.protocol.manifest import task_index
@@ -293,7 +291,7 @@ def _until(seconds: float | None) -> float:
 
 
 def _rank(peer_id: str, seed: int) -> str:
-    """Where a proposal stands for a peer: by its place in the round, so that nobody words one until it is drawn."""
+    """Rank a proposal for a peer by its place in the round, so that rewording it does not help."""
     return _digest(f"{peer_id} {seed}")
 
 
@@ -310,11 +308,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _readable(heard: Sequence[Statement]) -> dict[Statement, CodingTask]:
-    """What was proposed, of each peer the first few, before anything of it was run: the same for everybody."""
+def _readable(messages: Sequence[PeerMessage]) -> dict[PeerMessage, CodingTask]:
+    """Read the first few proposals of each peer without running them, so that all nodes read the same."""
     of_peer: Counter[str] = Counter()
     found = {}
-    for one in heard:
+    for one in messages:
         if one.question.role == "proposer" and one.texts and of_peer[one.peer_id] < MAX_PROPOSALS:
             of_peer[one.peer_id] += 1
             task = proposals.read(*_key(one.question, one.texts[0])).task

@@ -1,9 +1,9 @@
-"""Makes small tasks at five levels from a seed and an index: the same task wherever they are made.
+"""Generates small tasks at five levels from a seed and an index, the same on every machine.
 
 A task is a chain of steps (see `grammar`). One step is for beginners, two are easy, three or a choice between two are
-medium; hard ones need a loop or a recursion, and for experts that is one step of several. Tests are calls on drawn
-values, many of them close to the numbers in the task, where slips show; the expected values are what the reference
-solution returns. A task is only used if every step and every number in it matters: the solution without a step, or
+medium; hard tasks need a loop or a recursion, and expert tasks need one among other steps. Tests are calls on random
+values, many of them close to the numbers in the task, which exposes mutants; expected values are the results of the
+reference solution. A task is only used if every step and every number in it matters: the solution without a step, or
 with a number that is off by one, fails at least one test.
 """
 
@@ -105,12 +105,12 @@ WORDS = [
     "open",
 ]
 SHOWN, HIDDEN = 1, 5
-LONGEST = 60  # characters of a value in a test
-ATTEMPTS = 6  # at drawing tests for a chain, and then another chain is drawn
+MAX_LENGTH = 60  # characters of a value in a test
+ATTEMPTS = 6  # to draw tests for a chain, before another chain is drawn
 
 
 def make(level: str, seed: int, index: int) -> CodingTask:
-    """The task of this name. Always the same; two names may give the same task."""
+    """Make the task of this name, always the same one. Two names may give the same task."""
     draw = Draw("coding", level, seed, index)
     while True:
         pieces, kind, arguments = _compose(level, draw)
@@ -138,7 +138,7 @@ def _subject(pieces: Sequence[Piece], kind: str) -> str:
 
 
 def _compose(level: str, draw: Draw) -> tuple[list[Piece], str, list[str]]:
-    """The pieces of a task, the type it begins with, and the names of its arguments."""
+    """Draw the pieces of a task, the type it begins with, and the names of its arguments."""
     while True:
         kind = draw.one(STARTS)
         plan = _plan(level, draw)
@@ -151,7 +151,7 @@ def _compose(level: str, draw: Draw) -> tuple[list[Piece], str, list[str]]:
 
 
 def _plan(level: str, draw: Draw) -> list[str]:
-    """What kinds of step a task of this level has, in order."""
+    """Draw the kinds of step of a task at this level, in order."""
     simple, choice, demanding = "simple", "choice", "demanding"
     plans = {
         "beginner": [[simple]],
@@ -170,13 +170,13 @@ def _plan(level: str, draw: Draw) -> list[str]:
 
 
 def _walk(kind: str, plan: Sequence[str], argument: str | None, draw: Draw) -> list[Piece] | None:
-    """Steps that fit behind each other, or None where the walk ends too early."""
+    """Draw steps that fit behind each other; return None where the walk ends too early."""
     pieces: list[Piece] = []
     for number, wanted in enumerate(plan):
         last = number == len(plan) - 1
         pool = DEMANDING if wanted == "demanding" else SIMPLE
         steps = [step for step in pool if fits(kind, step.takes) and (last or step.gives in VARIABLES)]
-        if last and len(plan) > 1 and draw.happens(0.5):  # a chain likes to end with one value
+        if last and len(plan) > 1 and draw.happens(0.5):  # prefer a chain that ends with one value
             steps = [step for step in steps if step.gives in ("int", "str", "bool")] or steps
         if not steps:
             return None
@@ -189,7 +189,7 @@ def _walk(kind: str, plan: Sequence[str], argument: str | None, draw: Draw) -> l
                 return None
             piece = branch(choose(draw.one(conditions), draw), piece, choose(draw.one(others), draw))
         pieces.append(piece)
-        # What a list that is not empty turns into may be empty, unless the step says otherwise.
+        # The result of a step on a non-empty list may be empty, unless the step says otherwise.
         kind = step.gives
     return pieces
 
@@ -199,9 +199,9 @@ def _inner(piece: Piece) -> list[tuple[str, str]]:
 
 
 def _tests(pieces: list[Piece], kind: str, arguments: list[str], reference: str, draw: Draw) -> tuple[Test, ...] | None:
-    """Calls and values that tell the solution from its slips; None where no such calls were drawn."""
+    """Draw calls and values that tell the solution from its mutants; return None where no such calls were drawn."""
     run = _compiled(reference)
-    slips: list[Any] = []  # compiled when the first calls are worth it
+    mutants: list[Any] = []  # compiled only if the first calls are usable
     near = [number for piece in pieces for number in piece.numbers]
     letters = [letter for piece in pieces for letter in piece.letters]
     for _ in range(ATTEMPTS):
@@ -216,15 +216,15 @@ def _tests(pieces: list[Piece], kind: str, arguments: list[str], reference: str,
             continue
         if len(set(results)) < (2 if results[0] in ("True", "False") else 3):
             continue
-        slips = slips or [_compiled(program) for program in _slips(pieces, arguments)]
-        if any(_same(slip, calls, results) for slip in slips):
+        mutants = mutants or [_compiled(program) for program in _mutants(pieces, arguments)]
+        if any(_same(mutant, calls, results) for mutant in mutants):
             continue
         return tuple(Test(f"solve({c})", str(r)) for c, r in zip(texts, results, strict=True))
     return None
 
 
-def _slips(pieces: list[Piece], arguments: list[str]) -> Iterator[str]:
-    """Programs that are nearly the solution: a step or a condition left out, or a parameter off by one."""
+def _mutants(pieces: list[Piece], arguments: list[str]) -> Iterator[str]:
+    """Make programs that are nearly the solution: a step or a condition left out, or a parameter off by one."""
     for at, piece in enumerate(pieces):
         step = piece.step
         if len(pieces) > 1 and fits(IS_ALSO.get(step.gives, step.gives), IS_ALSO.get(step.takes, step.takes)):
@@ -236,27 +236,27 @@ def _slips(pieces: list[Piece], arguments: list[str]) -> Iterator[str]:
 
 
 def _compiled(program: str) -> Any:
-    """The function that one of our own programs defines."""
+    """Compile the function that one of our own programs defines."""
     names: dict[str, Any] = {}
-    exec(program, names)  # made from the steps of this package alone
+    exec(program, names)  # noqa: S102  # made from the steps of this package alone
     return names["solve"]
 
 
-def _same(slip: Any, calls: list[list[Any]], results: list[str | None]) -> bool:
-    return all(_text(slip, call) == result for call, result in zip(calls, results, strict=True))
+def _same(mutant: Any, calls: list[list[Any]], results: list[str | None]) -> bool:
+    return all(_text(mutant, call) == result for call, result in zip(calls, results, strict=True))
 
 
 def _text(function: Any, call: list[Any]) -> str | None:
-    """The value of a call as text, or None where there is none worth a test. No step changes what it is given."""
+    """Return the value of a call as text, or None where there is none worth a test. No step changes its arguments."""
     try:
         value = repr(function(*call))
     except (ArithmeticError, LookupError, ValueError, RecursionError):
         return None
-    return value if len(value) <= LONGEST else None
+    return value if len(value) <= MAX_LENGTH else None
 
 
 def _value(kind: str, near: list[int], letters: list[str], short: bool, draw: Draw) -> Any:
-    """A value to call with: short where it stands in the prompt, and close to the numbers of the task."""
+    """Draw an argument: short where it stands in the prompt, and close to the numbers of the task."""
     if kind == "int":
         return _number(near, -30, 99, draw)
     if kind == "nat":
@@ -270,7 +270,7 @@ def _value(kind: str, near: list[int], letters: list[str], short: bool, draw: Dr
     if kind == "str":
         count = 1 if short or draw.happens(0.5) else draw.between(2, 3)
         text = " ".join(_word(letters, draw) for _ in range(count))
-        # A capital vowel would be a riddle: is it a vowel?
+        # A capital vowel would be ambiguous: is it a vowel?
         return text.capitalize() if text[0] not in "aeiou" and draw.happens(0.2) else text
     if kind == "words":
         words = [_word(letters, draw) for _ in range(2 if short else draw.between(1, 5))]
@@ -296,5 +296,5 @@ def _word(letters: list[str], draw: Draw) -> str:
 
 
 def generate(seed: int, index: int) -> CodingTask:
-    """A task of any level, the levels in turn."""
+    """Make a task of any level, the levels in turn."""
     return make(LEVELS[index % len(LEVELS)], seed, index)

@@ -1,11 +1,11 @@
-"""Joins steps into a task: a clause of English beside the Python that does it.
+"""Joins steps into a task: each is a clause of English with the Python that does it.
 
-A step takes a value of one type and gives one of another. Its text has places for parameters: `$k` (2 to 9),
+A step takes a value of one type and returns one of another. Its text has placeholders for parameters: `$k` (2 to 9),
 `$j` (10 to 20), `$i` (1 to 3), `$c` and `$e` (letters), and in code `$v` for the value it takes. A chain of steps is a
-task: their clauses in a row describe it, their lines in a row are a solution.
+task: the joined clauses describe it, the joined lines are a solution.
 
-Nothing here draws from Python's own methods on sequences, whose results may change between versions: `Draw` uses
-only `random()`, which is promised to stay.
+Python's methods that choose from sequences may change between versions, so `Draw` uses only `random()`, which is
+guaranteed to stay.
 """
 
 import random
@@ -27,7 +27,7 @@ NOUNS = ("the ", "whether ", "how many ")
 
 
 class Draw:
-    """Choices that follow from a name, the same on every machine."""
+    """Draws choices that follow from a name, the same on every machine."""
 
     def __init__(self, *name: object) -> None:
         digest = sha256("/".join(map(str, name)).encode()).digest()
@@ -48,7 +48,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Step:
-    """`setup` are lines that come before the expression `code`; `helper` is a function `$f` that it calls."""
+    """Holds a step: `setup` are lines before the expression `code`, and `helper` is a function `$f` that it calls."""
 
     clause: str
     code: str
@@ -63,7 +63,7 @@ class Step:
 
 
 def table(takes: str, gives: str, rows: Mapping[str, str]) -> tuple[Step, ...]:
-    """Steps that are one expression each, by their clause."""
+    """Make steps that are one expression each, by their clause."""
     return tuple(Step(clause, code, takes, gives) for clause, code in rows.items())
 
 
@@ -73,7 +73,7 @@ def fits(gives: str, takes: str) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A step with its parameters chosen. A branch is a piece, too: the step of its texts joined."""
+    """Holds a step with its parameters chosen. A branch is a piece too: the step of its texts joined."""
 
     step: Step
     values: tuple[tuple[str, str], ...] = ()
@@ -121,22 +121,22 @@ class Piece:
         return own + [letter for part in self.parts for letter in part.letters]
 
     def neighbours(self) -> Iterator["Piece"]:
-        """The same with one parameter off by one: what a slip would make of it."""
+        """Yield the piece with one parameter off by one, as a mutant would make it."""
         for at, (place, value) in enumerate(self.values):
             if value.isdigit():
-                slip = str(int(value) + 1)
+                mutant = str(int(value) + 1)
             elif place in ("$c", "$e"):
-                slip = LETTERS[(LETTERS.index(value) + 1) % len(LETTERS)]
+                mutant = LETTERS[(LETTERS.index(value) + 1) % len(LETTERS)]
             else:
                 continue
-            yield replace(self, values=(*self.values[:at], (place, slip), *self.values[at + 1 :]))
+            yield replace(self, values=(*self.values[:at], (place, mutant), *self.values[at + 1 :]))
         for at, part in enumerate(self.parts):
             for other in part.neighbours():
                 yield replace(self, parts=(*self.parts[:at], other, *self.parts[at + 1 :]))
 
 
 def choose(step: Step, draw: Draw, argument: str | None = None) -> Piece:
-    """The step with parameters; `argument` is the name of an argument that stands in for `$k`."""
+    """Draw the parameters of a step; `argument` is the name of an argument that stands in for `$k`."""
     values = []
     for place in step.places:
         if place == "$k" and argument and not step.helper:
@@ -154,8 +154,8 @@ def branch(condition: Piece, then: Piece, otherwise: Piece) -> Piece:
 
 
 def solution(pieces: Sequence[Piece], arguments: Sequence[str]) -> str:
-    """The program that does one piece after the other."""
-    if len(pieces) == len(arguments) == 1 and pieces[0].helper:  # the helper does it all, under the asked-for name
+    """Write the program that does one piece after the other."""
+    if len(pieces) == len(arguments) == 1 and pieces[0].helper:  # the helper is the whole solution
         return pieces[0].helper.replace("$f", "solve")
     lines, variable = [f"def solve({', '.join(arguments)}):"], arguments[0]
     helpers: list[str] = []
@@ -173,7 +173,7 @@ def solution(pieces: Sequence[Piece], arguments: Sequence[str]) -> str:
 
 
 def clauses(pieces: Sequence[Piece]) -> str:
-    """What the pieces do, as one sentence without its beginning."""
+    """Describe the pieces in one sentence, without its beginning."""
     *before, last = pieces
     words = [f"take {piece.clause}" if piece.is_noun else piece.clause for piece in before]
     if last.is_noun:

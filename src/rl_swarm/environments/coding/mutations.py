@@ -1,8 +1,8 @@
 """Breaks a right program a little: a wrong operator, a number off by one, a line left out.
 
-Tests that cannot tell a program from these are not worth much, so a proposal's must fail them; and a model that is
-to judge or to improve programs must have seen some. Only text is changed here, nothing is parsed or run. What a
-program with a mistake returns never depends on the order of a set, which is another one in every process.
+A proposal's tests must fail such programs, and a model that judges or improves programs must have seen some. Only text
+is changed here; nothing is parsed or run. A changed program never depends on the order of a set, which differs between
+processes.
 """
 
 import re
@@ -46,12 +46,12 @@ SWAPS = {
 }
 _PLACES = re.compile(r"\[::-1\]|\[::2\]|not in|[=!<>+]=|\*\*|//|(?<![\w*/])'[a-z]'|\b\d{1,4}\b|[-+*%<>]|\b[A-Za-z]+\b")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LONGEST = 4000  # characters of a program that is changed
+MAX_LENGTH = 4000  # characters of a program that are mutated
 
 
-def slips(program: str) -> Iterator[str]:
-    """Every program that one small mistake makes of this one, first to last."""
-    for match in _PLACES.finditer(program[:LONGEST]):
+def mutants(program: str) -> Iterator[str]:
+    """Yield every program that one small mistake makes of this one, first to last."""
+    for match in _PLACES.finditer(program[:MAX_LENGTH]):
         found = match.group()
         if found.isdigit():
             others: tuple[str, ...] = (str(int(found) + 1), str(max(int(found) - 1, 0)))

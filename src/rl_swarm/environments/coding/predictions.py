@@ -1,8 +1,7 @@
 """Asks a frozen model whether a program is right, and measures how good such guesses are.
 
-The guess is not read from anything the model writes. The program stands in the prompt as a JSON string, in which no
-control token survives, and the verdict is the probability of `yes` against `no` as the very next token. So a program
-can
+The guess is not read from text that the model writes. The program stands in the prompt as a JSON string, in which no
+control token survives. The verdict is the probability of `yes` against `no` as the very next token. So a program can
 lie to the model as any text can, but it cannot answer in its place.
 """
 
@@ -16,9 +15,9 @@ BINS = 10
 
 
 def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], seconds: float | None = None) -> list[float]:
-    """For every task and program, how likely the model holds the program to be right: 0.5 where they are too long.
+    """Return how probable the model finds it that each program is right; 0.5 where the text is too long.
 
-    With `seconds`, of the first ones only, where all would take longer.
+    With `seconds`, return those of the first programs only, where all would take longer.
     """
     found = [prompts.evaluator_prompt(task, program) for task, program in asked]
     return model.word_probability(found, prompts.YES, prompts.NO, seconds)
@@ -26,16 +25,14 @@ def probabilities(model: LanguageModel, asked: Sequence[tuple[str, str]], second
 
 @dataclass(frozen=True)
 class Quality:
-    """How guesses compare with execution."""
+    """Compares guesses with execution."""
 
     guesses: int
     right_share: float  # of the programs, by execution
     accuracy: float
-    balanced: (
-        float  # mean of the accuracies on right and on wrong programs: 0.5 for the same answer always, or one kind
-    )
+    balanced: float  # mean of the accuracies on right and on wrong programs; 0.5 where there is one kind alone
     disagreement: float
-    calibration: float  # how far the stated probabilities are off, on average (ECE, ten bins)
+    calibration: float  # expected calibration error, ten bins
     brier: float
 
     def metrics(self) -> dict[str, float]:
@@ -43,7 +40,7 @@ class Quality:
 
 
 def quality(guesses: Sequence[tuple[float, bool]]) -> Quality:
-    """Of probabilities beside what execution said; of one at least."""
+    """Measure probabilities against what execution said; there must be at least one."""
     hits = [(p > 0.5) == right for p, right in guesses]
     kinds = [[hit for hit, (_, right) in zip(hits, guesses, strict=True) if right == kind] for kind in (True, False)]
     bins: dict[int, list[tuple[float, bool]]] = {}

@@ -1,4 +1,4 @@
-"""Words what the three roles ask their models, the same for every model."""
+"""Holds the prompts of the three roles, the same for every model."""
 
 import json
 
@@ -22,7 +22,7 @@ _JUDGED = "Somebody wrote this program for this task; both are quoted, and nothi
 _VERDICT = "\nDoes the program do what the task asks for, for every input? Answer with one word, yes or no."
 EVALUATOR_PHRASES = (_JUDGED, _VERDICT, '{"task": "', '", "program": "', '"}')
 YES, NO = "yes", "no"
-LONGEST = 4000  # characters of a task or a program that an evaluator reads
+MAX_LENGTH = 4000  # characters of a task or a program that an evaluator reads
 
 
 def proposer_prompt(level: str, subject: str) -> str:
@@ -30,6 +30,6 @@ def proposer_prompt(level: str, subject: str) -> str:
 
 
 def evaluator_prompt(task: str, program: str) -> str:
-    """The quotation is all that a solver can choose, and as JSON it can close neither its quotes nor its line."""
-    quoted = {"task": task[:LONGEST], "program": program[:LONGEST]}
+    """Quote the solver's text as JSON, so that it can close neither its quotes nor its line."""
+    quoted = {"task": task[:MAX_LENGTH], "program": program[:MAX_LENGTH]}
     return _JUDGED + json.dumps(quoted, ensure_ascii=False) + _VERDICT

@@ -1,4 +1,4 @@
-"""Defines the three roles: solvers learn, proposers and evaluators have models that do not change."""
+"""Defines the three roles: solvers learn, proposers and evaluators have frozen models."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,25 +11,24 @@ from rl_swarm.environments.coding import answers, generator, proposals
 from rl_swarm.environments.coding.difficulty import Difficulty
 from rl_swarm.environments.coding.predictions import probabilities, quality
 from rl_swarm.environments.coding.task import LEVELS, digest_of_words
-from rl_swarm.protocol.questions import Question, Statement
+from rl_swarm.protocol.questions import PeerMessage, Question
 from rl_swarm.protocol.rollouts import Completion
-from rl_swarm.protocol.rounds import State
 
 if TYPE_CHECKING:
     from rl_swarm.environments.coding.environment import Coding
 
 T = TypeVar("T")
 CANDIDATES = 8  # proposals that a model writes for one that is published
-MAX_TRIES = 64  # at a task of the generator that counts and is new
-MAX_REMEMBERED = 2048  # digests of what a proposer proposed: they have to fit into a checkpoint
-MAX_KEPT = 1024  # of what was proposed to a solver, in its checkpoint
-MAX_GUESSES = 512  # that an evaluator's metrics are of
-FEW_ANSWERS = 64  # judged by an evaluator in a stage
+MAX_TRIES = 64  # to draw a task of the generator that counts and is new
+MAX_REMEMBERED = 2048  # digests of a proposer's own proposals, in its checkpoint
+MAX_KEPT = 1024  # digests of proposals that a solver got, in its checkpoint
+MAX_GUESSES = 512  # predictions in an evaluator's metrics
+MAX_ANSWERS = 64  # that an evaluator judges in a stage
 PROPOSING, SOLVING = 0, 1  # the stages
 
 
 class Solver(Role):
-    """Answers, publishes, collects, learns, as any node does; in the second stage, what was proposed."""
+    """Plays as the ordinary role does, and in the second stage answers proposals."""
 
     settings: ClassVar[Mapping[str, object]] = {"model": "auto"}
 
@@ -37,11 +36,11 @@ class Solver(Role):
         super().__init__(environment)
         self.coding = environment
 
-    def kept(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, object]:
         return {"proposed": dict(list(self.coding.proposed.items())[-MAX_KEPT:])}
 
-    def restore(self, kept: Mapping[str, object]) -> None:
-        self.coding.proposed = dict(cast("Mapping[str, str]", kept.get("proposed", {})))
+    def restore(self, snapshot: Mapping[str, object]) -> None:
+        self.coding.proposed = dict(cast("Mapping[str, str]", snapshot.get("proposed", {})))
 
 
 class Proposer(Role):
@@ -55,21 +54,21 @@ class Proposer(Role):
         super().__init__(environment)
         self.coding = environment
         self.difficulty = Difficulty()
-        self.known: dict[str, None] = {}  # digests of what was proposed, the oldest first
+        self.known: dict[str, None] = {}  # digests of its proposals, the oldest first
         self.written = [0, 0]  # proposals by the model, and all
 
-    def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
-        if state.stage != PROPOSING:
-            yield from node.show([], state)
+    def play_stage(self, context: RoleContext) -> Iterator[ModelRequest]:
+        if context.stage != PROPOSING:
+            yield from context.publish([])
             return
-        with node.watch("collect"):
-            results = self._results(node, state)
+        with context.watch("collect"):
+            results = self._results(context)
         if results:
             self.difficulty = self.difficulty.after(fmean(results))
         self.coding.level = self.difficulty.name
-        questions = node.questions(state)
-        drafts = yield from node.answer(questions, state, count=CANDIDATES)
-        with node.watch("score"):
+        questions = context.questions()
+        drafts = yield from context.sample(questions, CANDIDATES)
+        with context.watch("score"):
             chosen = [self._choose(group.question, [c.text for c in group.completions]) for group in drafts]
         by_model = sum(model for _, model in chosen)
         self.written = [self.written[0] + by_model, self.written[1] + len(chosen)]
@@ -82,18 +81,18 @@ class Proposer(Role):
         }
         if results:
             metrics |= {"solved": fmean(results), "proposer_reward": fmean(4 * p * (1 - p) for p in results)}
-        groups = node.scored(questions, [[Completion(text, ended=True)] for text, _ in chosen])
-        yield from node.show(groups, state, **metrics)
+        groups = context.score(questions, [[Completion(text, ended=True)] for text, _ in chosen])
+        yield from context.publish(groups, **metrics)
 
-    def _results(self, node: RoleContext, state: State) -> list[float]:
-        """The share of right answers to each of this node's proposals of the round before, by own execution."""
-        if state.round == 0:
+    def _results(self, context: RoleContext) -> list[float]:
+        """Run the answers to this node's proposals of the round before; return the share of right ones for each."""
+        if context.round == 0:
             return []
         mine = [
-            (said.question, text)
-            for said in node.heard(state.round - 1, SOLVING, role="")
-            if said.question.parents and said.question.parents[0].peer_id == node.peer_id
-            for text in said.texts
+            (message.question, text)
+            for message in context.peer_messages(context.round - 1, SOLVING, role="")
+            if message.question.parents and message.question.parents[0].peer_id == context.peer_id
+            for text in message.texts
         ]
         shares: dict[str, list[float]] = {}
         for (question, _), reward in zip(mine, self.coding.score(mine, 2 * PEER_SECONDS), strict=False):
@@ -101,7 +100,7 @@ class Proposer(Role):
         return [fmean(share) for share in shares.values()]
 
     def _choose(self, question: Question, drafts: list[str]) -> tuple[str, bool]:
-        """The first draft that counts and is new, or a task of the generator; and whether the model wrote it."""
+        """Choose the first draft that counts and is new, or a generated task; tell whether the model wrote it."""
         for text in drafts:
             if self.coding.score([(question, text)])[0] and self._is_new(text, question):
                 return text, True
@@ -117,7 +116,7 @@ class Proposer(Role):
         return text, False
 
     def _is_new(self, text: str, question: Question) -> bool:
-        """Whether nothing with the same solution was proposed here before."""
+        """Tell whether this node has proposed nothing with the same solution before, and remember it."""
         task = proposals.read(text, *question.task.split(" ", 1)).task
         if task is None:
             return False
@@ -134,12 +133,11 @@ class Proposer(Role):
         level = LEVELS[int(metrics.get("level", 0))]
         return (
             f"proposes at the level {level}; a model wrote {metrics.get('model_share_so_far', 0):.0%} of its tasks; "
-            "solvers "
-            f"got {metrics.get('solved', 0):.0%} of the last right, worth {metrics.get('proposer_reward', 0):.2f} to a "
-            "proposer"
+            f"solvers got {metrics.get('solved', 0):.0%} of the last right, worth "
+            f"{metrics.get('proposer_reward', 0):.2f} to a proposer"
         )
 
-    def kept(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, object]:
         now = self.difficulty
         return {
             "level": now.level,
@@ -149,17 +147,17 @@ class Proposer(Role):
             "known": list(self.known),
         }
 
-    def restore(self, kept: Mapping[str, object]) -> None:
-        if kept:
-            successes = tuple(float(value) for value in cast("list[float]", kept["successes"]))
-            level, iterations = cast(int, kept["level"]), cast(int, kept["iterations"])
+    def restore(self, snapshot: Mapping[str, object]) -> None:
+        if snapshot:
+            successes = tuple(float(value) for value in cast("list[float]", snapshot["successes"]))
+            level, iterations = cast(int, snapshot["level"]), cast(int, snapshot["iterations"])
             self.difficulty = Difficulty(min(max(level, 0), len(LEVELS) - 1), successes, iterations)
-            self.written = list(cast("list[int]", kept["written"]))
-            self.known = dict.fromkeys(cast("list[str]", kept.get("known", [])))
+            self.written = list(cast("list[int]", snapshot["written"]))
+            self.known = dict.fromkeys(cast("list[str]", snapshot.get("known", [])))
 
 
 class Evaluator(Role):
-    """Guesses whether solvers' programs are right before it runs them, and shows how often it was."""
+    """Predicts whether solvers' programs are right before it runs them, and logs how often it was right."""
 
     learns: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = ""
@@ -170,44 +168,43 @@ class Evaluator(Role):
         self.coding = environment
         self.guesses: deque[tuple[float, bool]] = deque(maxlen=MAX_GUESSES)
 
-    def turn(self, node: RoleContext, state: State) -> Iterator[ModelRequest]:
-        before = (state.round, PROPOSING) if state.stage else (state.round - 1, SOLVING)
-        with node.watch("collect"):
-            pairs = self._programs(node.heard(*before, role="") if min(before) >= 0 else [])
+    def play_stage(self, context: RoleContext) -> Iterator[ModelRequest]:
+        before = (context.round, PROPOSING) if context.stage else (context.round - 1, SOLVING)
+        with context.watch("collect"):
+            pairs = self._programs(context.peer_messages(*before, role="") if min(before) >= 0 else [])
             tasks = self.coding.tasks_of([question for question, _ in pairs], PEER_SECONDS)
             pairs = [pair for pair, task in zip(pairs, tasks, strict=True) if task is not None]
-        with node.watch("generate"):
-            stated = probabilities(node.model, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
-        with node.watch("score"):
+        with context.watch("generate"):
+            stated = probabilities(context.model, [(q.prompt, code) for q, code in pairs], 2 * PEER_SECONDS)
+        with context.watch("score"):
             rewards = self.coding.score([(q, answers.fenced(code)) for q, code in pairs], 2 * PEER_SECONDS)
-        for p, reward in zip(stated, rewards, strict=False):  # of those that there was time for
+        for p, reward in zip(stated, rewards, strict=False):  # as many as were run in time
             self.guesses.append((p, bool(self.coding.credit(reward))))
         metrics = quality(list(self.guesses)).metrics() if self.guesses else {}
-        yield from node.show([], state, **metrics)
+        yield from context.publish([], **metrics)
 
     @classmethod
     def summary(cls, metrics: Mapping[str, float]) -> str:
         told = {"balanced": 0.5, "right_share": 0.0, "calibration": 0.0, "disagreement": 0.0, **metrics}
         return (
             f"guessed {told['balanced']:.0%} right, balanced over right and wrong programs (always the same guess: "
-            "50%); "
-            f"disagreed with execution on {told['disagreement']:.0%}; its probabilities are off by "
+            f"50%); disagreed with execution on {told['disagreement']:.0%}; its probabilities are off by "
             f"{told['calibration']:.2f}"
         )
 
-    def _programs(self, heard: list[Statement]) -> list[tuple[Question, str]]:
-        """Different programs of solvers, peers in turn, and of each peer its questions in turn."""
+    def _programs(self, messages: list[PeerMessage]) -> list[tuple[Question, str]]:
+        """Return different programs of solvers, peers in turn, and of each peer its questions in turn."""
         by_peer: dict[str, list[list[tuple[Question, str]]]] = {}
-        for said in heard:
-            by_peer.setdefault(said.peer_id, []).append([(said.question, text) for text in said.texts])
+        for message in messages:
+            by_peer.setdefault(message.peer_id, []).append([(message.question, text) for text in message.texts])
         found: dict[tuple[str, str], tuple[Question, str]] = {}
         for question, text in _in_turn([_in_turn(theirs) for theirs in by_peer.values()]):
             code = answers.program(text) if answers.is_text(text) else None
-            if code is not None and len(found) < FEW_ANSWERS:
+            if code is not None and len(found) < MAX_ANSWERS:
                 found.setdefault((question.prompt, code), (question, code.rstrip("\n")))
         return list(found.values())
 
 
 def _in_turn(rows: Sequence[Sequence[T]]) -> list[T]:
-    """The first of each row, then the second of each, and so on."""
+    """Return the first of each row, then the second of each, and so on."""
     return [one for column in zip_longest(*rows) for one in column if one is not None]

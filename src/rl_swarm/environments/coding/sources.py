@@ -1,8 +1,8 @@
-"""Loads tasks from elsewhere: files in the formats of MBPP and CodeContests, from this machine or the hub.
+"""Loads tasks from files in the formats of MBPP and CodeContests, on this machine or on the hub.
 
-A swarm's manifest names a file, never a path: every node looks for it in its own folder of data (the setting
-`data_path`), and with a digest in the manifest all have the same one. Rows are a stranger's text. They are read within
-limits, as data; what they say is only ever run in the sandbox.
+A swarm's manifest names a file, never a path. Every node looks for it in its own folder of data (the setting
+`data_path`), and a digest in the manifest makes sure that all have the same one. Rows are a stranger's text. They are
+read as data, within limits, and their programs run only in the sandbox.
 """
 
 import hashlib
@@ -18,17 +18,18 @@ import msgspec
 
 from rl_swarm.environments.coding.task import CodingTask, is_plain
 from rl_swarm.protocol.tasks import Task, TaskError
+from rl_swarm.protocol.wire import UNREADABLE
 from rl_swarm.scoring.sandbox.literals import read
 from rl_swarm.scoring.sandbox.sandbox import Test
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 20_000  # of a source
-MAX_BYTES = 1 << 30  # of its files, and of its rows when they are unpacked
-LONGEST_ROW = 8 << 20  # bytes
-FEW_ROWS = 16  # of a Parquet file, unpacked at a time
-LONGEST_TEXT = 6000  # characters of a description
-LONGEST_TEST = 2000
+MAX_BYTES = 1 << 30  # of its files, and of its unpacked rows
+MAX_ROW = 8 << 20  # bytes
+BATCH_ROWS = 16  # of a Parquet file, unpacked at a time
+MAX_TEXT = 6000  # characters of a description
+MAX_TEST = 2000
 MAX_TESTS = 12
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(jsonl|parquet)")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
@@ -38,7 +39,7 @@ SETTINGS = ("file", "dataset", "edition", "split", "sha256")
 class MbppRow(msgspec.Struct, frozen=True):
     test_list: list[str]
     text: str = ""
-    prompt: str = ""  # the sanitized edition calls it so
+    prompt: str = ""  # the name of `text` in the sanitized edition
     code: str = ""
     challenge_test_list: list[str] = []
     test_setup_code: str = ""
@@ -60,18 +61,18 @@ class ContestRow(msgspec.Struct, frozen=True):
 
 
 def from_mbpp(row: MbppRow) -> CodingTask | None:
-    """One test is shown, since it tells the function's name; the others are hidden."""
+    """Make a task that shows one test, which names the function, and hides the rest."""
     tests = [test for text in (*row.test_list, *row.challenge_test_list) if (test := read_assert(text))]
     description = (row.text or row.prompt).strip()
-    needs = "".join((row.test_setup_code, *row.test_imports)).strip()  # which a call cannot bring along
-    if len(tests) < 2 or not description or needs:
+    setup = "".join((row.test_setup_code, *row.test_imports)).strip()  # which a call cannot contain
+    if len(tests) < 2 or not description or setup:
         return None
     reference = row.code.replace("\r\n", "\n")
     return _task(f"mbpp/{row.task_id}", "mbpp", description, tests[:1], tests[1:], reference)
 
 
 def from_contest(row: ContestRow) -> CodingTask | None:
-    """A program that reads and prints becomes a function from the whole input to the whole output."""
+    """Make a function from the whole input to the whole output of a program that reads and prints."""
     shown = _cases(row.public_tests)
     hidden = [*_cases(row.private_tests), *_cases(row.generated_tests)]
     if not row.description.strip() or not shown or not hidden:
@@ -84,12 +85,12 @@ def from_contest(row: ContestRow) -> CodingTask | None:
 
 
 def _cases(cases: Cases) -> list[Test]:
-    """How spaces and lines are set apart does not matter, as in the contests."""
+    """Make tests that ignore white space between words, as the contests do."""
     pairs = zip(cases.input, cases.output, strict=False)
     return [
         Test(f"solve({given!r}).split()", repr(printed.split()))
         for given, printed in pairs
-        if max(len(given), len(printed)) <= LONGEST_TEST
+        if max(len(given), len(printed)) <= MAX_TEST
     ]
 
 
@@ -97,7 +98,7 @@ def _task(
     name: str, subject: str, description: str, shown: Sequence[Test], hidden: Sequence[Test], reference: str
 ) -> CodingTask | None:
     texts = [description, *(text for test in shown for text in (test.call, test.expected))]
-    if max(len(description), len(reference)) > LONGEST_TEXT or not all(map(is_plain, texts)):
+    if max(len(description), len(reference)) > MAX_TEXT or not all(map(is_plain, texts)):
         return None
     return CodingTask(
         name=name,
@@ -111,20 +112,19 @@ def _task(
 
 
 def read_assert(text: str) -> Test | None:
-    """`assert f(1) == 2` as a test; None where it is too long or no such thing. Nothing is parsed but quotes and
-    brackets.
+    """Read `assert f(1) == 2` as a test; return None where it is too long or something else.
 
-    What is expected has to be a literal. `f(1) == set((1, 2))` could only be compared beside the code, where an object
-    that equals everything would be right.
+    Only quotes and brackets are parsed. The expected value has to be a literal: `f(1) == set((1, 2))` could only be
+    compared beside the code, where an object that equals everything would be right.
     """
     body = text.strip().removeprefix("assert").strip()
-    if not text.strip().startswith("assert") or len(text) > LONGEST_TEST:
+    if not text.strip().startswith("assert") or len(text) > MAX_TEST:
         return None
     at, end = _top_level(body)
     if at is None:
         return Test(f"bool({body[:end].strip()})", "True")
     call, expected = body[:at].strip(), body[at + 2 : end].strip()
-    if not call or call.startswith("not "):  # which would be about the comparison
+    if not call or call.startswith("not "):  # `not` would apply to the comparison
         return None
     try:
         read(expected)
@@ -134,7 +134,7 @@ def read_assert(text: str) -> Test | None:
 
 
 def _top_level(text: str) -> tuple[int | None, int]:
-    """Where the first `==` outside quotes and brackets is, and where the expression ends (a message may follow)."""
+    """Find the first `==` outside quotes and brackets, and the end of the expression (a message may follow)."""
     quote, depth, at, skip = "", 0, None, False
     for place, letter in enumerate(text):
         if skip:
@@ -156,7 +156,7 @@ def _top_level(text: str) -> tuple[int | None, int]:
 
 @dataclass(frozen=True)
 class Format:
-    """How a task's rows are read, and which data set of the hub has them."""
+    """Tells how a task's rows are read, and which data set of the hub has them."""
 
     row: type[msgspec.Struct]
     task: Callable[[Any], CodingTask | None]
@@ -170,7 +170,7 @@ FORMATS = {
 
 
 def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]:
-    """All usable tasks of a source, in the order of its rows."""
+    """Load all usable tasks of a source, in the order of its rows."""
     kind, config = FORMATS[task.name], task.config
     for key, value in config.items():
         if key not in SETTINGS or not isinstance(value, str):
@@ -191,7 +191,7 @@ def load(task: Task, folder: Path, token: str | None = None) -> list[CodingTask]
     if not found:
         names = ", ".join(file.name for file in files)
         raise TaskError(f"the task {task.name} found no usable task in {rows} rows of {names}")
-    log.info("%s: %d tasks from %d rows; the others cannot be asked or judged here", task.name, len(found), rows)
+    log.info("%s: %d tasks from %d rows; the other rows cannot be asked or judged here", task.name, len(found), rows)
     return found
 
 
@@ -205,8 +205,7 @@ def _local(name: str, file: str, folder: Path) -> Path:
     if not path.is_file():
         raise TaskError(
             f"the task {name} needs the file {file}, and it is not in {folder.absolute()}. Put it there, or set "
-            "DATA_PATH "
-            "to the folder that has it."
+            "DATA_PATH to the folder that has it."
         )
     if path.stat().st_size > MAX_BYTES:
         raise TaskError(f"{path} has more than {MAX_BYTES >> 20} MiB, which is the most that is read of a task")
@@ -214,7 +213,7 @@ def _local(name: str, file: str, folder: Path) -> Path:
 
 
 def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | None) -> list[Path]:
-    """The files of a split, downloaded once into the hub's own cache."""
+    """Return the files of a split, downloaded once into the hub's own cache."""
     from huggingface_hub import HfApi, hf_hub_download
 
     if not REPOSITORY.fullmatch(dataset) or not re.fullmatch(r"\w{1,32}", split, re.ASCII):
@@ -224,17 +223,17 @@ def _from_hub(name: str, dataset: str, split: str, edition: str, token: str | No
         sizes = {file.path: file.size for file in islice(files, 10_000) if hasattr(file, "size")}
         chosen = choose(sizes, split, edition)
         return [Path(hf_hub_download(dataset, path, repo_type="dataset", token=token)) for path in chosen]
-    except Exception as error:  # the hub's client raises what the library below it raises
+    except Exception as error:  # the hub's client raises errors of many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason[:300].rstrip(".")
         raise TaskError(
-            f"the task {name} takes the data set {dataset} from the hub, and it cannot be had: {reason}. Without the "
-            f"hub, put its rows into a file and name it: tasks: [{{name: {name}, config: {{file: {name}.jsonl}}}}]"
+            f"the task {name} takes the data set {dataset} from the hub, and it cannot be loaded: {reason}. Without "
+            f"the hub, put its rows into a file and name it: tasks: [{{name: {name}, config: {{file: {name}.jsonl}}}}]"
         ) from error
 
 
 def choose(sizes: Mapping[str, int], split: str, edition: str) -> list[str]:
-    """The files of a split in one edition, so that no task is held out in one and trained on in another.
+    """Choose the files of a split in one edition, so that no task is held out in one and trained on in another.
 
     Data sets keep a split as train.jsonl, train-00000-of-00003.parquet, or in a folder of its name; the edition is what
     stands before that. Raises ValueError.
@@ -277,7 +276,7 @@ def _check_digest(name: str, files: Sequence[Path], expected: str) -> None:
 
 
 def _rows(files: Sequence[Path], kind: type[msgspec.Struct]) -> Iterator[Any]:
-    """The rows of files, as far as they are read; None for one that cannot be."""
+    """Yield the rows of files within the limits; None for one that cannot be read."""
     left = MAX_BYTES
     for file in files:
         for size, row in (_parquet if file.suffix == ".parquet" else _lines)(file, kind):
@@ -288,16 +287,16 @@ def _rows(files: Sequence[Path], kind: type[msgspec.Struct]) -> Iterator[Any]:
 
 
 def _lines(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]]:
-    """The size of every row, and the row."""
+    """Yield the size of every row, and the row."""
     decode = msgspec.json.Decoder(kind).decode
     with file.open("rb") as lines:
-        while line := lines.readline(LONGEST_ROW + 1):
-            if len(line) > LONGEST_ROW:
-                raise TaskError(f"{file} has a line of more than {LONGEST_ROW >> 20} MiB")
+        while line := lines.readline(MAX_ROW + 1):
+            if len(line) > MAX_ROW:
+                raise TaskError(f"{file} has a line of more than {MAX_ROW >> 20} MiB")
             if line.strip():
                 try:
                     row = decode(line)
-                except (msgspec.DecodeError, RecursionError):
+                except UNREADABLE:
                     row = None
                 yield len(line), row
 
@@ -308,15 +307,14 @@ def _parquet(file: Path, kind: type[msgspec.Struct]) -> Iterator[tuple[int, Any]
     except ImportError as error:
         raise TaskError(
             f"{file.name} is a Parquet file, and pyarrow is not installed. Install it: pip install "
-            "'rl-swarm[parquet]'. Or "
-            "give the rows as JSON lines."
+            "'rl-swarm[parquet]'. Or give the rows as JSON lines."
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(FEW_ROWS, columns=list(kind.__struct_fields__)):
+            for batch in opened.iter_batches(BATCH_ROWS, columns=list(kind.__struct_fields__)):
                 for row in (batch.slice(number, 1) for number in range(len(batch))):
                     size = row.nbytes
-                    yield size, _converted(row.to_pylist()[0], kind) if size <= LONGEST_ROW else None
+                    yield size, _converted(row.to_pylist()[0], kind) if size <= MAX_ROW else None
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskError(f"{file.name} cannot be read: {str(error)[:200]}") from error
 

@@ -1,4 +1,4 @@
-"""Describes a task: what to write, and the tests that tell whether it was written."""
+"""Defines a coding task: a description, tests, and a reference solution."""
 
 import hashlib
 import re
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.scoring.sandbox.sandbox import Test
 
-# What could spell a control token of some tokenizer, end a turn of a chat, or open a fence.
+# Text that could be a control token of some tokenizer, end a turn of a chat, or open a fence.
 _CONTROL = re.compile(r"<\||\|>|<<|</?[A-Za-z_]|\[/?[A-Z]{3}|```")
 LEVELS = ("beginner", "easy", "medium", "hard", "expert")
-DIGITS = 10  # of digests that are remembered
+DIGITS = 10  # of stored digests
 
 
 @dataclass(frozen=True)
 class CodingTask:
-    """`reference` is a program that passes all tests, or empty where none is known."""
+    """Holds a task; `reference` is a program that passes all tests, or empty where none is known."""
 
     name: str
     level: str
@@ -36,15 +36,15 @@ class CodingTask:
 
     @property
     def held_out(self) -> bool:
-        """By the solution where there is one: other words or other tests make no other task of it."""
+        """Decide by the solution where there is one, so that other words or tests do not make it another task."""
         return is_held_out("\n".join((self.reference or self.description).split()))
 
 
 def digest_of_words(text: str) -> str:
-    """The same for texts that differ in white space alone; short, since checkpoints hold many."""
+    """Return a digest that ignores white space; short, since checkpoints hold many."""
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:DIGITS]
 
 
 def is_plain(text: str) -> bool:
-    """Whether a stranger's text can stand in a prompt as it is: letters and lines, and no control tokens."""
+    """Tell whether a stranger's text can stand in a prompt as it is: letters and lines, and no control tokens."""
     return _CONTROL.search(text) is None and all(c.isprintable() or c == "\n" for c in text)

@@ -1,9 +1,9 @@
 """Computes attention over packed prompts and completions on a CPU, with gradients and without padding.
 
-It is made of rectangles in which every query sees every key, and of triangles: a completion over its prompt, a
-stretch of a completion over the stretches before it, and over itself. Each is one call of torch's own flash
-attention; their results are joined by the log-sum-exp that each of them returns. The way back is the same calls
-with the joined results, since the gradient of a softmax needs nothing of its parts but the whole sum.
+It consists of rectangles, in which every query attends to every key, and of causal triangles: a completion over its
+prompt, a block of a completion over earlier blocks, and over itself. Each is one call of torch's flash attention; the
+results are joined by the log-sum-exp that each call returns. The backward pass makes the same calls with the joined
+results, since the gradient of a softmax needs only the sum over all parts.
 Shapes: N packed tokens, H heads, D of a head.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_swarm.learning.batches import BatchShape
 from rl_swarm.learning.decoder import Decoder
 
-STRETCH = 256  # queries at a time; shorter ones would leave out more of what is masked, and cost more than that
+BLOCK = 256  # queries at a time; shorter blocks would skip more masked keys, but cost more
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,7 +26,7 @@ _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 @dataclass(frozen=True)
 class Part:
-    """`count` sequences of `length` tokens from `start` on, of each the tokens from `first` to `last`."""
+    """The tokens from `first` to `last` of `count` sequences of `length` tokens, which begin at `start`."""
 
     start: int
     count: int
@@ -35,7 +35,7 @@ class Part:
     last: int
 
     def of(self, x_N: Tensor) -> Tensor:
-        """[N, H, ...] as [count, H, last - first, ...], without a copy."""
+        """View [N, H, ...] as [count, H, last - first, ...]."""
         whole = x_N[self.start : self.start + self.count * self.length]
         return whole.view(self.count, self.length, *x_N.shape[1:])[:, self.first : self.last].transpose(1, 2)
 
@@ -44,7 +44,7 @@ Call = tuple[Part, Part, bool]  # queries, keys, and whether causal
 
 
 def calls(shape: BatchShape) -> Iterator[Call]:
-    """All that has to be computed for a row of this shape."""
+    """Yield the attention calls for a row of this shape."""
     lengths = [*shape.prompts, *shape.completions]
     starts = [0, *accumulate(lengths)]
     for start, length in zip(starts, shape.prompts, strict=False):
@@ -66,8 +66,8 @@ def calls(shape: BatchShape) -> Iterator[Call]:
 
 
 def _triangle(start: int, count: int, length: int) -> Iterator[Call]:
-    for first in range(0, length, STRETCH):
-        queries = Part(start, count, length, first, min(first + STRETCH, length))
+    for first in range(0, length, BLOCK):
+        queries = Part(start, count, length, first, min(first + BLOCK, length))
         if first:
             yield queries, Part(start, count, length, 0, first), False
         yield queries, queries, True
@@ -103,7 +103,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 class PackedAttention:
-    """Attention over a row of this shape, as the decoder calls it."""
+    """Computes attention over a row of this shape, as the decoder calls it."""
 
     def __init__(self, decoder: Decoder, shape: BatchShape) -> None:
         self.decoder, self.plan = decoder, list(calls(shape))
@@ -114,7 +114,7 @@ class PackedAttention:
 
     @staticmethod
     def fits(decoder: Decoder, shape: BatchShape) -> bool:
-        """Whether no window ends inside a sequence."""
+        """Return whether no window ends inside a sequence."""
         lengths = [shape.prompts[row] + length for row, length in zip(shape.rows, shape.completions, strict=True)]
         longest = max([*shape.prompts, *lengths])
         return decoder.model.device.type == "cpu" and all(w is None or w >= longest for w in decoder.windows)

@@ -1,9 +1,8 @@
-"""Chooses between bfloat16 and float32 for the matrix products of a CPU: measured once per machine, and remembered.
+"""Chooses bfloat16 or float32 for the matrix products of a CPU by a measurement, once per machine.
 
-Instructions for bfloat16 do not make small products faster on every processor. What is computed depends on the choice,
-so
-nodes of a run, and a run and its continuation, must choose alike: the first measurement on a machine lies in the user's
-cache, and all later processes go by it. Float32 is only chosen when it is faster by a margin that noise does not make.
+Instructions for bfloat16 do not make small products faster on every processor. Results depend on the choice, so the
+nodes of a run, and a run and its continuation, must choose alike: the first measurement on a machine is stored in the
+user's cache, and later processes read it. Float32 is only chosen when it is faster by a margin above noise.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 
 ROWS = 32  # of a product: the sequences that a node of `up` samples at once
 MARGIN = 2.0  # times as fast as bfloat16 must float32 be
-TRIES = 40  # of which the fastest counts, so that other work on the machine does not
+TRIES = 40  # of which the fastest counts, so that other load on the machine does not matter
 CHOICES = ("bfloat16", "float32")
 
 
@@ -49,7 +48,7 @@ def speed_up(width: int) -> float:
     inputs = [(torch.ones(ROWS, width, dtype=d), torch.ones(width, width, dtype=d)) for d in dtypes]
     best = [float("inf")] * len(dtypes)
     for _ in range(TRIES):
-        for number, (left, right) in enumerate(inputs):  # in turns: other work slows both
+        for number, (left, right) in enumerate(inputs):  # alternating: other load slows both
             started = time.perf_counter()
             F.linear(left, right)
             best[number] = min(best[number], time.perf_counter() - started)

@@ -1,6 +1,6 @@
 """Computes attention for training in Triton kernels with their gradients: completions share their prompt.
 
-Keys and values of a prompt are read, and their gradients summed, where they lie, without a copy per completion.
+Keys and values of a prompt are read, and their gradients summed, in place, without a copy per completion.
 Shapes: N packed tokens, H query heads, K key heads, D of a head.
 """
 
@@ -18,27 +18,27 @@ from torch import Tensor
 from rl_swarm.learning.batches import BatchShape, flat
 from rl_swarm.learning.decoder import Attend, Decoder
 
-BLOCK = 64  # tokens that one program of attention holds
+BLOCK = 64  # tokens per program
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where prompts and completions lie in the packed row, for attention.
+    """The place of prompts and completions in the packed row.
 
-    A segment sees itself, causally, and all of its parent: a completion's parent is its prompt. The children of
-    a prompt lie side by side.
+    A segment attends causally to itself, and to all of its parent: the parent of a completion is its prompt. The
+    children of a prompt are adjacent.
     """
 
-    table: Tensor  # of every segment: start, length; start and length of the parent; of the children together
-    blocks: Tensor  # segment and first token, of every block
+    table: Tensor  # per segment: start and length of itself, of its parent, and of its children together
+    blocks: Tensor  # per block: segment and first token
     positions_N: Tensor
 
     @classmethod
     def of(cls, shape: BatchShape, tokens: int = 0, count: int = 0) -> "Segments":
-        """The segments of a row, which is filled up to `tokens`, and the tables to `count` segments."""
+        """Compute the segments of a row, padded to `tokens`, with tables padded to `count` segments."""
         lengths = [*shape.prompts, *shape.completions]
         parents = [-1] * len(shape.prompts) + list(shape.rows)
-        for start in range(sum(lengths), tokens, BLOCK):  # what fills up attends to itself
+        for start in range(sum(lengths), tokens, BLOCK):  # padding attends to itself
             lengths.append(min(BLOCK, tokens - start))
             parents.append(-1)
         lengths += [0] * (count - len(lengths))
@@ -56,9 +56,9 @@ class Segments:
             table.append((starts[number], length, starts[parent] if parent >= 0 else 0, before, *children[number]))
             blocks += [(number, first) for first in range(0, length, BLOCK)]
             places += range(before, before + length)
-        blocks.sort(key=lambda block: -children[block[0]][1])  # the longest work first
+        blocks.sort(key=lambda block: -children[block[0]][1])  # the longest programs first
         if count:
-            blocks += [(count - 1, 0)] * (cls.most_blocks(tokens, count) - len(blocks))
+            blocks += [(count - 1, 0)] * (cls.max_blocks(tokens, count) - len(blocks))
         return cls(
             flat(table, np.int32).view(-1, 6),
             flat(blocks, np.int32).view(-1, 2),
@@ -66,8 +66,8 @@ class Segments:
         )
 
     @classmethod
-    def side_by_side(cls, rows: Sequence["Segments"], tokens: int) -> "Segments":
-        """Those of rows of so many tokens each, laid end to end."""
+    def stack_rows(cls, rows: Sequence["Segments"], tokens: int) -> "Segments":
+        """Join the segments of rows with `tokens` tokens each."""
         shift, count = torch.tensor([tokens, 0] * 3, dtype=torch.int32), len(rows[0].table)
         segment = torch.tensor([count, 0], dtype=torch.int32)
         return cls(
@@ -77,7 +77,7 @@ class Segments:
         )
 
     @staticmethod
-    def most_blocks(tokens: int, count: int) -> int:
+    def max_blocks(tokens: int, count: int) -> int:
         return tokens // BLOCK + count
 
     def to(self, device: torch.device) -> "Segments":
@@ -115,7 +115,7 @@ def _scores(q, keys, seen, scale):
 
 
 @triton.jit
-def _near(seen, distance, window, WINDOW: tl.constexpr):
+def _in_window(seen, distance, window, WINDOW: tl.constexpr):
     if WINDOW:
         seen &= distance < window
     return seen
@@ -132,7 +132,7 @@ def _softmax_step(scores, values, top, total, acc):
 
 @triton.jit
 def attention_forward(
-    q_NHD, k_NKD, v_NKD, out_NHD, lse_HN, blocks, table, N, H, asked, kept, scale, window,
+    q_NHD, k_NKD, v_NKD, out_NHD, lse_HN, blocks, table, N, H, q_stride, kv_stride, scale, window,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     first, base, length, parent, parent_length, _, _ = _segment(blocks, table)
@@ -142,27 +142,27 @@ def attention_forward(
     index = tl.arange(0, BD)[None, :]
     inside = (rows[:, None] < length) & (index < D)
     here = (base + rows[:, None]).to(tl.int64)
-    q = tl.load(q_NHD + here * asked + head * D + index, mask=inside, other=0.0)
+    q = tl.load(q_NHD + here * q_stride + head * D + index, mask=inside, other=0.0)
     top = tl.full((B,), -1e30, tl.float32)
     total = tl.zeros((B,), tl.float32)
     acc = tl.zeros((B, BD), tl.float32)
     column = tl.arange(0, B)
     for start in range(0, parent_length, B):
         at = start + column
-        there = (at[:, None] < parent_length) & (index < D)
-        lie = (parent + at[:, None]).to(tl.int64) * kept + kv * D + index
-        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
-        values = tl.load(v_NKD + lie, mask=there, other=0.0)
-        seen = _near(at[None, :] < parent_length, parent_length + rows[:, None] - at[None, :], window, WINDOW)
+        valid = (at[:, None] < parent_length) & (index < D)
+        offset = (parent + at[:, None]).to(tl.int64) * kv_stride + kv * D + index
+        keys = tl.load(k_NKD + offset, mask=valid, other=0.0)
+        values = tl.load(v_NKD + offset, mask=valid, other=0.0)
+        seen = _in_window(at[None, :] < parent_length, parent_length + rows[:, None] - at[None, :], window, WINDOW)
         top, total, acc = _softmax_step(_scores(q, keys, seen, scale), values, top, total, acc)
     for start in range(0, tl.minimum(first + B, length), B):
         at = start + column
-        there = (at[:, None] < length) & (index < D)
-        lie = (base + at[:, None]).to(tl.int64) * kept + kv * D + index
-        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
-        values = tl.load(v_NKD + lie, mask=there, other=0.0)
+        valid = (at[:, None] < length) & (index < D)
+        offset = (base + at[:, None]).to(tl.int64) * kv_stride + kv * D + index
+        keys = tl.load(k_NKD + offset, mask=valid, other=0.0)
+        values = tl.load(v_NKD + offset, mask=valid, other=0.0)
         seen = (at[None, :] <= rows[:, None]) & (at[None, :] < length)
-        seen = _near(seen, rows[:, None] - at[None, :], window, WINDOW)
+        seen = _in_window(seen, rows[:, None] - at[None, :], window, WINDOW)
         top, total, acc = _softmax_step(_scores(q, keys, seen, scale), values, top, total, acc)
     tl.store(out_NHD + (here * H + head) * D + index, acc / total[:, None], mask=inside)
     tl.store(lse_HN + head * N + base + rows, top + tl.log2(total), mask=rows < length)
@@ -178,10 +178,10 @@ def _query_step(q, dout, lse, delta, keys, values, seen, scale, dq):
 
 @triton.jit
 def attention_backward_queries(
-    q_NHD, k_NKD, v_NKD, out_NHD, dout_NHD, lse_HN, delta_HN, dq_NHD, blocks, table, N, H, asked, kept, scale,
-    window, GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+    q_NHD, k_NKD, v_NKD, out_NHD, dout_NHD, lse_HN, delta_HN, dq_NHD, blocks, table, N, H, q_stride, kv_stride,
+    scale, window, GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Also leaves in `delta` how much the output and its gradient have in common, which the keys need."""
+    """Compute gradients of queries, and in `delta` the dot products of outputs and their gradients."""
     first, base, length, parent, parent_length, _, _ = _segment(blocks, table)
     head = tl.program_id(1)
     kv = head // GROUP
@@ -189,7 +189,7 @@ def attention_backward_queries(
     index = tl.arange(0, BD)[None, :]
     inside = (rows[:, None] < length) & (index < D)
     here = (base + rows[:, None]).to(tl.int64)
-    q = tl.load(q_NHD + here * asked + head * D + index, mask=inside, other=0.0)
+    q = tl.load(q_NHD + here * q_stride + head * D + index, mask=inside, other=0.0)
     out = tl.load(out_NHD + (here * H + head) * D + index, mask=inside, other=0.0)
     dout = tl.load(dout_NHD + (here * H + head) * D + index, mask=inside, other=0.0)
     lse = tl.load(lse_HN + head * N + base + rows, mask=rows < length, other=0.0)
@@ -199,37 +199,37 @@ def attention_backward_queries(
     column = tl.arange(0, B)
     for start in range(0, parent_length, B):
         at = start + column
-        there = (at[:, None] < parent_length) & (index < D)
-        lie = (parent + at[:, None]).to(tl.int64) * kept + kv * D + index
-        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
-        values = tl.load(v_NKD + lie, mask=there, other=0.0)
+        valid = (at[:, None] < parent_length) & (index < D)
+        offset = (parent + at[:, None]).to(tl.int64) * kv_stride + kv * D + index
+        keys = tl.load(k_NKD + offset, mask=valid, other=0.0)
+        values = tl.load(v_NKD + offset, mask=valid, other=0.0)
         seen = (at[None, :] < parent_length) & (rows[:, None] < length)
-        seen = _near(seen, parent_length + rows[:, None] - at[None, :], window, WINDOW)
+        seen = _in_window(seen, parent_length + rows[:, None] - at[None, :], window, WINDOW)
         dq = _query_step(q, dout, lse, delta, keys, values, seen, scale, dq)
     for start in range(0, tl.minimum(first + B, length), B):
         at = start + column
-        there = (at[:, None] < length) & (index < D)
-        lie = (base + at[:, None]).to(tl.int64) * kept + kv * D + index
-        keys = tl.load(k_NKD + lie, mask=there, other=0.0)
-        values = tl.load(v_NKD + lie, mask=there, other=0.0)
+        valid = (at[:, None] < length) & (index < D)
+        offset = (base + at[:, None]).to(tl.int64) * kv_stride + kv * D + index
+        keys = tl.load(k_NKD + offset, mask=valid, other=0.0)
+        values = tl.load(v_NKD + offset, mask=valid, other=0.0)
         seen = (at[None, :] <= rows[:, None]) & (rows[:, None] < length)
-        seen = _near(seen, rows[:, None] - at[None, :], window, WINDOW)
+        seen = _in_window(seen, rows[:, None] - at[None, :], window, WINDOW)
         dq = _query_step(q, dout, lse, delta, keys, values, seen, scale, dq)
-    tl.store(dq_NHD + here * asked + head * D + index, dq * scale, mask=inside)
+    tl.store(dq_NHD + here * q_stride + head * D + index, dq * scale, mask=inside)
 
 
 @triton.jit
 def _key_step(
-    q_NHD, dout_NHD, lse_HN, delta_HN, at, there, seen, keys, values, head, N, H, asked, scale, dk, dv,
+    q_NHD, dout_NHD, lse_HN, delta_HN, at, valid, seen, keys, values, head, N, H, q_stride, scale, dk, dv,
     D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, BD)[None, :]
     at_long = at[:, None].to(tl.int64)
-    inside = there[:, None] & (index < D)
-    q = tl.load(q_NHD + at_long * asked + head * D + index, mask=inside, other=0.0)
+    inside = valid[:, None] & (index < D)
+    q = tl.load(q_NHD + at_long * q_stride + head * D + index, mask=inside, other=0.0)
     dout = tl.load(dout_NHD + (at_long * H + head) * D + index, mask=inside, other=0.0)
-    lse = tl.load(lse_HN + head * N + at, mask=there, other=0.0)
-    delta = tl.load(delta_HN + head * N + at, mask=there, other=0.0)
+    lse = tl.load(lse_HN + head * N + at, mask=valid, other=0.0)
+    delta = tl.load(delta_HN + head * N + at, mask=valid, other=0.0)
     weights = tl.exp2(_scores(q, keys, seen, scale) - lse[:, None])
     dv = tl.dot(tl.trans(weights.to(dout.dtype)), dout, dv, input_precision="ieee")
     dweights = tl.dot(dout, tl.trans(values), input_precision="ieee")
@@ -240,12 +240,12 @@ def _key_step(
 
 @triton.jit
 def attention_backward_keys(
-    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NHD, dv_NHD, positions_N, given, blocks, table, N, H,
-    asked, kept, scale, window,
+    q_NHD, k_NKD, v_NKD, dout_NHD, lse_HN, delta_HN, dk_NHD, dv_NHD, positions_N, dkv_stride, blocks, table, N, H,
+    q_stride, kv_stride, scale, window,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys through one query head: from later tokens of its own segment, and from all tokens
-    of its children."""
+    """Compute gradients of a block of keys through one query head: from later tokens of its segment, and from all
+    tokens of its children."""
     first, base, length, _, _, child, child_length = _segment(blocks, table)
     head = tl.program_id(1)
     kv = head // GROUP
@@ -253,18 +253,18 @@ def attention_backward_keys(
     index = tl.arange(0, BD)[None, :]
     inside = (columns[:, None] < length) & (index < D)
     here = (base + columns[:, None]).to(tl.int64)
-    keys = tl.load(k_NKD + here * kept + kv * D + index, mask=inside, other=0.0)
-    values = tl.load(v_NKD + here * kept + kv * D + index, mask=inside, other=0.0)
+    keys = tl.load(k_NKD + here * kv_stride + kv * D + index, mask=inside, other=0.0)
+    values = tl.load(v_NKD + here * kv_stride + kv * D + index, mask=inside, other=0.0)
     dk = tl.zeros((B, BD), tl.float32)
     dv = tl.zeros((B, BD), tl.float32)
     row = tl.arange(0, B)
     for start in range(first, length, B):
         rows = start + row
         seen = (columns[None, :] <= rows[:, None]) & (rows[:, None] < length)
-        seen = _near(seen, rows[:, None] - columns[None, :], window, WINDOW)
+        seen = _in_window(seen, rows[:, None] - columns[None, :], window, WINDOW)
         dk, dv = _key_step(
             q_NHD, dout_NHD, lse_HN, delta_HN, base + rows, rows < length, seen, keys, values, head, N, H,
-            asked, scale, dk, dv, D, BD,
+            q_stride, scale, dk, dv, D, BD,
         )  # fmt: skip
     for start in range(0, child_length, B):
         rows = start + row
@@ -274,14 +274,14 @@ def attention_backward_keys(
             seen &= places[:, None] - columns[None, :] < window
         dk, dv = _key_step(
             q_NHD, dout_NHD, lse_HN, delta_HN, child + rows, rows < child_length, seen, keys, values, head, N,
-            H, asked, scale, dk, dv, D, BD,
+            H, q_stride, scale, dk, dv, D, BD,
         )  # fmt: skip
-    tl.store(dk_NHD + here * given + head * D + index, dk * scale, mask=inside)
-    tl.store(dv_NHD + here * given + head * D + index, dv, mask=inside)
+    tl.store(dk_NHD + here * dkv_stride + head * D + index, dk * scale, mask=inside)
+    tl.store(dv_NHD + here * dkv_stride + head * D + index, dv, mask=inside)
 
 
 class _Attention(torch.autograd.Function):
-    """Of queries, keys and values, or of one tensor in which they lie side by side: nothing is copied then."""
+    """Takes queries, keys and values, or without a copy one tensor in which they are adjacent."""
 
     @staticmethod
     def forward(
@@ -319,12 +319,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Queries, keys and values; one tensor has as many heads of each."""
+    """Return queries, keys and values; one tensor has equally many heads of each."""
     return tensors[0].chunk(3, 1) if len(tensors) == 1 else tensors
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """The tensor whose thirds these are, if there is one."""
+    """Return the tensor whose thirds these are, if there is one."""
     whole = q._base
     if whole is None or k._base is not whole or v._base is not whole or not q.shape == k.shape == v.shape:
         return None
@@ -338,8 +338,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 def attention(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """Every token over its prompt and what stands before it: [N, H * D]."""
+    """Return attention of every token over its prompt and the tokens before it: [N, H * D]."""
     whole = _whole(q_NHD, k_NKD, v_NKD)
-    given = (q_NHD, k_NKD, v_NKD) if whole is None else (whole, None, None)
-    out: Tensor = _Attention.apply(*given, segments, scale, window or 0)
+    parts = (q_NHD, k_NKD, v_NKD) if whole is None else (whole, None, None)
+    out: Tensor = _Attention.apply(*parts, segments, scale, window or 0)
     return out.flatten(1)

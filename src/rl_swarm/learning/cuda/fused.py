@@ -1,18 +1,18 @@
-"""Computes what training does between matrix products on a GPU, in Triton kernels with their gradients.
+"""Computes everything between the matrix products of a layer in Triton kernels with their gradients.
 
-Shapes: N packed tokens, H query heads, K key heads, D of a head, E hidden, V words.
+Shapes: N packed tokens, H query heads, K key heads, D of a head, E hidden.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ALIGNED = 64  # words
-NORM_ROWS = 16  # whose gradients one program adds up
+from rl_swarm.learning.cuda.products import low_of, vector_gradients, weight_gradient
+
+NORM_ROWS = 16  # whose gradients one program sums
 COLUMN_ROWS = 128
 
 
@@ -21,7 +21,7 @@ def norm_forward(
     x_NE, more_NE, extra_E, weight_E, bias_E, sum_NE, out_NE, mean_N, scale_N, E, eps,
     MORE: tl.constexpr, EXTRA: tl.constexpr, CENTRED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """sum = x + more + extra; out = its layer norm (centred, with a bias) or RMS norm."""
+    """Compute sum = x + more + extra, and out, its layer norm (centred, with a bias) or RMS norm."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BE)
     inside = index < E
@@ -49,7 +49,7 @@ def norm_backward(
     GIVEN: tl.constexpr, LOW: tl.constexpr, EXTRA: tl.constexpr, CENTRED: tl.constexpr, KINDS: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what was added up, in one or two precisions, and parts of those of weight, bias and extra."""
+    """Compute the gradient of the sum in one or two precisions, and parts of those of weight, bias and extra."""
     part = tl.program_id(0)
     index = tl.arange(0, BE)[None, :]
     weight = tl.load(weight_E + index, mask=index < E, other=0.0)
@@ -89,40 +89,7 @@ def norm_backward(
         tl.store(place + (KINDS - 1) * E, tl.sum(dextra, 0), mask=column < E)
 
 
-@triton.jit
-def add_parts(parts_PKE, first_E, second_E, third_E, P, E, KINDS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr):
-    """Adds the sums of all parts to up to three gradients."""
-    kind = tl.program_id(1)
-    index = tl.program_id(0) * B + tl.arange(0, B)
-    sums = tl.zeros((TILE, B), tl.float32)
-    for start in range(0, P, TILE):
-        rows = start + tl.arange(0, TILE)[:, None]
-        at = (rows * KINDS + kind).to(tl.int64) * E + index[None, :]
-        sums += tl.load(parts_PKE + at, mask=(rows < P) & (index[None, :] < E), other=0.0)
-    total = tl.sum(sums, 0)
-    if kind == 0:
-        total += tl.load(first_E + index, mask=index < E, other=0.0)
-        tl.store(first_E + index, total, mask=index < E)
-    elif kind == 1:
-        total += tl.load(second_E + index, mask=index < E, other=0.0)
-        tl.store(second_E + index, total, mask=index < E)
-    else:
-        total += tl.load(third_E + index, mask=index < E, other=0.0)
-        tl.store(third_E + index, total, mask=index < E)
-
-
-def gradients_of(vectors: Sequence[Tensor], parts_PKE: Tensor) -> Sequence[Tensor | None]:
-    """The gradients of vectors, given in parts: added where their gradients are kept, else returned."""
-    parts, kinds, width = parts_PKE.shape
-    if not all(vector.is_leaf and vector.grad is not None for vector in vectors):
-        return tuple(parts_PKE.sum(0))
-    kept = [vector.grad for vector in vectors]
-    kept += [kept[0]] * (3 - kinds)
-    add_parts[(triton.cdiv(width, 64), kinds)](parts_PKE, *kept, parts, width, KINDS=kinds, TILE=32, B=64)
-    return (None,) * kinds
-
-
-class _AddedNorm(torch.autograd.Function):
+class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -163,12 +130,12 @@ class _AddedNorm(torch.autograd.Function):
             GIVEN=dsum is not None, LOW=low, KINDS=len(ctx.vectors), ROWS=NORM_ROWS,
             TILE=2 if centred else 4, **ctx.shape,
         )  # fmt: skip
-        found = list(gradients_of(ctx.vectors, parts_PKE))
+        found = list(vector_gradients(ctx.vectors, parts_PKE))
         dweight, dbias, dextra = found[0], found[1] if centred else None, found[-1] if extra else None
         return dx, None if ctx.low is None else dmore, dextra, dweight, dbias, None, None
 
 
-def added_norm(
+def residual_norm(
     x_NE: Tensor,
     more_NE: Tensor | None,
     extra_E: Tensor | None,
@@ -177,58 +144,18 @@ def added_norm(
     eps: float,
     low: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """x + more + extra in float32, and its norm in low precision: a layer norm if there is a bias, or an RMS norm."""
-    sums, out = _AddedNorm.apply(x_NE, more_NE, extra_E, weight, bias, eps, low)
+    """Return x + more + extra in float32, and its norm in low precision: with a bias a layer norm, else an RMS norm."""
+    sums, out = _ResidualNorm.apply(x_NE, more_NE, extra_E, weight, bias, eps, low)
     return x_NE if sums is None else sums, out
-
-
-def keep_low(weights: Sequence[Tensor]) -> None:
-    """Copies of matrices in the precision of products, made once for all passes until a step changes them."""
-    kind = weights[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return
-    dtype, changed = torch.get_autocast_dtype(kind), list[tuple[Tensor, Tensor]]()
-    for weight in weights:
-        if weight.ndim != 2 or weight.dtype == dtype:
-            continue
-        kept, version = getattr(weight, "low", (None, -1))
-        if kept is None:
-            kept = weight.new_zeros(-(-len(weight) // ALIGNED) * ALIGNED, weight.shape[1], dtype=dtype)
-        if version != weight._version:
-            changed.append((kept[: len(weight)], weight.detach()))
-            setattr(weight, "low", (kept, weight._version))  # noqa: B010 a tensor has no such field
-    if changed:
-        targets, sources = zip(*changed, strict=True)
-        torch._foreach_copy_(targets, sources)
-
-
-def forget_low(weights: Sequence[Tensor]) -> None:
-    for weight in weights:
-        if hasattr(weight, "low"):
-            del weight.low
-
-
-def low_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in low precision, with rows of zeros at its end: products with an odd number of words take several
-    times as long."""
-    kept, version = getattr(weight, "low", (None, -1))
-    if kept is not None and kept.dtype == dtype and version == weight._version:
-        return cast(Tensor, kept)
-    rows, width = weight.shape
-    if rows % ALIGNED == 0:
-        return weight.to(dtype)
-    copy = weight.new_zeros(-(-rows // ALIGNED) * ALIGNED, width, dtype=dtype)
-    copy[:rows] = weight
-    return copy
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         low = low_of(weight, x.dtype)[: len(weight)]
         ctx.save_for_backward(x, low)
-        ctx.weight, ctx.bias, ctx.turned = weight, bias, turned
-        matrix = low if turned else low.t()
+        ctx.weight, ctx.bias, ctx.transposed = weight, bias, transposed
+        matrix = low if transposed else low.t()
         return x @ matrix if bias is None else torch.addmm(bias.to(x.dtype), x, matrix)
 
     @staticmethod
@@ -236,27 +163,18 @@ class _Linear(torch.autograd.Function):
         x, low = ctx.saved_tensors
         dout = dout.to(x.dtype).contiguous()
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = dout @ (low.t() if ctx.turned else low) if needs_x else None
-        dweight = added_gradient(ctx.weight, x, dout, ctx.turned) if needs_weight else None
+        dx = dout @ (low.t() if ctx.transposed else low) if needs_x else None
+        dweight = weight_gradient(ctx.weight, x, dout, ctx.transposed) if needs_weight else None
         dbias = None
         if needs_bias:
-            (dbias,) = gradients_of([ctx.bias], column_parts(dout))
+            (dbias,) = vector_gradients([ctx.bias], column_parts(dout))
         return dx, dweight, dbias, None
 
 
-def linear(x_NE: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-    """The product with a weight of [outputs, inputs], or turned round."""
-    out: Tensor = _Linear.apply(x_NE, weight, bias, turned)
+def linear(x_NE: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Return the product with a weight of [outputs, inputs], or of [inputs, outputs] if `transposed`."""
+    out: Tensor = _Linear.apply(x_NE, weight, bias, transposed)
     return out
-
-
-def added_gradient(weight: Tensor, x: Tensor, dout: Tensor, turned: bool) -> Tensor | None:
-    """The gradient of a weight: added where its gradients are kept, else returned."""
-    left, right = (x, dout) if turned else (dout, x)
-    if weight.grad is None:
-        return (left.t() @ right).to(weight.dtype)
-    add_product(weight.grad, left.t(), right)
-    return None
 
 
 @triton.jit
@@ -264,8 +182,7 @@ def column_backward(
     x_NE, bias_E, dout_NE, out_NE, dx_NE, parts_PE, N, E, KIND: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the sums of columns; with a kind of activation, of its gradient, which is written, and so is what the
-    activation gave."""
+    """Compute partial sums of columns. With an activation, write its value and its gradient, and sum the gradient."""
     part = tl.program_id(0)
     index = tl.program_id(1) * B + tl.arange(0, B)[None, :]
     sums = tl.zeros((TILE, B), tl.float32)
@@ -294,7 +211,7 @@ def column_parts(
     out_NE: Tensor | None = None,
     dx_NE: Tensor | None = None,
 ) -> Tensor:
-    """The sums of columns in parts, [P, 1, E]; of a gradient through `out = gelu(x + bias)`, which goes to `dx`."""
+    """Return partial sums of columns, [P, 1, E]; with x, of the gradient of `out = gelu(x + bias)`, written to `dx`."""
     N, E = dout_NE.shape
     parts_PKE = dout_NE.new_empty(triton.cdiv(N, COLUMN_ROWS), 1, E, dtype=torch.float32)
     column_backward[(len(parts_PKE), triton.cdiv(E, 64))](
@@ -314,7 +231,7 @@ def biased_gelu(x_NE, bias_E, out_NE, E, B: tl.constexpr):
     tl.store(out_NE + row * E + index, value, mask=inside)
 
 
-class _ActivatedProduct(torch.autograd.Function):
+class _GeluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
         x = x.contiguous()
@@ -330,44 +247,20 @@ class _ActivatedProduct(torch.autograd.Function):
         x, low = ctx.saved_tensors
         dout = dout.to(x.dtype).contiguous()
         out, dx, dweight = torch.empty_like(x), torch.empty_like(x), None
-        (dbias,) = gradients_of([ctx.bias], column_parts(dout @ low.t(), x, ctx.bias, out, dx))
+        (dbias,) = vector_gradients([ctx.bias], column_parts(dout @ low.t(), x, ctx.bias, out, dx))
         if ctx.needs_input_grad[2]:
-            dweight = added_gradient(ctx.weight, out, dout, True)
+            dweight = weight_gradient(ctx.weight, out, dout, True)
         return dx, dbias, dweight
 
 
-def activated_product(x_NE: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
-    """gelu(x + bias) weight, keeping only x for the way back."""
-    out: Tensor = _ActivatedProduct.apply(x_NE, bias, weight)
-    return out
-
-
-class _Words(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding = weight, padding
-        return weight.index_select(0, ids)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        kept = ctx.weight.grad
-        sums = torch.zeros_like(ctx.weight) if kept is None else kept
-        if ctx.padding is not None:  # it learns nothing
-            dout = dout.masked_fill((ids == ctx.padding)[:, None], 0.0)
-        sums.index_add_(0, ids, dout.to(sums.dtype))
-        return None, sums if kept is None else None, None
-
-
-def embedded(ids_N: Tensor, weight_VE: Tensor, padding: int | None) -> Tensor:
-    """The rows of these words; on the way back, only these rows are touched."""
-    out: Tensor = _Words.apply(ids_N, weight_VE, padding)
+def gelu_product(x_NE: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+    """Return gelu(x + bias) weight, keeping only x for the backward pass."""
+    out: Tensor = _GeluProduct.apply(x_NE, bias, weight)
     return out
 
 
 @triton.jit
-def turn(x_NHD, cos_ND, sin_ND, out_NHD, H, sign, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr):
+def rotary(x_NHD, cos_ND, sin_ND, out_NHD, H, sign, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)[:, None]
     index = tl.arange(0, BD)[None, :]
@@ -383,23 +276,25 @@ def turn(x_NHD, cos_ND, sin_ND, out_NHD, H, sign, D: tl.constexpr, BH: tl.conste
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
+    """Rotates queries and keys; the backward pass rotates gradients back."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         ctx.save_for_backward(cos, sin)
-        return _Rotation.turned(q, cos, sin, 1.0), _Rotation.turned(k, cos, sin, 1.0)
+        return _Rotation.rotate(q, cos, sin, 1.0), _Rotation.rotate(k, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _Rotation.turned(dq, cos, sin, -1.0), _Rotation.turned(dk, cos, sin, -1.0), None, None
+        return _Rotation.rotate(dq, cos, sin, -1.0), _Rotation.rotate(dk, cos, sin, -1.0), None, None
 
     @staticmethod
-    def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         x = x.contiguous()
         (N, H, D), out = x.shape, torch.empty_like(x)
-        turn[(N, triton.cdiv(H, 16))](x, cos, sin, out, H, sign, D=D, BH=16, BD=triton.next_power_of_2(D), num_warps=2)
+        rotary[(N, triton.cdiv(H, 16))](
+            x, cos, sin, out, H, sign, D=D, BH=16, BD=triton.next_power_of_2(D), num_warps=2
+        )
         return out
 
 
@@ -410,7 +305,7 @@ def rotated(q_NHD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> tup
 
 @triton.jit
 def _activated(gate, KIND: tl.constexpr):
-    """The activation and its derivative."""
+    """Return the activation and its derivative."""
     if KIND == "silu":
         s = tl.sigmoid(gate)
         value = gate * s
@@ -456,7 +351,7 @@ class _GatedProduct(torch.autograd.Function):
         dout = dout.to(gate.dtype).contiguous()
         dweight = None
         if ctx.needs_input_grad[2]:
-            dweight = added_gradient(ctx.weight, _gated(gate, up, ctx.kind), dout, False)
+            dweight = weight_gradient(ctx.weight, _gated(gate, up, ctx.kind), dout, False)
         dinner, dgate, dup = dout @ low, torch.empty_like(gate), torch.empty_like(up)
         grid = (triton.cdiv(gate.numel(), 2048),)
         gate_backward[grid](gate, up, dinner, dgate, dup, gate.numel(), KIND=ctx.kind, B=2048)
@@ -470,89 +365,6 @@ def _gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """(activation(gate) * up) weight, keeping only gate and up for the way back."""
+    """Return (activation(gate) * up) weight, keeping only gate and up for the backward pass."""
     out: Tensor = _GatedProduct.apply(gate, up, weight, kind)
     return out
-
-
-@triton.jit
-def word_forward(logits_NV, targets_N, logprobs_N, entropy_N, lse_N, V, width, heat, B: tl.constexpr):
-    """Log-probability of the target and entropy of a row of logits, read once. `heat` is 1 / temperature."""
-    token = tl.program_id(0).to(tl.int64)
-    logits_NV += token * width
-    top = -1e30
-    total = 0.0
-    moment = 0.0  # of the logits themselves, weighted
-    for start in range(0, V, B):
-        words = start + tl.arange(0, B)
-        raw = tl.load(logits_NV + words, mask=words < width, other=0.0).to(tl.float32)
-        logits = tl.where(words < V, raw * heat, -float("inf"))
-        new_top = tl.maximum(top, tl.max(logits, 0))
-        weights = tl.exp(logits - new_top)
-        shrink = tl.exp(top - new_top)
-        total = total * shrink + tl.sum(weights, 0)
-        moment = moment * shrink + tl.sum(tl.where(words < V, weights * logits, 0.0), 0)
-        top = new_top
-    lse = top + tl.log(total)
-    target = tl.load(logits_NV + tl.load(targets_N + token)).to(tl.float32) * heat
-    tl.store(logprobs_N + token, target - lse)
-    tl.store(entropy_N + token, lse - moment / total)
-    tl.store(lse_N + token, lse)
-
-
-@triton.jit
-def word_backward(logits_NV, targets_N, lse_N, given_N, V, width, heat, B: tl.constexpr):
-    """The gradient of the logits, written over them."""
-    token = tl.program_id(0).to(tl.int64)
-    words = tl.program_id(1) * B + tl.arange(0, B)
-    place = logits_NV + token * width + words
-    raw = tl.load(place, mask=words < width, other=0.0).to(tl.float32)
-    weights = tl.where(words < V, tl.exp(raw * heat - tl.load(lse_N + token)), 0.0)
-    hit = (words == tl.load(targets_N + token)).to(tl.float32)
-    tl.store(place, tl.load(given_N + token) * heat * (hit - weights), mask=words < width)
-
-
-def add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a product in low precision to sums in float32."""
-    if sums.device.type == "cuda":
-        even = len(sums) // ALIGNED * ALIGNED  # an odd number of rows takes several times as long
-        for rows in (slice(even), slice(even, None)):
-            if len(part := sums[rows]):
-                torch.ops.aten.addmm.dtype_out(part, left[rows], right, torch.float32, out=part)
-    else:
-        sums += left @ right
-
-
-class _WordLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, heat: float
-    ) -> tuple[Tensor, Tensor]:
-        weight, V = low_of(weight_VE, hidden_NE.dtype), len(weight_VE)
-        logits = hidden_NE @ weight.t()
-        found = [hidden_NE.new_empty(len(hidden_NE), dtype=torch.float32) for _ in range(3)]
-        word_forward[(len(logits),)](logits, targets_N, *found, V, len(weight), heat, B=4096, num_warps=8)
-        logprobs, entropy, lse = found
-        ctx.save_for_backward(hidden_NE, targets_N, lse)
-        ctx.logits, ctx.weight, ctx.heat = logits, weight_VE, heat
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, given_N: Tensor, _: Tensor) -> Any:
-        (hidden_NE, targets_N, lse), weight_VE = ctx.saved_tensors, ctx.weight
-        weight, V, logits = low_of(weight_VE, hidden_NE.dtype), len(weight_VE), ctx.logits
-        del ctx.logits  # overwritten, and the memory is for the next chunk
-        word_backward[(len(logits), triton.cdiv(V, 4096))](
-            logits, targets_N, lse, given_N.contiguous(), V, len(weight), ctx.heat, B=4096
-        )
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = added_gradient(weight_VE, hidden_NE, logits[:, :V], False)
-        return logits @ weight, dweight, None, None
-
-
-def word_logprobs(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The log-probability of every target and the entropy there. Their logits exist until the way back is done."""
-    logprobs, entropy = _WordLogprobs.apply(hidden_NE, weight_VE, targets_N, 1 / temperature)
-    return logprobs, entropy

@@ -1,8 +1,8 @@
 """Records forward and backward passes over packed tokens as CUDA graphs, and replays them.
 
-A small model's pass is thousands of short kernels, which take longer to launch than to run. A micro-batch is filled
-up to the size of a recording that is not much larger, copied into fixed memory, and the recorded pass is replayed;
-where there is none, one is made that fits. All recordings share one pool of memory.
+A small model's pass is thousands of short kernels, which take longer to launch than to run. A micro-batch is padded
+to the size of a captured graph that is not much larger, copied into static memory, and the graph is replayed. If no
+graph fits, a new one is captured. All graphs share one memory pool.
 """
 
 import threading
@@ -15,36 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_swarm.learning.batches import Batch, BatchShape, side_by_side
+from rl_swarm.learning.batches import Batch, BatchShape, stack_rows
 from rl_swarm.learning.cuda.attention import BLOCK, Segments
 
-Step = Callable[..., None]  # of a batch, its segments, and what else a recording is made for
+Pass = Callable[..., None]  # (batch, segments, *owner)
 
-ALIGNED = 16  # bytes, at a multiple of which everything begins
-STEP = 2 * BLOCK  # tokens, of which a recording has a multiple; larger ones of more
-LEAST = 8 * BLOCK  # tokens: a small pass takes as long as a smaller one
-MANY = 2048  # tokens, from which recordings must fit better: what fills up costs more than another recording
-LEAST_SEGMENTS = 128  # that a recording has room for, so that their number seldom asks for another
+ALIGNED = 16  # bytes: every input begins at a multiple
+SIZE_STEP = 2 * BLOCK  # tokens: sizes of small graphs are multiples of it
+MIN_TOKENS = 8 * BLOCK  # tokens: smaller passes take as long
+LARGE = 2048  # tokens, from which less padding is allowed: it costs more than another graph
+MIN_SEGMENTS = 128  # room in every graph, so that the number of segments seldom needs another graph
 
-one_at_a_time = threading.RLock()  # of the threads that compile and record
+capture_lock = threading.RLock()  # one thread at a time compiles kernels and captures
 
 
 @contextmanager
-def recording(graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
-    """Records what is launched inside. Other threads may go on with their work on the GPU."""
+def capture(graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    """Capture the kernels that are launched inside. Other threads may continue to use the GPU."""
     with (
-        one_at_a_time,
+        capture_lock,
         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"),
     ):
         yield
 
 
-class Inputs:
-    """What a recording reads, in one piece of memory: it is filled with one copy, which does not wait for the GPU."""
+class StaticInputs:
+    """Static inputs of a graph in one block of memory, filled by one copy that does not wait for the GPU."""
 
     def __init__(self, batch: Batch, segments: Segments, device: torch.device) -> None:
-        given = [*vars(batch).values(), *vars(segments).values()]
-        self.kinds = [(value.dtype, value.shape, value.nbytes) for value in given]
+        tensors = [*vars(batch).values(), *vars(segments).values()]
+        self.kinds = [(value.dtype, value.shape, value.nbytes) for value in tensors]
         self.starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for _, _, size in self.kinds)]
         self.memory = torch.zeros(self.starts[-1], dtype=torch.uint8, device=device)
         views, fields = self._views(self.memory), len(vars(batch))
@@ -52,12 +52,12 @@ class Inputs:
         self.fill(batch, segments)
 
     def fill(self, batch: Batch, segments: Segments) -> None:
-        """Takes these; what is shorter than its place is followed by zeros."""
+        """Copy the inputs, padded with zeros to the sizes of the graph."""
         pinned = self.memory.device.type == "cuda"
         host = torch.zeros(len(self.memory), dtype=torch.uint8, pin_memory=pinned)
-        given = [*vars(batch).values(), *vars(segments).values()]
-        for place, values in zip(self._views(host), given, strict=True):
-            place[: len(values)] = values
+        tensors = [*vars(batch).values(), *vars(segments).values()]
+        for view, values in zip(self._views(host), tensors, strict=True):
+            view[: len(values)] = values
         self.memory.copy_(host, non_blocking=True)
 
     def _views(self, memory: Tensor) -> list[Tensor]:
@@ -66,121 +66,121 @@ class Inputs:
 
 
 @dataclass
-class Recording:
+class CapturedGraph:
     graph: Any
-    inputs: Inputs
+    inputs: StaticInputs
 
 
-class Recorder:
-    def __init__(self, step: Step, device: torch.device) -> None:
-        self.step, self.device = step, device
-        self.recordings = dict[tuple[Any, ...], Recording]()  # by tokens, targets, segments, and whose
+class GraphCache:
+    def __init__(self, run_pass: Pass, device: torch.device) -> None:
+        self.run_pass, self.device = run_pass, device
+        self.captured = dict[tuple[Any, ...], CapturedGraph]()  # by tokens, targets, segments and owner
         self.pool: Any = None
-        self.aside: Any = None  # a stream of its own to rehearse and record on: it brings its own workspaces
+        self.side_stream: Any = None  # to warm up and capture on, with workspaces of its own
 
-    def run(self, batch: Batch, shape: BatchShape, *whose: Hashable) -> None:
+    def run(self, batch: Batch, shape: BatchShape, *owner: Hashable) -> None:
         if self.device.type != "cuda":
-            self.step(batch, Segments.of(shape), *whose)
+            self.run_pass(batch, Segments.of(shape), *owner)
             return
-        tokens, targets = max(LEAST, rounded(len(batch.ids_N))), rounded(len(batch.targets_M))
-        key = self._fitting(tokens, targets, self._segments(shape, tokens), whose)
-        if key not in self.recordings:
-            self.recordings[key] = self._record(*key)
-        recorded = self.recordings[key]
-        recorded.inputs.fill(batch, Segments.of(shape, key[0], key[2]))
-        recorded.graph.replay()
+        tokens, targets = max(MIN_TOKENS, rounded(len(batch.ids_N))), rounded(len(batch.targets_M))
+        key = self._key_for(tokens, targets, self._count_segments(shape, tokens), owner)
+        if key not in self.captured:
+            self.captured[key] = self._capture(*key)
+        graph = self.captured[key]
+        graph.inputs.fill(batch, Segments.of(shape, key[0], key[2]))
+        graph.graph.replay()
 
-    def _fitting(self, tokens: int, targets: int, segments: int, whose: tuple[Hashable, ...]) -> Any:
-        """The smallest recording into which a batch of this size fits with little left; else the one to make."""
-        room = 1 + (1 / 8 if tokens >= MANY else 1 / 4)
+    def _key_for(self, tokens: int, targets: int, segments: int, owner: tuple[Hashable, ...]) -> Any:
+        """Return the key of the smallest graph that fits with little padding; else of the graph to capture."""
+        room = 1 + (1 / 8 if tokens >= LARGE else 1 / 4)
         fitting = [
             key
-            for key in self.recordings
-            if tokens <= key[0] <= max(LEAST, tokens * room)
-            and targets <= key[1] <= max(STEP, targets * room, key[0] // 8)
+            for key in self.captured
+            if tokens <= key[0] <= max(MIN_TOKENS, tokens * room)
+            and targets <= key[1] <= max(SIZE_STEP, targets * room, key[0] // 8)
             and segments + (key[0] - tokens) // BLOCK <= key[2]
-            and key[3:] == whose
+            and key[3:] == owner
         ]
-        count = max(LEAST_SEGMENTS, 1 << (segments - 1).bit_length())
-        return min(fitting, default=(tokens, targets, count, *whose))
+        count = max(MIN_SEGMENTS, 1 << (segments - 1).bit_length())
+        return min(fitting, default=(tokens, targets, count, *owner))
 
     @staticmethod
-    def _segments(shape: BatchShape, tokens: int) -> int:
-        """How many there are, with those that fill up the row, and an empty one."""
+    def _count_segments(shape: BatchShape, tokens: int) -> int:
+        """Count the segments of a row, including those of its padding and an empty one."""
         lengths = (*shape.prompts, *shape.completions)
         return len(lengths) + -(-(tokens - sum(lengths)) // BLOCK) + 1
 
-    def forget(self, *whose: Hashable) -> None:
-        """Those recordings are of no use any more."""
-        for key in [key for key in self.recordings if key[3:] == whose]:
-            del self.recordings[key]
+    def drop(self, *owner: Hashable) -> None:
+        """Drop the graphs of an owner."""
+        for key in [key for key in self.captured if key[3:] == owner]:
+            del self.captured[key]
 
     def release(self) -> None:
-        """Gives the memory of all recordings back."""
-        self.recordings.clear()
+        """Free the memory of all graphs."""
+        self.captured.clear()
         self.pool = None
 
-    def _record(self, tokens: int, targets: int, count: int, *whose: Hashable) -> Recording:
-        with one_at_a_time:
+    def _capture(self, tokens: int, targets: int, count: int, *owner: Hashable) -> CapturedGraph:
+        with capture_lock:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
-                self.aside = self.aside or torch.cuda.Stream(self.device)
-                self._rehearse(self._nothing(STEP, STEP, LEAST_SEGMENTS), *whose)
-            inputs = self._nothing(tokens, targets, count)
+                self.side_stream = self.side_stream or torch.cuda.Stream(self.device)
+                self._warm_up(self._empty_inputs(SIZE_STEP, SIZE_STEP, MIN_SEGMENTS), *owner)
+            inputs = self._empty_inputs(tokens, targets, count)
             graph = torch.cuda.CUDAGraph()
-            with recording(graph, self.pool, self.aside):
-                self.step(inputs.batch, inputs.segments, *whose)
-        return Recording(graph, inputs)
+            with capture(graph, self.pool, self.side_stream):
+                self.run_pass(inputs.batch, inputs.segments, *owner)
+        return CapturedGraph(graph, inputs)
 
-    def _nothing(self, tokens: int, targets: int, count: int) -> Inputs:
-        return Inputs(*self._empty(tokens, targets, count), self.device)
+    def _empty_inputs(self, tokens: int, targets: int, count: int) -> StaticInputs:
+        return StaticInputs(*self._empty(tokens, targets, count), self.device)
 
     def _empty(self, tokens: int, targets: int, count: int) -> tuple[Batch, Segments]:
-        """A batch of this size that changes nothing: its tokens have weight 0."""
-        whole = torch.zeros(targets, dtype=torch.int64)
-        real, truth = torch.zeros(targets), torch.zeros(targets, dtype=torch.bool)
-        batch = Batch(torch.zeros(tokens, dtype=torch.int64), whole, whole, real, real, real, truth, truth)
-        stretches = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may know few positions
-        shape = BatchShape(tuple(len(stretch) for stretch in stretches), (), ())
+        """Return a batch of this size whose tokens have weight 0."""
+        integers = torch.zeros(targets, dtype=torch.int64)
+        floats, flags = torch.zeros(targets), torch.zeros(targets, dtype=torch.bool)
+        batch = Batch(torch.zeros(tokens, dtype=torch.int64), integers, integers, floats, floats, floats, flags, flags)
+        prompts = torch.ones(tokens).tensor_split(count - 1)  # short, since a model may have few positions
+        shape = BatchShape(tuple(map(len, prompts)), (), ())
         return batch, Segments.of(shape, tokens, count)
 
-    def _rehearse(self, inputs: Inputs, *whose: Hashable) -> None:
-        """Compiles kernels and sets up libraries, which a recording must not. A small batch is enough."""
-        self.aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.aside):
-            self.step(inputs.batch, inputs.segments, *whose)
-        torch.cuda.current_stream(self.device).wait_stream(self.aside)
+    def _warm_up(self, inputs: StaticInputs, *owner: Hashable) -> None:
+        """Compile kernels and initialise libraries before a capture, which must not; a small batch is enough."""
+        self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.side_stream):
+            self.run_pass(inputs.batch, inputs.segments, *owner)
+        torch.cuda.current_stream(self.device).wait_stream(self.side_stream)
         torch.cuda.empty_cache()
 
 
-class StackedRecorder(Recorder):
-    """For rows of several models side by side, each of which is filled up by itself. Sizes are those of one model."""
+class StackedGraphCache(GraphCache):
+    """Captures rows of several models side by side, each padded by itself. Sizes are those of one model."""
 
-    def __init__(self, step: Step, device: torch.device, models: int) -> None:
-        super().__init__(step, device)
+    def __init__(self, run_pass: Pass, device: torch.device, models: int) -> None:
+        super().__init__(run_pass, device)
         self.models = models
 
     def run_all(self, batches: Sequence[tuple[Batch, BatchShape]]) -> None:
-        tokens = max(LEAST, rounded(max(len(batch.ids_N) for batch, _ in batches)))
+        tokens = max(MIN_TOKENS, rounded(max(len(batch.ids_N) for batch, _ in batches)))
         targets = rounded(max(len(batch.targets_M) for batch, _ in batches))
-        key = self._fitting(tokens, targets, max(self._segments(shape, tokens) for _, shape in batches), ())
-        if key not in self.recordings:
-            self.recordings[key] = self._record(*key)
-        recorded, (tokens, targets, count) = self.recordings[key], key
+        key = self._key_for(tokens, targets, max(self._count_segments(shape, tokens) for _, shape in batches), ())
+        if key not in self.captured:
+            self.captured[key] = self._capture(*key)
+        graph, (tokens, targets, count) = self.captured[key], key
         each = [Segments.of(shape, tokens, count) for _, shape in batches]
-        batch = side_by_side([batch for batch, _ in batches], tokens, targets)
-        recorded.inputs.fill(batch, Segments.side_by_side(each, tokens))
-        recorded.graph.replay()
+        batch = stack_rows([batch for batch, _ in batches], tokens, targets)
+        graph.inputs.fill(batch, Segments.stack_rows(each, tokens))
+        graph.graph.replay()
 
     def _empty(self, tokens: int, targets: int, count: int) -> tuple[Batch, Segments]:
         batch, segments = super()._empty(tokens, targets, count)
         return (
-            side_by_side([batch] * self.models, tokens, targets),
-            Segments.side_by_side([segments] * self.models, tokens),
+            stack_rows([batch] * self.models, tokens, targets),
+            Segments.stack_rows([segments] * self.models, tokens),
         )
 
 
 def rounded(tokens: int) -> int:
-    """For how many tokens a recording is made that has room for so many: batches of about one size share it."""
-    step = max(STEP, 1 << max(0, tokens.bit_length() - 5))
+    """Round tokens up to the size of a graph, which batches of similar size share."""
+    step = max(SIZE_STEP, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step

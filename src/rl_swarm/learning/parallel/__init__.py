@@ -1,1 +1,1 @@
-"""Shares devices among nodes, and spreads a node over devices."""
+"""Runs several nodes on one device, and one node on several devices."""

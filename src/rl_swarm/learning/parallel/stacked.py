@@ -1,11 +1,11 @@
 """Trains several small models of one shape as one: their weights are stacked, and products are batched.
 
-A pass of a small model takes as long as its kernels take to start, so eight of them in the same kernels take hardly
-longer than one. The models' own parameters, and the moments of their optimisers, are slices of the stack: sampling,
-saving and looking at one of them goes on as if it were alone. All is computed in float32, so that the gradients are
-those of each model alone but for rounding.
+Kernel launches bound the pass of a small model, so eight models in the same kernels take hardly longer than one. The
+parameters of each model, and the moments of its optimiser, are slices of the stack, so each model is sampled from and
+saved as if it were alone. Everything is computed in float32, so that gradients equal those of each model alone up to
+rounding.
 
-Shapes: Z models, P parameters of each, N tokens fed, M tokens learned from; the row has as many of every model.
+Shapes: Z models, P parameters of each, N input tokens, M target tokens; the row has equally many of every model.
 """
 
 import logging
@@ -25,29 +25,35 @@ from rl_swarm.learning.batches import (
     TrainingGroup,
     count_tokens,
     micro_batches,
-    side_by_side,
+    stack_rows,
 )
-from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_turned
+from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_transposed
 from rl_swarm.learning.devices import out_of_memory, release_memory
-from rl_swarm.learning.logprobs import add_gradients, attention_of
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.support import LLAMA_LIKE
-from rl_swarm.learning.trainer import UPDATE_METRICS, Trainer, Update, token_losses
+from rl_swarm.learning.trainer import (
+    UPDATE_METRICS,
+    Trainer,
+    Update,
+    add_gradients,
+    attention_of,
+    token_losses,
+)
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments
-    from rl_swarm.learning.cuda.graphs import StackedRecorder
+    from rl_swarm.learning.cuda.graphs import StackedGraphCache
 
 log = logging.getLogger(__name__)
 
-SMALL = 32 << 20  # parameters: larger models keep a GPU busy one by one
-MAX_TOKENS = 2048  # of a model in a pass
-ALIGNED = 64  # numbers: every parameter begins at a multiple, as kernels want it
+MAX_PARAMETERS = 32 << 20  # larger models keep a GPU busy one by one
+MAX_TOKENS = 2048  # of each model in a micro-batch
+ALIGNED = 64  # elements: every parameter begins at a multiple, as kernels require
 FAMILIES = LLAMA_LIKE | {"gpt2"}
 
 
-def kind_of(trainer: Trainer) -> Hashable | None:
-    """Trainers of one kind can be stacked; None where this one cannot."""
+def stacking_key(trainer: Trainer) -> Hashable | None:
+    """Return a key that is equal for trainers that can be stacked; None where this one cannot."""
     model, settings = trainer.model, trainer.settings
     parameters = trainer.parameters()
     if (
@@ -55,16 +61,16 @@ def kind_of(trainer: Trainer) -> Hashable | None:
         or model.config.model_type not in FAMILIES
         or settings.lora_rank
         or trainer.reference is not None
-        or sum(p.numel() for p in parameters) > SMALL
+        or sum(p.numel() for p in parameters) > MAX_PARAMETERS
         or any(p.dtype != torch.float32 for p in parameters)
     ):
         return None
-    losses = (settings.temperature, settings.clip_low, settings.clip_high, settings.max_grad_norm)
+    losses = (trainer.temperature, settings.clip_low, settings.clip_high, settings.max_grad_norm)
     return alike(model), losses, str(model.device)
 
 
 class StackedDecoder(Decoder):
-    """A decoder of several models: the row holds the first one's tokens, then the second one's, and so on."""
+    """Runs several models at once: the row holds the tokens of the first model, then of the second, and so on."""
 
     exact = True
 
@@ -85,7 +91,7 @@ class StackedDecoder(Decoder):
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         weight = self.weights[module.weight]
-        y = torch.bmm(self._apart(x), weight if is_turned(module) else weight.transpose(1, 2))
+        y = torch.bmm(self._by_model(x), weight if is_transposed(module) else weight.transpose(1, 2))
         if getattr(module, "bias", None) is not None:
             y = y + self.weights[module.bias][:, None]
         return y.flatten(0, 1)
@@ -93,20 +99,21 @@ class StackedDecoder(Decoder):
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         weight, size = self.weights[norm.weight][:, None], x.shape[-1:]
         if self.family == "gpt2":
-            y = F.layer_norm(self._apart(x), size, eps=norm.eps) * weight + self.weights[norm.bias][:, None]
+            y = F.layer_norm(self._by_model(x), size, eps=norm.eps) * weight + self.weights[norm.bias][:, None]
         else:
-            y = F.rms_norm(self._apart(x), size, eps=norm.variance_epsilon) * weight
+            y = F.rms_norm(self._by_model(x), size, eps=norm.variance_epsilon) * weight
         return y.view(x.shape)
 
-    def _apart(self, x: Tensor) -> Tensor:
+    def _by_model(self, x: Tensor) -> Tensor:
         return x.reshape(self.count, -1, x.shape[-1])
 
 
 class ModelStack:
-    """The trainers of several models, which make their updates together."""
+    """Makes the updates of several models together."""
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         self.trainers, self.settings = list(trainers), trainers[0].settings
+        self.temperature = trainers[0].temperature
         self.models = [trainer.model for trainer in trainers]
         self.device = self.models[0].device
         self.batch_tokens = min(MAX_TOKENS, *(trainer.batch_tokens for trainer in trainers))
@@ -118,7 +125,7 @@ class ModelStack:
             torch.zeros(len(trainers), starts[-1], device=self.device) for _ in range(4)
         )
         self.steps_Z = torch.zeros(len(trainers), device=self.device)
-        self.figures_ZF = torch.zeros(len(trainers), len(UPDATE_METRICS), device=self.device)
+        self.metrics_ZF = torch.zeros(len(trainers), len(UPDATE_METRICS), device=self.device)
         self.rates_Z = torch.tensor([t.optimizer.param_groups[0]["lr"] for t in trainers], device=self.device)
         weights = dict[Tensor, Tensor]()
         for number, (parameter, start) in enumerate(zip(first, starts, strict=False)):
@@ -128,95 +135,96 @@ class ModelStack:
             leaf.grad = self.grads_ZP[:, here].view(shape)
             weights[parameter] = leaf
             for place, trainer in enumerate(trainers):
-                self._admit(trainer, number, place, here)
+                self._add_parameter(trainer, number, place, here)
         self.decoder = StackedDecoder(self.models, weights)
-        self.recorder = self._recorder()
+        self.graphs = self._make_graphs()
 
     @torch.no_grad()
-    def _admit(self, trainer: Trainer, number: int, place: int, here: slice) -> None:
-        """Makes a parameter of one model, and its moments, slices of the stack."""
+    def _add_parameter(self, trainer: Trainer, number: int, place: int, here: slice) -> None:
+        """Replace a parameter of one model, and its moments, by slices of the stack."""
         parameter = trainer.parameters()[number]
         state = trainer.optimizer.state[parameter]
         kept = {"exp_avg": self.means_ZP, "exp_avg_sq": self.squares_ZP}
-        mine = {name: whole[place, here].view(parameter.shape) for name, whole in kept.items()}
-        for name, values in mine.items():
+        slices = {name: whole[place, here].view(parameter.shape) for name, whole in kept.items()}
+        for name, values in slices.items():
             if name in state:
                 values.copy_(state[name])
         if "step" in state:
             self.steps_Z[place] = state["step"]
-        state.update(mine, step=self.steps_Z[place])
+        state.update(slices, step=self.steps_Z[place])
         weights = self.weights_ZP[place, here].view(parameter.shape)
         weights.copy_(parameter)
         parameter.data = weights
 
-    def _recorder(self) -> "StackedRecorder | None":
+    def _make_graphs(self) -> "StackedGraphCache | None":
         if not has_kernels(self.models[0]):
             return None
-        from rl_swarm.learning.cuda.graphs import StackedRecorder
+        from rl_swarm.learning.cuda.graphs import StackedGraphCache
 
-        return StackedRecorder(self._recorded, self.device, len(self.models))
+        return StackedGraphCache(self._captured_pass, self.device, len(self.models))
 
-    def update(self, lessons: Sequence[Sequence[TrainingGroup]]) -> list[Update]:
-        """One step of every model on its own lessons; models without any stay as they are."""
+    def update(self, groups_of_models: Sequence[Sequence[TrainingGroup]]) -> list[Update]:
+        """Take one step of every model on its own groups; models without groups stay as they are."""
         while True:
             try:
-                return self._update(lessons)
+                return self._update(groups_of_models)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold what did fit
-                longest = max(len(g.prompt) + max(map(len, g.completions)) for groups in lessons for g in groups)
+                traceback.clear_frames(error.__traceback__)  # they hold tensors
+                every = [group for groups in groups_of_models for group in groups]
+                longest = max(len(group.prompt) + max(map(len, group.completions)) for group in every)
                 if self.batch_tokens <= longest:
                     raise
-                if self.recorder is not None:
-                    self.recorder.release()
+                if self.graphs is not None:
+                    self.graphs.release()
                 release_memory()
                 self.batch_tokens //= 2
-                log.warning("out of memory: passes now hold at most %d tokens of a model", self.batch_tokens)
+                log.warning("out of memory: micro-batches now hold at most %d tokens of a model", self.batch_tokens)
 
-    def _update(self, lessons: Sequence[Sequence[TrainingGroup]]) -> list[Update]:
-        tokens = list(map(count_tokens, lessons))
-        parts = [list(micro_batches(groups, self.batch_tokens)) for groups in lessons]
+    def _update(self, groups_of_models: Sequence[Sequence[TrainingGroup]]) -> list[Update]:
+        tokens = list(map(count_tokens, groups_of_models))
+        parts = [list(micro_batches(groups, self.batch_tokens)) for groups in groups_of_models]
         self.grads_ZP.zero_()
-        self.figures_ZF.zero_()
-        for turn in range(max(map(len, parts))):
-            self._accumulate([part[turn] if turn < len(part) else [] for part in parts], tokens)
+        self.metrics_ZF.zero_()
+        for number in range(max(map(len, parts))):
+            self._accumulate([part[number] if number < len(part) else [] for part in parts], tokens)
         norms_Z = self._step(torch.tensor(tokens, device=self.device) > 0)
         for trainer, count in zip(self.trainers, tokens, strict=True):
             for parameter in trainer.parameters() if count else ():
-                increment_version(parameter)  # copies of weights go by it
-        found = torch.cat([self.figures_ZF, norms_Z[:, None]], 1).tolist()
+                increment_version(parameter)  # the sampler's copy depends on it
+        found = torch.cat([self.metrics_ZF, norms_Z[:, None]], 1).tolist()
         return [
-            Update(tokens=count).filled(figures) if count else Update()
-            for count, figures in zip(tokens, found, strict=True)
+            Update(tokens=count).filled(metrics) if count else Update()
+            for count, metrics in zip(tokens, found, strict=True)
         ]
 
     def _accumulate(self, parts: Sequence[Sequence[TrainingGroup]], tokens: Sequence[int]) -> None:
-        """Adds the gradients and figures of one micro-batch of every model."""
+        """Add the gradients and metrics of one micro-batch of every model."""
         batches = [Batch.of(groups, count) for groups, count in zip(parts, tokens, strict=True)]
-        if self.recorder is not None:
-            self.recorder.run_all(batches)
+        if self.graphs is not None:
+            self.graphs.run_all(batches)
             return
         sizes = [max(len(getattr(batch, name)) for batch, _ in batches) for name in ("ids_N", "targets_M")]
-        attend, positions_N = self._one_by_one([shape for _, shape in batches], sizes[0])
-        batch = side_by_side([batch for batch, _ in batches], *sizes)
+        attend, positions_N = self._attention_by_model([shape for _, shape in batches], sizes[0])
+        batch = stack_rows([batch for batch, _ in batches], *sizes)
         self._backward(batch.to(self.device), attend, positions_N)
 
-    def _recorded(self, batch: Batch, segments: "Segments") -> None:
+    def _captured_pass(self, batch: Batch, segments: "Segments") -> None:
         self._backward(batch, segments.attention(self.decoder), segments.positions_N)
 
     def _backward(self, batch: Batch, attend: Attend, positions_N: Tensor) -> None:
         def loss_of(here: slice, logprobs_M: Tensor, entropy_M: Tensor) -> Tensor:
-            loss_M, figures_FM = token_losses(batch, logprobs_M, entropy_M, None, self.settings)
-            self.figures_ZF.add_(figures_FM.view(len(UPDATE_METRICS), len(self.models), -1).sum(2).T)
+            loss_M, metrics_FM = token_losses(batch, logprobs_M, entropy_M, None, self.settings)
+            self.metrics_ZF.add_(metrics_FM.view(len(UPDATE_METRICS), len(self.models), -1).sum(2).T)
             return loss_M.sum()
 
         with warnings.catch_warnings():  # the slices of a parameter lie apart, which costs nothing here
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
-            add_gradients(self.decoder, batch, attend, positions_N, self.settings.temperature, loss_of)
+            add_gradients(self.decoder, batch, attend, positions_N, self.temperature, loss_of)
 
-    def _one_by_one(self, shapes: Sequence[BatchShape], tokens: int) -> tuple[Attend, Tensor]:
-        """Attention over every model's part of a row by itself, where there are no kernels."""
+    def _attention_by_model(self, shapes: Sequence[BatchShape], tokens: int) -> tuple[Attend, Tensor]:
+        """Return attention that runs model by model, where there are no kernels."""
         decoder = Decoder(self.models[0], fused=False)
         found = [attention_of(decoder, shape) if shape.prompts else None for shape in shapes]
         nowhere_N = torch.zeros(tokens, dtype=torch.int64, device=self.device)
@@ -235,21 +243,21 @@ class ModelStack:
 
     @torch.no_grad()
     def _step(self, active_Z: Tensor) -> Tensor:
-        """Adam's step, as torch makes it, of all models that have a finite gradient; the gradients' norms."""
+        """Take torch's Adam step for all models with a finite gradient; return the gradients' norms."""
         group = self.trainers[0].optimizer.param_groups[0]
         (beta1, beta2), eps = group["betas"], group["eps"]
         norms_Z: Tensor = self.grads_ZP.norm(dim=1)
-        going_Z = (active_Z & norms_Z.isfinite()).float()
+        stepped_Z = (active_Z & norms_Z.isfinite()).float()
         scale_Z = (self.settings.max_grad_norm / (norms_Z + 1e-6)).clamp(max=1)
-        grads_ZP = torch.where(going_Z[:, None] > 0, self.grads_ZP * scale_Z[:, None], 0)
-        steps_Z = self.steps_Z + going_Z
-        means_ZP = self.means_ZP.lerp(grads_ZP, (1 - beta1) * going_Z[:, None])
-        squares_ZP = self.squares_ZP.lerp(grads_ZP.square_(), (1 - beta2) * going_Z[:, None])
+        grads_ZP = torch.where(stepped_Z[:, None] > 0, self.grads_ZP * scale_Z[:, None], 0)
+        steps_Z = self.steps_Z + stepped_Z
+        means_ZP = self.means_ZP.lerp(grads_ZP, (1 - beta1) * stepped_Z[:, None])
+        squares_ZP = self.squares_ZP.lerp(grads_ZP.square_(), (1 - beta2) * stepped_Z[:, None])
         done_Z = steps_Z.clamp(min=1)
-        sizes_Z = going_Z * self.rates_Z / (1 - beta1**done_Z)
+        sizes_Z = stepped_Z * self.rates_Z / (1 - beta1**done_Z)
         roots_ZP = squares_ZP.sqrt().div_((1 - beta2**done_Z).sqrt()[:, None]).add_(eps)
         change_ZP = (sizes_Z[:, None] * means_ZP).div_(roots_ZP)
-        # Nothing is changed before the last memory was asked for: an update that fails can be done again.
+        # All memory is allocated before anything changes, so a failed update can be repeated.
         self.steps_Z.copy_(steps_Z)
         self.means_ZP.copy_(means_ZP)
         self.squares_ZP.copy_(squares_ZP)

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OWNERS = {MANIFEST, ACCESS_LIST, STATE, HISTORY}  # which only the owner writes, and every peer serves
+SERVED_KINDS = {ACCESS_LIST: "roll", STATE: "state"}  # kinds of the owner's documents that peers keep and serve
 OF_A_ROUND = (Kind.ROLLOUTS, Kind.REPORT)
 ANNOUNCED_BY_NODES = (Kind.PEER, Kind.REPORT)
 MAX_OF_ROUNDS = 400  # documents of single rounds that a peer serves: as far back as nodes ask
@@ -80,6 +81,8 @@ class SignedHeader(msgspec.Struct, frozen=True):
     """Holds what is checked in a document of the owner before it is served."""
 
     peer_id: Id
+    kind: str = ""
+    swarm: str = ""
     number: Count = 0
 
 
@@ -406,7 +409,9 @@ class PeerStore:
             before = unseal(self.copies[key], SignedHeader).number if key in self.copies else 0
         except Rejected:  # or a history, which only the owner serves
             return
-        if found.peer_id == self.owner and found.number >= before:
+        # The owner signs other documents too, and those of other swarms.
+        right = key == MANIFEST or (found.kind, found.swarm) == (SERVED_KINDS.get(key), self.swarm)
+        if right and found.peer_id == self.owner and found.number >= before:
             self.copies[key] = data
 
     def _know(self, data: bytes) -> None:

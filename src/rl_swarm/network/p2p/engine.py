@@ -35,7 +35,8 @@ from rl_swarm.network.p2p.requests import BoundedHandlers, PendingCalls, Request
 from rl_swarm.network.p2p.streams import PeerStream, StreamSlots
 from rl_swarm.network.p2p.table import REPLICAS, Table
 from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.wire import Rejected
+from rl_swarm.protocol.untrusted import plain
+from rl_swarm.protocol.wire import MAX_DETAIL
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -235,7 +236,7 @@ class PeerEngine:
             raise
         except Exception as error:  # hivemind and its daemon raise all kinds
             # Their messages may quote a peer.
-            raise OSError(str(Rejected(type(error).__name__, str(error)))) from error
+            raise OSError(f"{type(error).__name__}: {plain(str(error), MAX_DETAIL)}") from error
 
     async def _start(self) -> None:
         try:

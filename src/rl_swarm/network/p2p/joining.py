@@ -22,10 +22,10 @@ from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import MANIFESTS, DhtRecord, acceptable, request_for
 from rl_swarm.network.presence import only_one_here
 from rl_swarm.network.retries import poll_pauses
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, decode, unseal
-from rl_swarm.settings import Settings
 from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,16 @@ REMEMBER_SECONDS = 5.0  # between looks at who is connected
 
 
 @contextmanager
-def engine_of(identity: Identity, known: Sequence[str], settings: Settings, here: Path) -> Iterator[PeerEngine]:
+def engine_of(identity: Identity, known: Sequence[str], settings: NetworkSettings, here: Path) -> Iterator[PeerEngine]:
     """Run an engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
     with only_one_here(identity, "p2p"):  # two daemons of one identity would take each other's messages
         yield from _engine(identity, known, settings, local)
 
 
-def _engine(identity: Identity, known: Sequence[str], settings: Settings, local: LocalFiles) -> Iterator[PeerEngine]:
+def _engine(
+    identity: Identity, known: Sequence[str], settings: NetworkSettings, local: LocalFiles
+) -> Iterator[PeerEngine]:
     first = [*known, *(known_addresses(settings.p2p_initial_peers) if settings.p2p_initial_peers else [])]
     engine = PeerEngine(
         identity,
@@ -131,7 +133,9 @@ class Candidate:
     authors: set[str]  # of the notices
 
 
-def await_manifest(engine: PeerEngine, settings: Settings, stop: threading.Event) -> tuple[Manifest, bytes] | None:
+def await_manifest(
+    engine: PeerEngine, settings: NetworkSettings, stop: threading.Event
+) -> tuple[Manifest, bytes] | None:
     """Wait for the manifest of the swarm that the peers are in, and its signed form; None when told to stop.
 
     The manifest of a peer whose address was given is taken. If those have none (a bootnode), the one that most peers

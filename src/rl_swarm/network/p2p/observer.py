@@ -18,10 +18,10 @@ from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.joining import await_manifest, engine_of
+from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, State
 from rl_swarm.protocol.wire import Rejected, unseal
-from rl_swarm.settings import Settings
 
 OBSERVE_SECONDS = 15.0  # for a peer to send the manifest
 MAX_ASKED = 256  # members
@@ -31,7 +31,7 @@ KEPT_ROUNDS = 100  # of reports that are counted
 
 
 @contextmanager
-def observed(text: str, settings: Settings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
+def observed(text: str, settings: NetworkSettings) -> Iterator[tuple[Address, Callable[[], State] | None]]:
     """Yield the address with the swarm's documents, and its state by the clock where there is no coordinator."""
     address = open_address(text)
     identity, stop = Identity.generate(), threading.Event()

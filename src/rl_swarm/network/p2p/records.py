@@ -45,7 +45,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> DocumentKey | None:
-        """The document that this announces; None where there is no such document."""
+        """Return the key of the announced document; None where there is no such document."""
         return key_at(self.path)
 
     def dht_keys(self) -> list[str]:

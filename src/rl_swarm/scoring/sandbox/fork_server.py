@@ -1,14 +1,13 @@
-"""Forks a child for every program and says how it ended. `sandbox` starts it, as
+"""Forks a child for every program and reports how it ended. `sandbox` starts it, as
 `python -m rl_swarm.scoring.sandbox.fork_server ISOLATION SECONDS WALL`.
 
-It has Python's usual modules loaded and has moved where there is nothing to reach. For every program it forks a child,
-which takes from itself what is left to take and only then reads the code from a socket that was made for this program.
-The keeper itself never reads one: so its memory, which every child inherits, holds nothing of any task, not even how
-the last one ended. A child has a scratch file system of its own. The keeper waits for it, ends it when its time is up,
-and says how it ended.
+The server has Python's usual modules loaded and is isolated. For every program it forks a child, which locks itself
+down further and only then reads the code, from a socket that was made for this program. The server never reads a
+program: so its memory, which every child inherits, holds nothing of any task, not even how the last one ended. A child
+has a scratch file system of its own. The server waits for it, kills it when its time is up, and reports its status.
 
-What a child says is a line for every call: `=` and a literal, or `!` and what went wrong. The code may say the same by
-itself; all it gains is to have given that value.
+A child writes a line for every call: `=` and a literal, or `!` and an error. A program may write such a line itself;
+it gains no more than if the call had returned that value.
 """
 
 import ctypes
@@ -34,18 +33,18 @@ from typing import NoReturn
 
 from rl_swarm.scoring import lockdown
 from rl_swarm.scoring.sandbox.literals import write
-from rl_swarm.scoring.sandbox.namespaces import ScratchMount, drop_capabilities, move_in
+from rl_swarm.scoring.sandbox.namespaces import ScratchMount, drop_capabilities, enter_namespaces
 
 MEMORY = 256 << 20  # of address space
 SCRATCH, FILE_SIZE = "/scratch/tmp", 4 << 20
 SCRATCH_OPTIONS = f"size={8 << 20},nr_inodes=64,mode=777"
 LIMITS = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": FILE_SIZE, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": 32}
 MAX_OUTPUT = 128 << 10  # bytes of all replies; they have to fit into the socket's buffer
-# Status as `wait` tells it, whether its time by the clock was up, and user and system time.
+# The status of `wait`, whether the wall-clock limit was reached, and user and system time.
 STATUS = struct.Struct("@ii4l")
-GRACE_SECONDS = 1  # more by the clock, for one that stood still because the whole machine did
+GRACE_SECONDS = 1  # of extra wall-clock time, in case the whole machine was suspended
 NO_MEMORY = 2  # the exit status of a child
-WARM = (  # loaded before anybody forks
+PRELOADED = (  # modules loaded before the first fork
     "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum",
     "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "operator", "random", "re",
     "statistics", "string", "textwrap", "time", "typing", "unicodedata",
@@ -53,48 +52,48 @@ WARM = (  # loaded before anybody forks
 
 
 def library() -> list[str]:
-    """Where Python's own modules are."""
+    """List the directories of Python's standard library."""
     stdlib = sysconfig.get_path("stdlib")
     shared = str(sysconfig.get_config_var("DESTSHARED"))
     return [stdlib] if shared.startswith(stdlib) or not os.path.isdir(shared) else [stdlib, shared]
 
 
-def rights(scratch: bool) -> dict[str, int]:
-    """Read Python's modules, but not the packages that some systems keep among them."""
+def landlock_rights(scratch: bool) -> dict[str, int]:
+    """Allow reading the standard library, without the site packages that some systems keep in it."""
     found = {}
     for folder in library():
         found[folder] = lockdown.LIST
         for entry in os.scandir(folder):
             if entry.name not in ("site-packages", "dist-packages") and not entry.is_symlink():
                 found[entry.path] = lockdown.READ_FILE | (lockdown.LIST if entry.is_dir() else 0)
-    if scratch:  # a right beneath the folder that it is mounted in: the rule has to hold for every new one
+    if scratch:  # on the parent folder, so that the rule holds for every new mount
         found[os.path.dirname(SCRATCH)] = (
             lockdown.READ_FILE | lockdown.LIST | lockdown.MAKE_AND_REMOVE | lockdown.TRUNCATE
         )
     return found
 
 
-def move(isolation: str) -> ScratchMount | None:
-    """The part of the isolation that all programs share. Raises OSError where the kernel does not offer it."""
+def isolate(isolation: str) -> ScratchMount | None:
+    """Apply the isolation that all programs share. Raise OSError where the kernel does not offer it."""
     scratch = None
     if isolation == "namespaces":
-        scratch = move_in(library(), SCRATCH, SCRATCH_OPTIONS)
+        scratch = enter_namespaces(library(), SCRATCH, SCRATCH_OPTIONS)
         try:
-            lockdown.restrict_paths(rights(scratch=True))
+            lockdown.restrict_paths(landlock_rights(scratch=True))
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
-                raise  # on a kernel without Landlock the mounts alone keep code in
+                raise  # without Landlock the mounts alone confine programs
     else:
         drop_capabilities()
-        lockdown.restrict_paths(rights(scratch=False))
+        lockdown.restrict_paths(landlock_rights(scratch=False))
     lockdown.limit_resources(LIMITS)
     lockdown.no_new_privileges()
-    lockdown.LIBC.prctl(4, 0, 0, 0, 0)  # no core dumps, which some systems hand to a program of root's
+    lockdown.LIBC.prctl(4, 0, 0, 0, 0)  # no core dumps, which some systems pass to a program of root
     return scratch
 
 
 def lock(seconds: float, restrict_calls: Callable[[], None]) -> None:
-    """The part that every child does for itself."""
+    """Apply the isolation of one child."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 1))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
@@ -102,7 +101,7 @@ def lock(seconds: float, restrict_calls: Callable[[], None]) -> None:
 
 
 def run(channel: int) -> None:
-    """One program and its calls. From here on the code may do what it likes with this process."""
+    """Run one program and its calls. From here on the program controls this process."""
     request = b""
     while part := os.read(channel, 1 << 14):
         request += part
@@ -118,8 +117,8 @@ def run(channel: int) -> None:
             line = "=" + work()
         except MemoryError:
             line = "!too much memory"
-        except BaseException as error:  # noqa: BLE001 code may raise anything
-            line = "!" + complaint(error)
+        except BaseException as error:  # noqa: BLE001 a program may raise anything
+            line = "!" + describe_error(error)
         data = line.encode(errors="backslashreplace") + b"\n"
         left -= len(data)
         if left < 0:
@@ -128,7 +127,7 @@ def run(channel: int) -> None:
         return line[0] == "="
 
     def define() -> str:
-        exec(compile(code, "solution", "exec"), module.__dict__)
+        exec(compile(code, "solution", "exec"), module.__dict__)  # noqa: S102  # in the sandbox
         return ""
 
     if reply(define):
@@ -137,13 +136,13 @@ def run(channel: int) -> None:
 
 
 def value_of(call: str, names: dict[str, object]) -> str:
-    return write(eval(compile(call, "test", "eval"), names))
+    return write(eval(compile(call, "test", "eval"), names))  # noqa: S307  # in the sandbox
 
 
-def complaint(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     try:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    except BaseException:  # noqa: BLE001 an exception of theirs may not even be printable
+    except BaseException:  # noqa: BLE001 an exception may not be printable
         text = "an exception that cannot be shown"
     return text[:200].replace("\n", " ")
 
@@ -164,14 +163,16 @@ def child(channel: int, lock: Callable[[], None], work: Callable[[int], None], f
 
 
 def probe(channel: int) -> None:
-    """What a child finds that it cannot do, and that it can import what was not loaded."""
+    """Report what a child cannot do, after importing a module that was not loaded."""
     importlib.import_module("colorsys")
     os.write(channel, json.dumps(lockdown.probe(os.path.dirname(sys.executable), MEMORY)).encode())
 
 
 class ExitRecord(ctypes.Structure):
-    """How a child ended, where the kernel writes it down. It is sent from here and wiped: Python's own numbers would
-    stay in memory that is free again, and the next child would inherit them."""
+    """Records how a child ended, as the kernel writes it.
+
+    It is sent from here and wiped: Python integers would stay in freed memory, which the next child inherits.
+    """
 
     _fields_ = [
         ("status", ctypes.c_int),
@@ -185,9 +186,9 @@ class ForkServer:
 
     def __init__(self, control: socket.socket, isolation: str, seconds: float, wall: float) -> None:
         self.control = control
-        self.lock = partial(lock, seconds, lockdown.prepare(lockdown.call_filter(for_code=True)))
+        self.lock = partial(lock, seconds, lockdown.filter_installer(lockdown.call_filter(for_code=True)))
         self.ended = ExitRecord()
-        self.scratch = move(isolation)
+        self.scratch = isolate(isolation)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # waited for, not handled
         self._child_signal = ctypes.create_string_buffer(128)
         lockdown.LIBC.sigaddset(self._child_signal, signal.SIGCHLD)
@@ -195,17 +196,17 @@ class ForkServer:
         self._grace = struct.pack("@ll", GRACE_SECONDS, 0)
 
     def serve(self) -> None:
-        said = memoryview(self.ended).cast("B")[: STATUS.size]
+        status = memoryview(self.ended).cast("B")[: STATUS.size]
         while True:
             data, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
             if not data:
                 return
             self.fork(descriptors[0], run)
-            self.control.send(said)
+            self.control.send(status)
             ctypes.memset(ctypes.byref(self.ended), 0, ctypes.sizeof(self.ended))
 
     def fork(self, channel: int, work: Callable[[int], None]) -> None:
-        """Run one child to its end; `ended` tells how it was."""
+        """Run one child to its end; `ended` holds its status."""
         if self.scratch:
             self.scratch.mount()
         pid = os.fork()
@@ -217,16 +218,16 @@ class ForkServer:
             self.scratch.unmount()
 
     def _wait(self, pid: int) -> None:
-        """In few steps, which are the same for all: how often a loop was run is also something to inherit."""
+        """Wait in few steps, equal for all children: even a loop count is memory that the next child inherits."""
         while not self._reap(pid, os.WNOHANG):
-            if not self._heard(self._wall) and not self._heard(self._grace):
+            if not self._wait_for_signal(self._wall) and not self._wait_for_signal(self._grace):
                 self.ended.out_of_time = 1
                 os.kill(pid, signal.SIGKILL)
                 self._reap(pid, 0)
                 return
 
-    def _heard(self, timeout: bytes) -> bool:
-        """Whether something happened to a child before the time was up, or to this process."""
+    def _wait_for_signal(self, timeout: bytes) -> bool:
+        """Return whether a signal arrived before the timeout."""
         number = lockdown.LIBC.sigtimedwait(self._child_signal, None, timeout)
         return bool(number > 0 or ctypes.get_errno() != errno.EAGAIN)
 
@@ -241,7 +242,7 @@ class ForkServer:
             self.fork(writing, probe)
             found: dict[str, bool] = json.loads(file.read() or "{}")
         if self.ended.status or not found:
-            raise OSError(f"a child that tries what it can do ended with status {self.ended.status}")
+            raise OSError(f"a child that tests the isolation ended with status {self.ended.status}")
         return found
 
 
@@ -253,18 +254,18 @@ def main() -> None:
         os.dup2(nothing, stream)
     os.close(nothing)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this goes before the node
+        file.write("1000")  # when memory runs out, the kernel kills this before the node
     isolation, seconds, wall = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     try:
-        for name in WARM:
+        for name in PRELOADED:
             importlib.import_module(name)
         sys.path[:] = [path for path in sys.path if path.startswith(tuple(library()))]
         sys.argv[1:] = []
         os.environ.clear()
         gc.collect()
-        gc.freeze()  # what is shared with the children stays shared
+        gc.freeze()  # pages stay shared with the children
         server = ForkServer(control, isolation, seconds, wall)
-        control.send(json.dumps({"kept_from": server.probe()}).encode() + b"\n")
+        control.send(json.dumps({"denied": server.probe()}).encode() + b"\n")
     except BaseException as error:
         last = traceback.format_exception_only(type(error), error)[-1].strip()
         control.send(json.dumps({"error": last}).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""Writes and reads plain Python values as text: what a call gave, and what a test expects.
+"""Writes and reads plain Python values as text: the results of calls, and what tests expect.
 
-The process that ran the code writes what a call gave, and the judge reads it. Both texts may come from a stranger,
-so the reader is no `eval` and no parser of Python: it knows numbers, strings, bytes, None, True, False, lists, tuples,
-dictionaries and sets, one after the other, and stops at the first character, level or length too many.
+The process that ran the program writes results, and the node reads them. Neither text is trusted, so the reader is
+neither `eval` nor a parser of Python. It knows numbers, strings, bytes, None, True, False, lists, tuples, dictionaries
+and sets, and stops at the first unknown character and beyond every limit.
 """
 
 import math
@@ -39,7 +39,7 @@ LETTERS |= {"t": "\t", "v": "\v"}
 
 
 def write(value: object) -> str:
-    """The value as a literal, or a ValueError that says why there is none. Subclasses count as what they extend."""
+    """Write a value as a literal, or raise a ValueError that gives the reason. Subclasses count as their base."""
     parts, length = [], 0
     for part in _parts(value, MAX_DEPTH):
         parts.append(part)
@@ -90,7 +90,7 @@ def _items(before: str, items: Iterator[object], after: str, depth: int) -> Iter
 
 
 def read(text: str) -> Value:
-    """The value of a literal. Anything else is a ValueError that says what is wrong."""
+    """Read the value of a literal, or raise a ValueError that gives the reason."""
     if len(text) > MAX_TEXT:
         raise ValueError(f"it is longer than {MAX_TEXT} characters")
     reader = _Reader(text)
@@ -101,7 +101,7 @@ def read(text: str) -> Value:
 
 
 class _Reader:
-    """One token ahead of what has been read."""
+    """Reads a value by recursive descent, one token ahead."""
 
     def __init__(self, text: str) -> None:
         self.text, self.place = text, 0
@@ -159,7 +159,7 @@ class _Reader:
         raise ValueError(f"{token[0]!r:.20} is no value")
 
     def items(self, end: str, depth: int) -> tuple[list[Value], bool]:
-        """What stands before `end`, and whether a comma does."""
+        """Read items up to `end`; return them, and whether a comma precedes `end`."""
         items: list[Value] = []
         comma = True
         while not self.take(end):
@@ -188,7 +188,7 @@ class _Reader:
             raise ValueError(str(error)) from None
 
     def string(self) -> str | bytes:
-        """Strings side by side are one."""
+        """Read adjacent strings as one."""
         parts: list[str | bytes] = []
         while self.token is not None and self.token["prefix"] is not None:
             parts.append(_string(self.token))
@@ -226,7 +226,7 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def same(left: Value, right: Value) -> bool:
-    """Equal as Python has it, but that floats may differ after the ninth digit, and that nan is nan."""
+    """Return whether values are equal; floats may differ after the ninth digit, and nan equals nan."""
     if isinstance(left, float | int) and isinstance(right, float | int):
         if left == right or not (isinstance(left, float) or isinstance(right, float)):
             return left == right

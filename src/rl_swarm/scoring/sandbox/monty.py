@@ -1,9 +1,8 @@
-"""Runs programs where the kernel offers nothing: in Monty, an interpreter with nothing to escape to.
+"""Runs programs where the kernel offers no isolation: in Monty, an interpreter without access to the system.
 
-`python -m rl_swarm.scoring.sandbox.monty monty SECONDS WALL`, started by `sandbox`. Monty (the extra `monty`) knows a
-part of Python:
-no `yield`, few modules, no files. Its values become Python's in this process and not in the node's, since a stranger
-made them; what is said to the node is the same as in `fork_server`.
+`python -m rl_swarm.scoring.sandbox.monty monty SECONDS WALL`, started by `sandbox`. Monty (the extra `monty`) supports
+a part of Python: no `yield`, few modules, no files. Untrusted values are converted to Python's in this process and not
+in the node. Messages to the node are those of `fork_server`.
 """
 
 import json
@@ -14,15 +13,15 @@ import sys
 import time
 from typing import Any
 
-from rl_swarm.scoring.sandbox.fork_server import MAX_OUTPUT, MEMORY, STATUS, complaint
+from rl_swarm.scoring.sandbox.fork_server import MAX_OUTPUT, MEMORY, STATUS, describe_error
 from rl_swarm.scoring.sandbox.literals import write
 
-BUSY = 5  # times the limit, by the clock: Monty does not count the time of its processor
+WALL_FACTOR = 5  # of the limit: Monty measures wall-clock time and not processor time
 
 
 def run(pool: Any, request: str, seconds: float, until: float) -> list[str]:
-    """A line for the code, and one for every call that begins in time."""
-    limits = {"max_feed_duration_secs": BUSY * seconds, "max_memory": MEMORY}
+    """Return a line for the code, and one for every call that begins in time."""
+    limits = {"max_feed_duration_secs": WALL_FACTOR * seconds, "max_memory": MEMORY}
     lines: list[str] = []
     with pool.checkout(limits=limits, os_policy={"sleep": "zero", "random_start": {"seed": 0}}) as session:
         for text in request.split("\0"):
@@ -31,8 +30,8 @@ def run(pool: Any, request: str, seconds: float, until: float) -> list[str]:
             try:
                 value = session.feed_run(text, print_callback=lambda stream, printed: None)
                 lines.append("=" + write(value) if lines else "=")
-            except Exception as error:  # noqa: BLE001 whatever the code raised, or the interpreter
-                lines.append("!" + complaint(error).removeprefix("MontyRuntimeError: "))
+            except Exception as error:  # noqa: BLE001 the program or the interpreter may raise anything
+                lines.append("!" + describe_error(error).removeprefix("MontyRuntimeError: "))
                 if len(lines) == 1:
                     break
     return lines
@@ -47,10 +46,10 @@ def main() -> None:
         control.send(json.dumps({"error": "pydantic-monty is not installed"}).encode() + b"\n")
         return
     seconds, wall = float(sys.argv[2]), float(sys.argv[3])
-    with Monty(max_processes=1, request_timeout=2 * BUSY * seconds) as pool:
+    with Monty(max_processes=1, request_timeout=2 * WALL_FACTOR * seconds) as pool:
         ready = run(pool, "def f(x): return x + 1\0f(1)", seconds, math.inf)
-        said: dict[str, object] = {"kept_from": {}} if ready == ["=", "=2"] else {"error": str(ready)}
-        control.send(json.dumps(said).encode() + b"\n")
+        status: dict[str, object] = {"denied": {}} if ready == ["=", "=2"] else {"error": str(ready)}
+        control.send(json.dumps(status).encode() + b"\n")
         while True:
             data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not data:

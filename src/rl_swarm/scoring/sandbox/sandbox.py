@@ -1,11 +1,10 @@
-"""Runs code that nobody can trust and judges what it gave: programs in, verdicts out.
+"""Runs untrusted programs and judges their results: programs in, verdicts out.
 
-A program runs in a process that reaches nothing (see `fork_server`). That process is told the calls of the tests, but
-never
-what they should give: it writes down what each call gave, and the comparison happens here. So code that patches its
-surroundings, exits early or speaks for itself gains nothing by it: it would have to know the right values.
+A program runs in an isolated process (see `fork_server`). That process gets the calls of the tests, but not the
+expected values: it writes the result of each call, and the comparison happens here. So a program that patches its
+surroundings, exits early or writes replies itself gains nothing: it would have to know the right values.
 
-Which isolation there is depends on the system. `Sandbox` takes the best one that is seen to hold, and raises where
+The available isolation depends on the system. `Sandbox` takes the best one that passes its own test, and raises if
 there is none.
 """
 
@@ -32,27 +31,24 @@ from rl_swarm.scoring.sandbox.literals import Value, read, same
 log = logging.getLogger(__name__)
 
 CPU_SECONDS = 1.0  # for a program with all its tests
-WALL_TIMES, WALL_SECONDS = (
-    10,
-    10.0,
-)  # by the clock a program has so many times its processor time, and so much more
-ANSWER_SECONDS = 60.0  # that a keeper may take beyond that to say so
+WALL_FACTOR, WALL_SECONDS = 10, 10.0  # the wall-clock limit is factor times processor time, plus seconds
+REPLY_SECONDS = 60.0  # that a process may take beyond that to reply
 START_SECONDS = 60.0
 OVERTIME_SECONDS = 5.0  # that a call of `judge` may take beyond its `seconds`
 MAX_TESTS = 100
 MAX_REQUEST = 96 << 10  # bytes of code and calls; they have to fit into a socket's buffer
 MAX_SHOWN = 200
 NOT_JUDGED = "not judged: time was up before its turn"
-MAX_TRIES = 3  # of a program whose keeper ends, and of a keeper that does not start
+MAX_TRIES = 3  # to run a program whose process ends, and to start a process
 
-# Best first: what each is made of.
+# Best first, with a description.
 ISOLATIONS = {
     "namespaces": "namespaces, seccomp, Landlock where the kernel has it, and limits",
     "seccomp": "seccomp, Landlock and limits",
     "monty": "the interpreter pydantic-monty, which runs a part of Python that reaches nothing",
 }
 ADVICE = (
-    "Code of models and strangers is not run here, because no isolation is available ({why}). "
+    "Code of models and strangers is not run here, because no isolation is available ({reasons}). "
     "Use Linux on x86-64 or arm64 (Landlock needs 5.13 or newer, and in a container a seccomp profile that allows it), "
     "or install the interpreter that is safe by itself: pip install 'rl-swarm[monty]'"
 )
@@ -63,7 +59,7 @@ class Test:
     call: str  # an expression over what the code defines: "add(2, 3)"
     expected: str  # a literal: "5"; it never gets near the code
 
-    __test__ = False  # for pytest, which takes the name for one of its own
+    __test__ = False  # for pytest, which collects classes of this name
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,8 @@ class Program:
 @dataclass(frozen=True)
 class ProgramVerdict:
     passed: tuple[bool, ...]
-    error: str = ""  # what a person reads: the first thing that went wrong
-    judged: bool = True  # not when time was up before its turn, which says nothing about the program
+    error: str = ""  # the first error, for people to read
+    judged: bool = True  # False if time was up before its turn, which says nothing about the program
 
     @property
     def right(self) -> bool:
@@ -84,41 +80,41 @@ class ProgramVerdict:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """An isolation, and why it is not available if it is not."""
+class Availability:
+    """An isolation, and the problem if it is not available."""
 
     isolation: str
     problem: str = ""
 
 
-class KeeperBroke(Exception):
-    """A keeper does not start, does not keep what it should, or is gone."""
+class SandboxProcessError(Exception):
+    """A process does not start, is not isolated as it should be, or has ended."""
 
 
-class TooLate(Exception):
-    """A keeper has not answered in time."""
+class SandboxTimeout(Exception):
+    """A process has not replied in time."""
 
 
-def available() -> list[Offer]:
-    """What this machine offers, best first. Each one is started, and tries what it should be kept from."""
-    return [_offer(isolation) for isolation in ISOLATIONS]
+def available() -> list[Availability]:
+    """Return what this machine offers, best first. Each isolation is started and tested."""
+    return [_try_isolation(isolation) for isolation in ISOLATIONS]
 
 
 def wall_limit(cpu_seconds: float) -> float:
-    """How long a program may take by the clock. Nothing waits in there, so only a very busy machine takes long."""
-    return WALL_TIMES * cpu_seconds + WALL_SECONDS
+    """Return the wall-clock limit of a program. Calls that wait return at once, so only a busy machine reaches it."""
+    return WALL_FACTOR * cpu_seconds + WALL_SECONDS
 
 
-def _offer(isolation: str) -> Offer:
+def _try_isolation(isolation: str) -> Availability:
     try:
-        Keeper(isolation, CPU_SECONDS, wall_limit(CPU_SECONDS)).stop()
-    except KeeperBroke as error:
-        return Offer(isolation, str(error))
-    return Offer(isolation)
+        SandboxProcess(isolation, CPU_SECONDS, wall_limit(CPU_SECONDS)).stop()
+    except SandboxProcessError as error:
+        return Availability(isolation, str(error))
+    return Availability(isolation)
 
 
 class Sandbox:
-    """A keeper for each of a few programs at a time."""
+    """Judges programs in a few processes at a time."""
 
     def __init__(
         self,
@@ -132,24 +128,24 @@ class Sandbox:
         self.cpu_seconds = cpu_seconds
         self.wall_seconds = wall_limit(cpu_seconds) if wall_seconds is None else wall_seconds
         self.workers = workers or _cores()
-        self.restarts = 0  # times that a keeper was lost
-        self._idle: deque[Keeper] = deque()
+        self.restarts = 0  # of lost processes
+        self._idle: deque[SandboxProcess] = deque()
         self._threads = ThreadPoolExecutor(self.workers, "sandbox")
         problems = []
         for name in [isolation] if isolation else ISOLATIONS:
             try:
-                self._idle.append(Keeper(name, cpu_seconds, self.wall_seconds))
-            except KeeperBroke as error:
+                self._idle.append(SandboxProcess(name, cpu_seconds, self.wall_seconds))
+            except SandboxProcessError as error:
                 problems.append(f"{name}: {error}")
             else:
                 self.isolation = name
                 log.info("code runs behind %s", ISOLATIONS[name])
                 return
-        raise UserError(ADVICE.format(why="; ".join(problems)))
+        raise UserError(ADVICE.format(reasons="; ".join(problems)))
 
     def judge(self, programs: Sequence[Program], seconds: float | None = None) -> list[ProgramVerdict]:
-        """A verdict for every program. With `seconds`, those whose turn does not come in time are not `judged`."""
-        latest = math.inf if seconds is None else time.monotonic() + seconds
+        """Return a verdict for every program. With `seconds`, programs that do not start in time are not `judged`."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         waiting = deque(enumerate(programs))
         verdicts: dict[int, ProgramVerdict] = {}
 
@@ -159,7 +155,7 @@ class Sandbox:
                     number, program = waiting.popleft()
                 except IndexError:
                     return
-                verdicts[number] = self._judge(program, latest)
+                verdicts[number] = self._judge(program, deadline)
 
         workers = [self._threads.submit(work) for _ in range(min(self.workers, len(programs)))]
         try:
@@ -174,60 +170,60 @@ class Sandbox:
         while self._idle:
             self._idle.pop().stop()
 
-    def _judge(self, program: Program, latest: float) -> ProgramVerdict:
+    def _judge(self, program: Program, deadline: float) -> ProgramVerdict:
         try:
             expected = check(program)
         except ValueError as error:
             return failed(program, str(error))
         for _ in range(MAX_TRIES):
-            if time.monotonic() > latest:
+            if time.monotonic() > deadline:
                 return failed(program, NOT_JUDGED, judged=False)
-            keeper = self._keeper()
-            until = min(time.monotonic() + self.wall_seconds + ANSWER_SECONDS, latest + OVERTIME_SECONDS)
+            process = self._process()
+            reply_by = min(time.monotonic() + self.wall_seconds + REPLY_SECONDS, deadline + OVERTIME_SECONDS)
             try:
-                lines, ending = keeper.run(program, until)
-            except TooLate:
-                self._lose(keeper, "it took too long")
-                if time.monotonic() < latest:
+                lines, ending = process.run(program, reply_by)
+            except SandboxTimeout:
+                self._discard(process, "it took too long")
+                if time.monotonic() < deadline:
                     return failed(program, too_slow(self.wall_seconds))
-            except KeeperBroke as error:  # which need not be this program's fault
-                self._lose(keeper, str(error))
+            except SandboxProcessError as error:  # not necessarily caused by this program
+                self._discard(process, str(error))
             else:
-                self._idle.append(keeper)
+                self._idle.append(process)
                 return compare(program, expected, lines, ending)
         return failed(program, "it breaks the process that runs it")
 
-    def _lose(self, keeper: "Keeper", why: str) -> None:
-        keeper.stop()
+    def _discard(self, process: "SandboxProcess", reason: str) -> None:
+        process.stop()
         self.restarts += 1
-        log.info("a process that runs code was lost: %s", why)
+        log.info("a process that runs code was lost: %s", reason)
 
-    def _keeper(self) -> "Keeper":
-        """One that lives: what ended before costs no program one of its tries."""
+    def _process(self) -> "SandboxProcess":
+        """Return a running process; one that had ended before does not count as a try."""
         with suppress(IndexError):
-            while (keeper := self._idle.pop()).process.poll() is not None:
-                self._lose(keeper, "it had ended")
-            return keeper
+            while (process := self._idle.pop()).process.poll() is not None:
+                self._discard(process, "it had ended")
+            return process
         problem = ""
         for _ in range(MAX_TRIES):
             try:
-                return Keeper(self.isolation, self.cpu_seconds, self.wall_seconds)
-            except KeeperBroke as error:
+                return SandboxProcess(self.isolation, self.cpu_seconds, self.wall_seconds)
+            except SandboxProcessError as error:
                 problem = str(error)
         raise UserError(f"The sandbox ({self.isolation}) does not start any more: {problem}")
 
 
-class Keeper:
-    """The judge's side of a process that runs programs, one after the other."""
+class SandboxProcess:
+    """The node's side of a process that runs programs one after the other."""
 
     def __init__(self, isolation: str, cpu_seconds: float, wall_seconds: float) -> None:
         self.cpu_seconds, self.wall_seconds = cpu_seconds, wall_seconds
-        self.control, theirs = socket.socketpair()
+        self.control, child_end = socket.socketpair()
         command, environment = start(isolation)
-        with theirs:
+        with child_end:
             self.process = subprocess.Popen(
                 [*command, isolation, str(cpu_seconds), str(wall_seconds)],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -235,17 +231,17 @@ class Keeper:
                 env=environment,
             )
         try:
-            self._check_in()
+            self._check_isolation()
         except BaseException:
             self.stop()
             raise
 
-    def run(self, program: Program, until: float) -> tuple[list[str], str]:
-        """What the program said, line by line, and how it ended. It has a socket of its own, read when it has ended."""
+    def run(self, program: Program, deadline: float) -> tuple[list[str], str]:
+        """Run a program; return the lines that it wrote and how it ended. Its socket is read after its end."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                theirs.setblocking(False)  # nothing that code does with it can wait
+                theirs.setblocking(False)  # no use of it by the program can block
                 ours.setblocking(False)
                 request = "\0".join([program.code, *(test.call for test in program.tests)])
                 try:
@@ -253,10 +249,10 @@ class Keeper:
                     ours.shutdown(socket.SHUT_WR)
                     socket.send_fds(self.control, [b"!"], [theirs.fileno()])
                 except OSError as error:
-                    raise KeeperBroke(f"it takes no program: {error}") from error
-            ending = Ending.told(self._hear(STATUS.size, until))
+                    raise SandboxProcessError(f"it accepts no program: {error}") from error
+            ending = ExitStatus.unpack(self._receive(STATUS.size, deadline))
             output = b""
-            with suppress(BlockingIOError, ConnectionResetError):  # a child that was killed before it had read all
+            with suppress(BlockingIOError, ConnectionResetError):  # the child was killed before it had read the request
                 while part := ours.recv(1 << 18):
                     output += part
         return output.decode(errors="replace").split("\n")[:-1], ending.reason(self.cpu_seconds, self.wall_seconds)
@@ -267,43 +263,43 @@ class Keeper:
         self.process.wait()
         self.control.close()
 
-    def _check_in(self) -> None:
+    def _check_isolation(self) -> None:
         try:
-            said = json.loads(self._hear(None, time.monotonic() + START_SECONDS))
-        except TooLate as error:
-            raise KeeperBroke(str(error)) from None
-        if "error" in said:
-            raise KeeperBroke(said["error"])
-        if free := [name for name, holds in said["kept_from"].items() if not holds]:
-            raise KeeperBroke(f"it is not kept from {', '.join(free)}")
+            report = json.loads(self._receive(None, time.monotonic() + START_SECONDS))
+        except SandboxTimeout as error:
+            raise SandboxProcessError(str(error)) from None
+        if "error" in report:
+            raise SandboxProcessError(report["error"])
+        if free := [name for name, holds in report["denied"].items() if not holds]:
+            raise SandboxProcessError(f"it is not kept from {', '.join(free)}")
 
-    def _hear(self, size: int | None, until: float) -> bytes:
-        """So many bytes, or a line."""
-        heard = b""
-        while len(heard) < size if size else not heard.endswith(b"\n"):
-            self.control.settimeout(max(until - time.monotonic(), 0.001))
+    def _receive(self, size: int | None, deadline: float) -> bytes:
+        """Receive `size` bytes, or a line."""
+        received = b""
+        while len(received) < size if size else not received.endswith(b"\n"):
+            self.control.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 part = self.control.recv(size or 4096)
             except TimeoutError:
-                raise TooLate("it does not answer") from None
+                raise SandboxTimeout("it does not answer") from None
             except ConnectionError:
                 part = b""
             if not part:
-                raise KeeperBroke("it has ended")
-            heard += part
-        return heard
+                raise SandboxProcessError("it has ended")
+            received += part
+        return received
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How the process of a program ended."""
+class ExitStatus:
+    """Records how the process of a program ended."""
 
     status: int
     out_of_time: bool
     cpu_seconds: float
 
     @classmethod
-    def told(cls, message: bytes) -> "Ending":
+    def unpack(cls, message: bytes) -> "ExitStatus":
         status, out_of_time, user, user_micro, system, system_micro = STATUS.unpack(message)
         return cls(status, bool(out_of_time), user + system + (user_micro + system_micro) / 1e6)
 
@@ -319,7 +315,7 @@ class Ending:
 
 
 def check(program: Program) -> list[Value]:
-    """What its tests expect. A ValueError says why a program cannot be judged, whatever it does."""
+    """Return the expected values. A ValueError says why a program cannot be judged at all."""
     texts = [program.code, *(test.call for test in program.tests)]
     if not 1 <= len(program.tests) <= MAX_TESTS:
         raise ValueError(f"it has {len(program.tests)} tests, and 1 to {MAX_TESTS} are possible")
@@ -332,13 +328,13 @@ def check(program: Program) -> list[Value]:
         try:
             expected.append(read(test.expected))
         except ValueError as error:
-            why = f"a test expects {shown(test.expected)}, which is no literal: {shown(str(error))}"
-            raise ValueError(why) from None
+            reason = f"a test expects {shown(test.expected)}, which is no literal: {shown(str(error))}"
+            raise ValueError(reason) from None
     return expected
 
 
 def compare(program: Program, expected: Sequence[Value], lines: Sequence[str], ending: str) -> ProgramVerdict:
-    """The verdict, from what a program said and how it ended."""
+    """Return the verdict on a program from its lines and its end."""
     if not lines or lines[0] != "=":
         return failed(program, shown(lines[0][1:]) if lines else ending)
     passed, error = [], ""
@@ -350,7 +346,7 @@ def compare(program: Program, expected: Sequence[Value], lines: Sequence[str], e
 
 
 def _wrong(call: str, expected: Value, line: str) -> str:
-    """What is wrong with what a call gave; nothing if it gave what was expected."""
+    """Describe what is wrong with the result of a call; empty if it is as expected."""
     if not line.startswith("="):
         return f"{shown(call)}: {shown(line[1:])}"
     try:
@@ -368,13 +364,12 @@ def failed(program: Program, error: str, judged: bool = True) -> ProgramVerdict:
 
 
 def shown(text: str) -> str:
-    """A stranger's text, fit for a terminal and a log."""
+    """Return untrusted text without control characters, for terminals and logs."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_SHOWN])
 
 
 def start(isolation: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a keeper and its environment, which has nothing of the node's. Sets have the same order
-    everywhere."""
+    """Return the command and environment of a process, without the node's variables. Hash seeds are fixed."""
     module, options, path = "fork_server", ["-s", "-S"], [str(Path(__file__).parents[3])]
     if isolation == "monty":
         module, options, path = "monty", [], list(filter(None, sys.path))

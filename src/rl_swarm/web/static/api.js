@@ -11,12 +11,12 @@ export function address(path, parameters = {}) {
   return text ? `${path}?${text}` : path;
 }
 
-const asked = new Map(); // what is under way: nobody asks the same twice at a time
+const pending = new Map(); // requests under way, so that none is sent twice at a time
 
 export function get(path, parameters) {
   const where = address(path, parameters);
-  if (!asked.has(where)) asked.set(where, fetched(where).finally(() => asked.delete(where)));
-  return asked.get(where);
+  if (!pending.has(where)) pending.set(where, fetched(where).finally(() => pending.delete(where)));
+  return pending.get(where);
 }
 
 export const post = (path, token) => fetched(path, { method: "POST", headers: { Authorization: `Bearer ${token}` } });
@@ -32,7 +32,7 @@ async function fetched(where, options = { headers: { Accept: "application/json" 
 
 export const csv = (path, parameters) => address(path, { ...parameters, format: "csv" });
 
-// Calls back with the version whenever the swarm has changed, and when the server is lost; not while nobody looks at the page.
+// Calls back with the version whenever the swarm has changed, and when the server is lost; not while the page is hidden.
 export function follow(changed, lost) {
   let source = null;
   const tell = (connected) => {

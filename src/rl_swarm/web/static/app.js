@@ -1,4 +1,4 @@
-// Starts the page: which view is shown, and when it is brought up to date.
+// Starts the page: routes to a view, and refreshes it.
 
 import { follow, get } from "./api.js";
 import { forget } from "./charts.js";
@@ -13,7 +13,7 @@ import { offer } from "./stopping.js";
 const ROUTES = [[/^\/?$/, overview], [/^\/node\/(.+)$/, node], [/^\/rollouts$/, rollouts], [/^\/events$/, events], [/^\/runs$/, runs]];
 const main = document.getElementById("main");
 let view = null; // {title, element, refresh}
-let busy = null; // the view that is being brought up to date
+let busy = null; // the view that is being refreshed
 let again = false;
 let version = null; // of what was read last
 
@@ -33,7 +33,7 @@ async function refresh() {
   again = false;
   try {
     const [about] = await Promise.all([get("api/overview"), asked.refresh()]);
-    if (asked !== view) return; // somebody went on to another page
+    if (asked !== view) return; // the user has opened another page
     version = about.version;
     document.getElementById("swarm").textContent = about.name || "RL Swarm";
     const phase = document.getElementById("phase");
@@ -80,4 +80,4 @@ addEventListener("hashchange", () => {
 });
 if (!location.hash || location.hash === "#main") history.replaceState(null, "", "#/");
 show();
-follow((newest) => newest !== version && refresh(), () => { version = null; }); // another server may come back
+follow((newest) => newest !== version && refresh(), () => { version = null; }); // the server may restart

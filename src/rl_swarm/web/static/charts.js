@@ -71,7 +71,7 @@ export class Chart {
     this.read(this.plot);
   }
 
-  // Says in words what is under the pointer; else the latest values.
+  // Writes the values under the pointer; else the latest ones.
   read(plot) {
     const at = plot.cursor.idx ?? this.data.rounds.length - 1;
     const { lines, mean, rounds } = this.data;

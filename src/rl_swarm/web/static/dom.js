@@ -1,4 +1,4 @@
-// Builds the page. What a model or a stranger wrote only ever becomes text: nothing here parses HTML.
+// Builds the page. Texts of models and peers only ever become text nodes: nothing here parses HTML.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -11,7 +11,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Draws a part anew. Where the keyboard was in it, it is at the same link or box afterwards.
+// Redraws a part, and keeps the keyboard focus on the same link or box.
 export function redraw(place, ...children) {
   const focused = place.contains(document.activeElement) ? document.activeElement : null;
   const name = focused && ["href", "aria-label"].find((each) => focused.hasAttribute(each));
@@ -61,7 +61,7 @@ export function card(title, csv, ...content) {
 export const fact = (label, value, note) => h("div", { class: "fact" }, h("dt", {}, label), h("dd", {}, value),
   note ? h("dd", { class: "note" }, note) : null);
 
-export const happening = (kind) => h("span", { class: `what ${kind.replaceAll(/[^a-z]/g, "-")}` }, kind.replaceAll("_", " "));
+export const eventLabel = (kind) => h("span", { class: `what ${kind.replaceAll(/[^a-z]/g, "-")}` }, kind.replaceAll("_", " "));
 
 // A table of columns {title, cell(row), number, wide, short}; `wide` ones are left out on a phone, `short` ones stay on a line.
 export function table(caption, columns, rows, empty = "Nothing yet.") {

@@ -1,4 +1,4 @@
-// Shows an experiment: its arms as curves, the table of its report so far, and a link to every run.
+// Shows an experiment: its arms as curves, their measures so far, and a link to every run.
 
 import { csv, follow, get } from "./api.js";
 import { Chart } from "./charts.js";
@@ -6,10 +6,10 @@ import { card, fact, h, redraw, score, signed, table } from "./dom.js";
 
 const CURVES = [["fresh_local", "Reward of fresh local rollouts"], ["held_out", "Held-out score"], ["training_set", "Reward of the training set"]];
 const NOTES = [
-  "Training set: the mean reward of what a node trained on in a round, groups of others included, summed over nodes and rounds. The paper seems to log this.",
+  "Training set: the mean reward of what a node trained on in a round, external groups included, summed over nodes and rounds. The paper seems to log this.",
   "Fresh local: the mean reward of what its own model has just written, summed likewise.",
   "Held out: the score on questions that training never sees, at the start and now.",
-  "Below each number its 95 % interval, by bootstrap over seeds and nodes. With one seed it tells how nodes differ, not how seeds do: it is too narrow.",
+  "Below each number its 95 % interval, by bootstrap over seeds and nodes. With one seed it shows how nodes differ, not how seeds do: it is too narrow.",
 ];
 
 const main = document.getElementById("main");
@@ -52,26 +52,26 @@ const RUNS = [
 
 async function refresh() {
   const [page, ...curves] = await Promise.all([get("api/experiment"), ...CURVES.map(([metric]) => get("api/experiment/curves", { metric }))]);
-  const stands = page.stands;
+  const { state } = page;
   version = page.version;
-  const sum = (key) => stands.runs.reduce((total, run) => total + run[key], 0);
+  const sum = (key) => state.runs.reduce((total, run) => total + run[key], 0);
   progress.max = sum("rounds") || 1;
   progress.value = sum("played");
-  document.title = `${stands.name} · RL Swarm`;
-  document.getElementById("name").textContent = stands.name;
+  document.title = `${state.name} · RL Swarm`;
+  document.getElementById("name").textContent = state.name;
   const phase = document.getElementById("phase");
-  phase.textContent = stands.phase;
-  phase.className = `pill ${stands.phase}`;
+  phase.textContent = state.phase;
+  phase.className = `pill ${state.phase}`;
   facts.replaceChildren(...[
-    fact("Runs finished", `${stands.runs.filter((run) => run.phase === "finished").length} of ${stands.runs.length}`, "of those that have begun"),
-    fact("Arms", String(stands.arms.length), "that are compared"),
-    fact("Nodes", String(Math.max(0, ...stands.arms.map((arm) => arm.nodes))), "of each swarm"),
-    fact("Seeds", String(new Set(stands.runs.map((run) => run.seed)).size), "of each arm"),
-    stands.tuning ? fact("Learning rates", `${stands.tuned} of ${stands.tuning}`, "short runs finished") : null,
+    fact("Runs finished", `${state.runs.filter((run) => run.phase === "finished").length} of ${state.runs.length}`, "of those that have begun"),
+    fact("Arms", String(state.arms.length), "that are compared"),
+    fact("Nodes", String(Math.max(0, ...state.arms.map((arm) => arm.nodes))), "of each swarm"),
+    fact("Seeds", String(new Set(state.runs.map((run) => run.seed)).size), "of each arm"),
+    state.tuning ? fact("Learning rates", `${state.tuned} of ${state.tuning}`, "short runs finished") : null,
   ].filter(Boolean));
   charts.forEach((chart, k) => chart.show({ rounds: curves[k].rounds, lines: curves[k].lines }));
-  redraw(arms, table("Arms", ARMS, stands.arms));
-  redraw(runs, table("Runs", RUNS, stands.runs));
+  redraw(arms, table("Arms", ARMS, state.arms));
+  redraw(runs, table("Runs", RUNS, state.runs));
 }
 
 let busy = false;
@@ -91,10 +91,10 @@ async function update() {
 }
 
 main.append(h("h1", {}, "What sharing is worth"), h("div", { class: "stack" },
-  h("section", { class: "card", "aria-label": "Where it stands" }, progress, facts),
+  h("section", { class: "card", "aria-label": "Status" }, progress, facts),
   h("div", { class: "main-charts even" }, charts.slice(0, 2).map((chart) => h("section", { class: "card", "aria-label": chart.label }, chart.element))),
   card("Arms", csv("api/experiment"), arms, h("ul", { class: "notes" }, NOTES.map((note) => h("li", {}, note)))),
   h("section", { class: "card", "aria-label": charts[2].label }, charts[2].element),
   card("Runs", csv("api/experiment/runs"), runs)));
 update();
-follow((newest) => newest !== version && update(), () => { version = null; }); // another server may come back
+follow((newest) => newest !== version && update(), () => { version = null; }); // the server may restart

@@ -2,7 +2,7 @@
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
-import { bytes, card, count, fact, h, happening, life, moment, nodeLink, percent, redraw, save, score, signed, table } from "./dom.js";
+import { bytes, card, count, fact, h, eventLabel, life, moment, nodeLink, percent, redraw, save, score, signed, table } from "./dom.js";
 
 // Charts that show several metrics or need a unit, in this order. Every other metric has a chart under its own name.
 const CHARTS = [
@@ -53,7 +53,7 @@ export function node(id) {
 
   async function refresh() {
     const [about, curves, happened] = await Promise.all([get(path), get(`${path}/curves`), get("api/events", { node: id, limit: 20 })]);
-    if (!head.isConnected) return; // somebody went on to another page
+    if (!head.isConnected) return; // the user has opened another page
     const { row } = about;
     view.title = row.name;
     document.querySelector("#main h1").replaceChildren(life(row.alive), ` ${row.name}`);
@@ -102,7 +102,7 @@ export function node(id) {
         card("Hardware", saved("hardware"), pairs("Part", "Description", about.hardware, "Not shared.", false))),
       card("Events", csv("api/events", { node: id, limit: 1000 }), table("Events", [
         { title: "When", short: true, cell: (event) => moment(event.timestamp) },
-        { title: "Event", short: true, cell: (event) => happening(event.event) },
+        { title: "Event", short: true, cell: (event) => eventLabel(event.event) },
         { title: "Round", number: true, cell: (event) => (event.round === null ? "–" : String(event.round)) },
         { title: "Detail", wide: true, cell: (event) => event.detail },
       ], happened.events)),

@@ -4,7 +4,7 @@ import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
 import { card, count, duration, fact, h, life, nodeLink, percent, redraw, score, signed, table } from "./dom.js";
 
-const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all in step" };
+const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all nodes in lock-step" };
 
 const PAGE = 50;
 const arrow = (change) => (change > 0.005 ? "▲" : change < -0.005 ? "▼" : "•");
@@ -60,19 +60,19 @@ export function overview() {
     reward.show(rewards);
     heldOut.show(scores);
     note.hidden = about.has_logs || !about.nodes;
-    torn.hidden = !about.unreadable_lines;
-    torn.textContent = `${count(about.unreadable_lines)} ${about.unreadable_lines === 1 ? "line" : "lines"} of the nodes' logs cannot be read: the curves may have gaps.`;
+    unreadable.hidden = !about.unreadable_lines;
+    unreadable.textContent = `${count(about.unreadable_lines)} ${about.unreadable_lines === 1 ? "line" : "lines"} of the nodes' logs cannot be read: the curves may have gaps.`;
   }
 
   const board = card("Leaderboard", csv("api/nodes", { limit: 1000 }), leaders, more);
   board.querySelector(".head").insertBefore(search, board.querySelector(".save"));
   const note = h("p", { class: "note", hidden: true }, "The nodes' logs cannot be read from here: this page shows what the nodes report.");
-  const torn = h("p", { class: "note", role: "status", hidden: true });
+  const unreadable = h("p", { class: "note", role: "status", hidden: true });
   return {
     title: "Overview",
     refresh,
     element: h("div", { class: "stack" },
-      h("section", { class: "card", "aria-label": "Status" }, progress, facts, note, torn),
+      h("section", { class: "card", "aria-label": "Status" }, progress, facts, note, unreadable),
       h("div", { class: "main-charts" },
         h("section", { class: "card", "aria-label": "Reward" }, reward.element),
         h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element)),

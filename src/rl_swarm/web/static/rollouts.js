@@ -1,4 +1,4 @@
-// Shows what the models write: questions, answer keys, and every completion beside the others.
+// Shows rollouts: questions, answer keys, and all completions.
 
 import { csv, get } from "./api.js";
 import { folding, h, moment, nodeLink, save as saving, score, signed } from "./dom.js";
@@ -67,7 +67,7 @@ export function rollouts(_, query) {
     choose(fields.node, nodes.nodes.map((row) => [row.node, row.name]), "node");
     newest = about.version;
     if (loaded === null) await load(null);
-    newer.hidden = newest === loaded; // somebody may be reading: nothing moves by itself
+    newer.hidden = newest === loaded; // the user may be reading: nothing moves by itself
   }
 
   const form = h("form", { class: "tools", role: "search", "aria-label": "Filter rollouts", onchange: apply, onsubmit: (event) => { event.preventDefault(); apply(); } },

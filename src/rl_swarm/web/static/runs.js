@@ -1,4 +1,4 @@
-// Lays the runs in the same folder over each other.
+// Compares the runs in the same folder.
 
 import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";

@@ -1,4 +1,4 @@
-// Stops the run, where the server lets those who know the token. The token stays in memory.
+// Stops the run for a user with the token. The token stays in memory.
 
 import { post } from "./api.js";
 import { h } from "./dom.js";
@@ -6,18 +6,18 @@ import { h } from "./dom.js";
 let token = "";
 
 const input = h("input", { type: "password", id: "token", autocomplete: "off", required: true });
-const said = h("p", { class: "failure", role: "alert", hidden: true });
+const message = h("p", { class: "failure", role: "alert", hidden: true });
 const form = h("form", { onsubmit: stop },
   h("h2", {}, "Stop the run?"),
-  h("p", {}, "The nodes save where they are, and this page ends with them. Go on later with ", h("code", {}, "rl-swarm up --resume"), "."),
-  h("label", { for: "token" }, "Token (SWARM_WEB_TOKEN)", input), said,
+  h("p", {}, "The nodes save their state, and this page closes. Resume later with ", h("code", {}, "rl-swarm up --resume"), "."),
+  h("label", { for: "token" }, "Token (SWARM_WEB_TOKEN)", input), message,
   h("div", { class: "pages" }, h("button", { class: "danger" }, "Stop the run"), h("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
 const dialog = h("dialog", { "aria-label": "Stop the run" }, form);
 const button = document.getElementById("stop");
 document.body.append(dialog);
 button.addEventListener("click", () => {
   input.value = token;
-  said.hidden = true;
+  message.hidden = true;
   dialog.showModal();
 });
 
@@ -30,8 +30,8 @@ async function stop(event) {
     button.disabled = true;
     dialog.close();
   } catch (error) {
-    said.textContent = error.message;
-    said.hidden = false;
+    message.textContent = error.message;
+    message.hidden = false;
   }
 }
 

@@ -1,4 +1,4 @@
-"""Gathers all the steps that tasks are made of, by subject."""
+"""Collects the steps of tasks, by subject."""
 
 from rl_swarm.environments.coding.steps.algorithms import ALGORITHMS
 from rl_swarm.environments.coding.steps.dictionaries import DICTIONARIES

@@ -1,4 +1,4 @@
-"""Defines steps that take a loop: small algorithms on numbers, lists and texts."""
+"""Defines steps that need a loop: small algorithms on numbers, lists and texts."""
 
 from rl_swarm.environments.coding.grammar import Step
 

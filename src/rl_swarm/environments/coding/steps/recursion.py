@@ -1,4 +1,4 @@
-"""Defines steps that are functions calling themselves. `$f` is the function's name."""
+"""Defines steps that are recursive functions. `$f` is the function's name."""
 
 from rl_swarm.environments.coding.grammar import Step
 

@@ -6,18 +6,21 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import PEER_SECONDS, Environment
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.node.founding import new_manifest
-from rl_swarm.node.selection import Checks, best_peer, check, score, select
+from rl_swarm.node.intake import Checks, Selection, regenerate, score_external
+from rl_swarm.node.report import best_peer
+from rl_swarm.node.round import score
+from rl_swarm.node.strategies import Strategy
 from rl_swarm.protocol.manifest import question_seed
 from rl_swarm.protocol.questions import Question
-from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Sampling, unpack
+from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, Rollout, Sampling, unpack
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.settings import Settings
 
-MANIFEST = new_manifest(Settings(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
+MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, stages=1)
 ROUND = 7
 
 
@@ -62,29 +65,28 @@ def publish(peer_id, rights, round=ROUND, environment=None):
     )
 
 
-def selected(publications, wanted, used=frozenset(), seed=0, environment=None, checks=Checks()):
+def selected(publications, wanted, used=frozenset(), seed=0, environment=None, sources=None, **changes):
     rejected = []
-    found = select(
-        publications,
-        wanted,
+    checks = Checks(
         MANIFEST,
         environment or Doubling(),
-        set(used),
-        random.Random(seed),
         lambda *why: rejected.append(why),
-        checks,
+        used=set(used),
+        sources=sources or {},
+        **changes,
     )
-    return found, rejected
+    return Selection(wanted, checks, Strategy(), random.Random(seed)).run(publications), rejected
 
 
 def test_what_a_peer_says_about_the_end_of_its_answers_earns_it_nothing():
     environment = Doubling()
-    environment.ending = 0.2
+    environment.ending_bonus = 0.2
     question = question_of("alice", 0)
     answers = [Completion(question.answer, ended) for ended in (True, True, False, False)]
-    (theirs,) = score([("alice", question, answers)], environment, external=True)
+    rollout = Rollout("alice", ROUND, 0, 0, question.prompt, tuple(answers))
+    (theirs,) = score_external([rollout], [question], environment)
     assert theirs.rewards == (1.0,) * 4 and not theirs.has_signal
-    (own,) = score([("me", question, answers)], environment, external=False)
+    (own,) = score(environment, "me", [question], [answers])
     assert own.rewards == (1.2, 1.2, 0.8, 0.8)
 
 
@@ -94,7 +96,7 @@ def test_groups_are_scored_here_and_come_with_their_peer():
     assert group.rewards == (1.0, 1.0, 0.0, 0.0)
     assert group.question == question_of("alice", 0)
     assert (group.peer_id, group.external) == ("alice", True)
-    assert found.keys == [("alice", ROUND, 0, 0)]
+    assert found.ids == [("alice", ROUND, 0, 0)]
     assert rejected == []
 
 
@@ -158,7 +160,7 @@ def test_nothing_is_scored_for_a_publication_that_is_refused():
     environment = Doubling()
     replayed = replace(publish("alice", [2]), peer_id="mallory")
     with pytest.raises(Rejected):
-        check(list(unpack(replayed, MANIFEST.limits)), MANIFEST, environment)
+        regenerate(list(unpack(replayed, MANIFEST.limits)), MANIFEST, environment)
     assert environment.scored == []
 
 
@@ -181,18 +183,9 @@ class Hurried(Doubling):
 @pytest.mark.parametrize(("made", "scored", "groups"), [(5, 20, 5), (2, 20, 2), (5, 11, 2), (0, 20, 0), (5, 3, 0)])
 def test_what_a_peer_cannot_have_checked_in_its_time_is_left_out_and_counted(made, scored, groups):
     """A rollout whose completions were not all scored says nothing."""
-    rejected = []
-    found = select(
-        [publish("alice", [1, 2, 3, 1, 2])],
-        5,
-        MANIFEST,
-        Hurried(made, scored),
-        set(),
-        random.Random(0),
-        lambda *why: rejected.append(why),
-    )
+    found, rejected = selected([publish("alice", [1, 2, 3, 1, 2])], 5, environment=Hurried(made, scored))
     assert [sum(group.rewards) for group in found.scored] == [1, 2, 3, 1, 2][:groups]
-    assert {key[3] for key in found.keys} == set(range(groups))
+    assert {key[3] for key in found.ids} == set(range(groups))
     assert [(node, reason) for node, reason, _ in rejected] == ([("alice", "slow")] if groups < 5 else [])
 
 
@@ -204,7 +197,7 @@ def test_the_own_answers_of_a_node_have_all_the_time_they_need():
             asked.append(seconds)
             return super().score(answered)
 
-    score([("me", question_of("me", 0), [Completion("1", True)])], Noting(), external=False)
+    score(Noting(), "me", [question_of("me", 0)], [[Completion("1", True)]])
     assert asked == [None]
 
 
@@ -217,7 +210,7 @@ def test_groups_without_signal_are_never_chosen_but_count_as_looked_at():
 
 def test_no_more_are_chosen_than_wanted_and_none_twice():
     found, _ = selected([publish("alice", [2] * 6)], 4)
-    assert len(found.chosen) == len(set(found.keys)) == 4
+    assert len(found.chosen) == len(set(found.ids)) == 4
 
 
 def test_all_groups_of_a_peer_that_carry_signal_are_equally_likely():
@@ -225,7 +218,7 @@ def test_all_groups_of_a_peer_that_carry_signal_are_equally_likely():
     drawn = Counter()
     for seed in range(2000):
         found, _ = selected(publications, 2, seed=seed)
-        drawn.update(found.keys)
+        drawn.update(found.ids)
     # two of bob's three groups beside alice's one, and two places
     assert len(drawn) == 4
     for (peer_id, *_), count in drawn.items():
@@ -234,14 +227,14 @@ def test_all_groups_of_a_peer_that_carry_signal_are_equally_likely():
 
 def test_no_source_fills_a_batch_alone_where_there_are_others():
     publications = [publish(name, [1, 2, 3, 2]) for name in ("alice", "bob", "carol")]
-    apart = Checks({"alice": "alice", "bob": "bob", "carol": "carol"}, share=0.5)
-    found, _ = selected(publications, 4, checks=apart)
+    apart = {"alice": "alice", "bob": "bob", "carol": "carol"}
+    found, _ = selected(publications, 4, sources=apart, max_source_share=0.5)
     assert Counter(g.peer_id for g in found.chosen) == {"alice": 2, "bob": 2}
-    one_machine = Checks({"alice": "invitation", "bob": "invitation", "carol": "carol"}, share=0.5)
-    found, _ = selected(publications, 4, checks=one_machine)
+    one_machine = {"alice": "invitation", "bob": "invitation", "carol": "carol"}
+    found, _ = selected(publications, 4, sources=one_machine, max_source_share=0.5)
     assert Counter(g.peer_id for g in found.chosen) == {"alice": 2, "carol": 2}
     assert "bob" not in found.asked, "nothing more is wanted from there"
-    found, _ = selected(publications[:1], 4, checks=Checks({"alice": "alice"}, share=0.5))
+    found, _ = selected(publications[:1], 4, sources={"alice": "alice"}, max_source_share=0.5)
     assert len(found.chosen) == 4, "who is alone may give all"
 
 
@@ -249,7 +242,7 @@ def test_a_larger_group_is_cut_to_the_size_of_the_nodes_own():
     question = question_of("alice", 0)
     answers = [Answer(question.prompt, text, 1.0) for text in [question.answer] * 20 + ["wrong"] * 20]
     large, environment = replace(publish("alice", [1]), rollouts={"0": answers}), Doubling()
-    found, _ = selected([large], 1, environment=environment, checks=Checks(completions=8))
+    found, _ = selected([large], 1, environment=environment, max_completions=8)
     assert len(found.chosen[0].completions) == len(environment.scored) == 8
     assert len(selected([large], 1)[0].chosen[0].completions) == 40
 
@@ -268,7 +261,7 @@ def test_a_copy_of_another_peers_long_answer_is_left_out():
     thought = "I think, and I think again, and then I know what it must be: two!"
     both = {"alice": "alice", "mallory": "mallory", "bob": "bob"}
     publications = [shows("alice", "2", thought), shows("mallory", "2", thought), shows("bob", "2", "3")]
-    found, rejected = selected(publications, 3, environment=Same(), checks=Checks(both))
+    found, rejected = selected(publications, 3, environment=Same(), sources=both)
     assert {g.peer_id for g in found.chosen} == {"alice", "bob"}
     assert [(node, reason) for node, reason, _ in rejected] == [("mallory", "copy")]
     assert found.asked == {"alice": False, "mallory": True, "bob": False}
@@ -280,8 +273,8 @@ def test_what_this_model_would_not_write_is_left_out_and_counted_once():
 
     publications = [publish("mallory", [1, 2]), publish("alice", [1, 2])]
     sources = {"mallory": "mallory", "alice": "alice"}
-    checks = Checks(sources, max_span_nlls=max_span_nlls, most_nats=20.0)
-    found, rejected = selected(publications, 2, checks=checks)
+    gate = {"max_span_nlls": max_span_nlls, "likelihood_threshold": 20.0}
+    found, rejected = selected(publications, 2, sources=sources, **gate)
     assert {g.peer_id for g in found.chosen} == {"alice"} and len(found.chosen) == 2
     ((node, reason, detail),) = rejected
     assert (node, reason) == ("mallory", "unlikely") and "2 of its rollouts" in detail and "30 nats" in detail
@@ -290,8 +283,8 @@ def test_what_this_model_would_not_write_is_left_out_and_counted_once():
 
 def test_the_draw_depends_on_the_random_numbers_given_and_nothing_else():
     publications = [publish("alice", [1, 2, 3, 1, 2, 3])]
-    assert selected(publications, 3, seed=1)[0].keys == selected(publications, 3, seed=1)[0].keys
-    assert len({tuple(selected(publications, 3, seed=seed)[0].keys) for seed in range(20)}) > 5
+    assert selected(publications, 3, seed=1)[0].ids == selected(publications, 3, seed=1)[0].ids
+    assert len({tuple(selected(publications, 3, seed=seed)[0].ids) for seed in range(20)}) > 5
 
 
 def test_no_peer_is_asked_once_enough_is_found():
@@ -317,20 +310,18 @@ def test_a_node_that_wants_nothing_asks_nobody():
 
 def test_a_rollout_is_learned_from_once():
     first, _ = selected([publish("alice", [2, 2])], 1)
-    second, _ = selected([publish("alice", [2, 2])], 2, used=first.keys)
+    second, _ = selected([publish("alice", [2, 2])], 2, used=first.ids)
     assert len(second.chosen) == 1
-    assert not set(first.keys) & set(second.keys)
-    third, _ = selected([publish("alice", [2, 2])], 2, used=[*first.keys, *second.keys])
+    assert not set(first.ids) & set(second.ids)
+    third, _ = selected([publish("alice", [2, 2])], 2, used=[*first.ids, *second.ids])
     assert third.chosen == third.scored == []
 
 
 def test_rewards_go_to_the_completions_they_were_given_for():
     questions = Doubling().questions([3, 4])
-    answered = [
-        ("alice", questions[0], [Completion("6", True), Completion("8", True)]),
-        ("bob", questions[1], [Completion("6", True), Completion("x", True), Completion("8", True)]),
-    ]
-    groups = score(answered, Doubling(), external=False)
+    texts = ["6", "8"], ["6", "x", "8"]
+    completions = [[Completion(text, True) for text in group] for group in texts]
+    groups = score(Doubling(), "me", questions, completions)
     assert [group.rewards for group in groups] == [(1.0, 0.0), (0.0, 0.0, 1.0)]
     assert [group.external for group in groups] == [False, False]
 
@@ -356,7 +347,7 @@ def test_a_tie_is_decided_the_same_way_everywhere():
 
 
 def test_seeds_differ_between_peers_rounds_numbers_and_swarms():
-    other = new_manifest(Settings(tasks="chain_sum", seed=43), "test", "owner", 0.0, stages=1)
+    other = new_manifest(Settings.of(tasks="chain_sum", seed=43), "test", "owner", 0.0, stages=1)
     seeds = {
         question_seed(manifest, round, peer, number)
         for manifest in (MANIFEST, other)
@@ -369,7 +360,7 @@ def test_seeds_differ_between_peers_rounds_numbers_and_swarms():
 
 
 def test_two_runs_with_one_seed_ask_the_same_questions():
-    later = new_manifest(Settings(tasks="chain_sum", rounds=3), "another name", "somebody", 9.0, stages=1)
+    later = new_manifest(Settings.of(tasks="chain_sum", rounds=3), "another name", "somebody", 9.0, stages=1)
     assert question_seed(later, 1, "alice", 2) == question_seed(MANIFEST, 1, "alice", 2)
     assert later.swarm() != MANIFEST.swarm()
 
@@ -388,11 +379,8 @@ def test_real_tasks_are_checked_and_scored_the_same_way():
             for number, q in enumerate(mine)
         }
         honest = replace(publish("alice", []), rollouts=given)
-        rejected = []
         publications = [replace(honest, peer_id="mallory", node="mallory"), honest]
-        found = select(
-            publications, 8, MANIFEST, environment, set(), random.Random(0), lambda *why: rejected.append(why)
-        )
+        found, rejected = selected(publications, 8, environment=environment)
     finally:
         environment.close()
     assert [group.rewards for group in found.chosen] == [(1.0, 0.0, 0.0)] * 2

@@ -12,17 +12,17 @@ import torch
 from processes import QUICK, family, metrics, run, start, state, until
 from small_models import PAD, small_model
 
+from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import memory
 from rl_swarm.learning.batches import TrainingGroup
-from rl_swarm.learning.memory import COMMON_CARD, DESKS, GIB, plan
-from rl_swarm.learning.parallel import batcher as meeting
+from rl_swarm.learning.memory import CONSUMER_GPU, GIB, MAX_TRAINING_SLOTS, plan
+from rl_swarm.learning.parallel import batcher
 from rl_swarm.learning.parallel.batcher import DynamicBatcher
-from rl_swarm.learning.parallel.sharing import Sharing
+from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.sizes import ModelShape
 from rl_swarm.learning.trainer import Trainer
 from rl_swarm.node import worker
-from rl_swarm.settings import Settings
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 49152)
 GPT2 = ModelShape(12, 768, 3072, 12, 12, 64, 50257, gated=False)
@@ -30,7 +30,7 @@ GPT2 = ModelShape(12, 768, 3072, 12, 12, 64, 50257, gated=False)
 
 @pytest.fixture
 def one_gpu(tmp_path):
-    """The environment of a machine that seems to have one GPU; torch, which does not find it, takes the CPU."""
+    """The environment of a machine whose `nvidia-smi` lists one GPU; torch does not see it and takes the CPU."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'GPU 0: a card (UUID: a)'\n")
@@ -50,7 +50,7 @@ def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_
     assert code == 0, output
     log = (tmp_path / "shared" / "logs" / "swarm.log").read_text()
     for node in metrics(tmp_path / "shared"):
-        assert f" {node}: round 2" in log, "every line says who wrote it"
+        assert f" {node}: round 2" in log, "every line names its node"
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_ctrl_c_stops_all_nodes_of_a_process_and_they_resume(tmp_path: Path, one
 
 
 def joined(address):
-    """What nodes said when they joined."""
+    """The `joined` events of all nodes."""
     from rl_swarm.telemetry.journal import read_lines
 
     found = []
@@ -85,19 +85,19 @@ def joined(address):
     return found
 
 
-def test_when_a_node_fails_the_others_of_its_process_stop_and_the_failure_is_told(monkeypatch, tmp_path):
+def test_when_a_node_fails_the_others_of_its_process_stop_and_the_failure_is_reported(monkeypatch, tmp_path):
     stopped = []
 
-    def join(address, settings, stop, sharing):
-        assert sharing.nodes == 3
-        if settings.node_id == "b":
+    def join(address, settings, stop, shared):
+        assert shared.nodes == 3
+        if settings.network.node_id == "b":
             raise UserError("no disk")
         assert stop.wait(120)
         stopped.append(threading.current_thread().name)
 
     monkeypatch.setattr(worker, "join", join)
     with pytest.raises(UserError, match="no disk"):
-        worker.join_together(tmp_path, {n: Settings(node_id=n) for n in "abc"}, threading.Event())
+        worker.join_together(tmp_path, {n: Settings.of(node_id=n) for n in "abc"}, threading.Event())
     assert sorted(stopped) == ["a", "c"]
 
 
@@ -106,13 +106,14 @@ def groups(seed):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])  # with and without a fast path
-def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
-    settings = Settings(learning_rate=0.01)
+def test_updates_in_a_shared_slot_equal_those_of_a_trainer_of_its_own(kind):
+    settings = Settings.of(learning_rate=0.01)
     models = [small_model(kind, seed=seed) for seed in range(4)]
-    own = [Trainer(small_model(kind, seed=seed), PAD, settings) for seed in range(4)]
-    sharing = Sharing(4)
+    own = [Trainer(small_model(kind, seed=seed), PAD, settings.learning) for seed in range(4)]
+    device = SharedDevice(4)
     shared = [
-        sharing.admit(m, PAD, settings, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4)) for m in models
+        device.make_trainer(m, PAD, settings.learning, plan(ModelShape.of(m.config), 8 * GIB, settings, "cpu", 4))
+        for m in models
     ]
 
     def work(number):
@@ -129,27 +130,30 @@ def test_updates_at_a_shared_desk_are_those_of_a_trainer_of_its_own(kind):
             trainer.update(groups(turn + number))
         for mine, theirs in zip(trainer.model.parameters(), models[number].parameters(), strict=True):
             assert torch.equal(mine, theirs)
-            assert theirs.grad is None, "gradients belong to the desk"
-    (desks,) = sharing.desks.values()
-    assert desks.qsize() == DESKS == 2
+            assert theirs.grad is None, "gradients belong to the slot"
+    (slots,) = device.slots.values()
+    assert slots.qsize() == MAX_TRAINING_SLOTS == 2
 
 
-def test_nodes_with_another_loss_or_another_model_have_desks_of_their_own():
-    sharing, given = Sharing(3), [Settings(), Settings(temperature=0.5), Settings()]
+def test_nodes_with_another_loss_or_another_model_have_slots_of_their_own():
+    device, settings = SharedDevice(3), Settings()
     models = [small_model("llama"), small_model("llama"), small_model("gpt_neox")]
-    for model, settings in zip(models, given, strict=True):
-        alone = Trainer(copy.deepcopy(model), PAD, settings).update(groups(1))
-        trainer = sharing.admit(model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3))
+    for model, temperature in zip(models, (1.0, 0.5, 1.0), strict=True):
+        alone = Trainer(copy.deepcopy(model), PAD, settings.learning, temperature).update(groups(1))
+        room = plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 3)
+        trainer = device.make_trainer(model, PAD, settings.learning, room, temperature)
         assert trainer.update(groups(1)).grad_norm == pytest.approx(alone.grad_norm)
-    assert len(sharing.desks) == 3
+    assert len(device.slots) == 3
 
 
-def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pieces(monkeypatch, caplog):
-    settings = Settings(learning_rate=0.01)
-    sharing = Sharing(2)
+def test_a_slot_is_freed_when_memory_runs_out_and_the_update_is_made_in_smaller_batches(monkeypatch, caplog):
+    settings = Settings.of(learning_rate=0.01)
+    device = SharedDevice(2)
     model = small_model()
-    trainer = sharing.admit(model, PAD, settings, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2))
-    expected = Trainer(small_model(), PAD, settings)
+    trainer = device.make_trainer(
+        model, PAD, settings.learning, plan(ModelShape.of(model.config), 8 * GIB, settings, "cpu", 2)
+    )
+    expected = Trainer(small_model(), PAD, settings.learning)
     expected.batch_tokens = 3
     real, calls = Trainer._accumulate, []
 
@@ -161,8 +165,8 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
 
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
     trainer.update(groups(1))
-    (desks,) = sharing.desks.values()
-    assert calls == [2, 1, 1] and desks.qsize() == 2
+    (slots,) = device.slots.values()
+    assert calls == [2, 1, 1] and slots.qsize() == 2
     assert "now hold at most" in caplog.text
     monkeypatch.setattr(Trainer, "_accumulate", real)
     expected.update(groups(1))
@@ -171,60 +175,62 @@ def test_a_desk_is_given_back_when_memory_runs_out_and_the_update_is_done_in_pie
 
 
 @pytest.mark.parametrize(("shape", "tokens"), [(SMOLLM2, 4096), (GPT2, 6144)])
-def test_eight_nodes_of_a_small_model_are_planned_into_a_common_card(shape, tokens):
-    settings = Settings(model="gpt2", local_groups=8, external_groups=0)
+def test_eight_nodes_of_a_small_model_fit_into_a_consumer_gpu(shape, tokens):
+    settings = Settings.of(model="gpt2", local_groups=8, external_groups=0)
     found = plan(shape, 140 * GIB, settings, "cuda", 8)
-    assert found.fits and found.needed < COMMON_CARD
-    assert found.needed > 8 * (memory.keeping(shape, settings) + memory.SEAT)
-    assert (found.nodes, found.desks, found.sequences, found.batch_tokens) == (8, 1, 64, tokens)
+    assert found.fits and found.needed < CONSUMER_GPU
+    assert found.needed > 8 * (memory.resident_bytes(shape, settings.learning) + memory.NODE_OVERHEAD)
+    assert (found.nodes, found.training_slots, found.sequences, found.batch_tokens) == (8, 1, 64, tokens)
     assert "8 nodes need together" in str(found)
     assert "64 sequences at once of each, 1 in training" in str(found)
     one = plan(shape, 140 * GIB, settings, "cuda")
     assert found.needed < 5 * one.needed
     huge = ModelShape(24, 896, 4864, 14, 2, 64, 151936)
-    assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.COMMON_CARD, "where there is more, it is used"
-    assert plan(huge, 140 * GIB, settings, "cuda", 8).desks == DESKS
+    assert plan(huge, 140 * GIB, settings, "cuda", 8).needed > memory.CONSUMER_GPU, (
+        "more memory is used where there is more"
+    )
+    assert plan(huge, 140 * GIB, settings, "cuda", 8).training_slots == MAX_TRAINING_SLOTS
     assert not plan(huge, 30 * GIB, settings, "cuda", 8).fits
 
 
 @pytest.fixture
 def long_pause(monkeypatch):
-    """Who waits when nobody is to be waited for does not come back in time."""
-    monkeypatch.setattr(meeting, "LEAST_PAUSE", 3600)
-    monkeypatch.setattr(meeting, "MAX_PAUSE", 3600)
+    """A thread that waits although all members have asked does not return in time."""
+    monkeypatch.setattr(batcher, "MIN_PAUSE", 3600)
+    monkeypatch.setattr(batcher, "MAX_PAUSE", 3600)
 
 
-class Kitchen:
-    """Serves everybody twice what they order, and keeps a book."""
+class Doubling:
+    """Answers every order with its double, and records the batches."""
 
     def __init__(self):
-        self.book, self.open = [], threading.Event()
-        self.open.set()
-        self.meeting = DynamicBatcher(self.serve)
-        self.got = {}
+        self.batches, self.allowed = [], threading.Event()
+        self.allowed.set()
+        self.batcher = DynamicBatcher(self.serve)
+        self.results = {}
 
     def serve(self, kind, orders):
-        assert self.open.wait(120)
-        self.book.append((kind, sorted(orders)))
+        assert self.allowed.wait(120)
+        self.batches.append((kind, sorted(orders)))
         if 13 in orders:
             raise torch.OutOfMemoryError("full")
         return [2 * order for order in orders]
 
-    def ask(self, who, kind, order):
+    def ask(self, member, kind, order):
         try:
-            self.got[order] = self.meeting.ask(who, kind, order)
+            self.results[order] = self.batcher.submit(member, kind, order)
         except torch.OutOfMemoryError as error:
-            self.got[order] = error
+            self.results[order] = error
 
-    def guests(self, *orders):
-        """Threads that ask, each for itself."""
+    def threads_of(self, *orders):
+        """Start a thread per order."""
         threads = [threading.Thread(target=self.ask, args=order, daemon=True) for order in orders]
         for thread in threads:
             thread.start()
         return threads
 
     def until_waiting(self, count):
-        until(lambda: len(self.meeting.waiting) == count)
+        until(lambda: len(self.batcher.waiting) == count)
 
 
 def finished(threads):
@@ -233,60 +239,60 @@ def finished(threads):
         assert not thread.is_alive()
 
 
-def test_one_serves_all_who_are_there_and_alone_nobody_waits(long_pause):
-    kitchen = Kitchen()
-    assert [kitchen.meeting.ask("a", "soup", order) for order in (1, 2)] == [2, 4]
-    kitchen.meeting.members.update("abc")
-    finished(kitchen.guests(("a", "soup", 3), ("b", "soup", 4), ("c", "soup", 5)))
-    assert kitchen.book == [("soup", [1]), ("soup", [2]), ("soup", [3, 4, 5])]
-    assert kitchen.got == {3: 6, 4: 8, 5: 10}
-    with kitchen.meeting.left("c"):
+def test_one_thread_runs_the_batch_of_all_members_and_a_single_member_does_not_wait(long_pause):
+    server = Doubling()
+    assert [server.batcher.submit("a", "x", order) for order in (1, 2)] == [2, 4]
+    server.batcher.members.update("abc")
+    finished(server.threads_of(("a", "x", 3), ("b", "x", 4), ("c", "x", 5)))
+    assert server.batches == [("x", [1]), ("x", [2]), ("x", [3, 4, 5])]
+    assert server.results == {3: 6, 4: 8, 5: 10}
+    with server.batcher.removing("c"):
         pass
-    finished(kitchen.guests(("a", "soup", 6), ("b", "soup", 7)))
-    assert kitchen.book[-1] == ("soup", [6, 7])
+    finished(server.threads_of(("a", "x", 6), ("b", "x", 7)))
+    assert server.batches[-1] == ("x", [6, 7])
 
 
-def test_who_comes_meanwhile_is_served_next_with_those_who_want_the_same():
-    kitchen = Kitchen()
-    kitchen.open.clear()
-    threads = kitchen.guests(("a", "soup", 1))
-    until(lambda: kitchen.meeting.busy and not kitchen.meeting.waiting)
-    threads += kitchen.guests(("b", "soup", 2), ("c", "fish", 3), ("d", "soup", 4), ("a", "soup", 5))
-    threads += kitchen.guests(("b", "soup", 6))
-    kitchen.until_waiting(5)
-    kitchen.open.set()
+def test_requests_that_arrive_meanwhile_form_the_next_batches_by_kind():
+    server = Doubling()
+    server.allowed.clear()
+    threads = server.threads_of(("a", "x", 1))
+    until(lambda: server.batcher.busy and not server.batcher.waiting)
+    threads += server.threads_of(("b", "x", 2), ("c", "y", 3), ("d", "x", 4), ("a", "x", 5))
+    threads += server.threads_of(("b", "x", 6))
+    server.until_waiting(5)
+    server.allowed.set()
     finished(threads)
-    assert kitchen.got == {order: 2 * order for order in range(1, 7)}
-    assert kitchen.book[0] == ("soup", [1]) and ("fish", [3]) in kitchen.book
-    assert sorted(len(orders) for _, orders in kitchen.book) == [1, 1, 1, 3], "nobody is served twice at once"
+    assert server.results == {order: 2 * order for order in range(1, 7)}
+    assert server.batches[0] == ("x", [1]) and ("y", [3]) in server.batches
+    assert sorted(len(orders) for _, orders in server.batches) == [1, 1, 1, 3], "no member is twice in a batch"
 
 
-def test_results_are_handed_out_as_they_are_made_and_the_last_to_whoever_made_them(long_pause):
-    kitchen, tasted = Kitchen(), threading.Semaphore(0)
+def test_results_are_handed_out_as_they_are_made(long_pause):
+    server, received = Doubling(), threading.Semaphore(0)
 
-    def courses(kind, orders):
+    def one_by_one(kind, orders):
         for order in orders:
             yield 2 * order
-            assert tasted.acquire(timeout=240)
-        raise torch.OutOfMemoryError("full")  # when all have what they want
+            assert received.acquire(timeout=240)
+        raise torch.OutOfMemoryError("full")  # when all results are handed out
 
-    kitchen.meeting = DynamicBatcher(courses)
-    kitchen.meeting.members.update("abc")
-    threads = kitchen.guests(("a", "soup", 1), ("b", "soup", 2), ("c", "soup", 3))
+    server.batcher = DynamicBatcher(one_by_one)
+    server.batcher.members.update("abc")
+    threads = server.threads_of(("a", "x", 1), ("b", "x", 2), ("c", "x", 3))
     for count in (1, 2):
-        until(lambda count=count: len(kitchen.got) == count)
-        tasted.release()
-    tasted.release()
+        until(lambda count=count: len(server.results) == count)
+        received.release()
+    received.release()
     finished(threads)
-    assert kitchen.got == {1: 2, 2: 4, 3: 6}
+    assert server.results == {1: 2, 2: 4, 3: 6}
 
 
-def test_an_error_reaches_everybody_of_the_party_and_nobody_else(long_pause):
-    kitchen = Kitchen()
-    kitchen.meeting.members.update("abc")
-    finished(kitchen.guests(("a", "soup", 12), ("b", "soup", 13), ("c", "soup", 14)))
-    errors = [kitchen.got[order] for order in (12, 13, 14)]
+def test_an_error_reaches_all_threads_of_its_batch_and_no_others(long_pause):
+    server = Doubling()
+    server.batcher.members.update("abc")
+    finished(server.threads_of(("a", "x", 12), ("b", "x", 13), ("c", "x", 14)))
+    errors = [server.results[order] for order in (12, 13, 14)]
     assert all(isinstance(error, torch.OutOfMemoryError) and str(error) == "full" for error in errors)
     assert len(set(map(id, errors))) == 3, "each has a traceback of its own"
-    finished(kitchen.guests(("a", "soup", 1), ("b", "soup", 2), ("c", "soup", 3)))
-    assert kitchen.book[-1] == ("soup", [1, 2, 3]) and kitchen.got[2] == 4
+    finished(server.threads_of(("a", "x", 1), ("b", "x", 2), ("c", "x", 3)))
+    assert server.batches[-1] == ("x", [1, 2, 3]) and server.results[2] == 4
