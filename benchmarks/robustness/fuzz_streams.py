@@ -169,7 +169,7 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
         packed = MSGPackSerializer.dumps(data)
     elif how == "garbage":
         packed = rng.randbytes(rng.choice((0, 1, 7000)))
-    place = rng.choice(notice.dht_keys()[:3])
+    place = rng.choice(notice.dht_keys()[:3] or ["elsewhere"])
     if how == "place":
         place = rng.choice((dht_key(SWARM.swarm(), rng.choice(FOLDERS)), "elsewhere"))
     expires = now + (

@@ -284,7 +284,8 @@ def write_parts_of_lines(monkeypatch):
     def append(self, line):
         with self.private.open("ab") as file:
             file.write(line[:5])
-        self.files.write(self.path, b"x")
+        store, name = self._target
+        store.write(name, b"x")
         with self.private.open("ab") as file:
             file.write(line[5:])
 

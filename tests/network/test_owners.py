@@ -8,7 +8,7 @@ import pytest
 from benchmarks.lib.paths import MANIFEST
 from rl_swarm.config.settings import Settings
 from rl_swarm.network.folder import FolderStore
-from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
+from rl_swarm.network.owners import MAX_ADDRESSES, OwnerError, remember
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
@@ -119,10 +119,10 @@ def test_a_memory_that_cannot_be_written_stops_nobody(folder, tmp_path, caplog):
 
 def test_the_latest_addresses_are_remembered(folder, tmp_path):
     manifest = folder.found(OWNER)
-    for number in range(MAX_REMEMBERED + 2):
+    for number in range(MAX_ADDRESSES + 2):
         remember(manifest, tmp_path / str(number), folder.settings.network)
     text = folder.memory.read_text()
-    assert text.count(OWNER.peer_id) == MAX_REMEMBERED
+    assert text.count(OWNER.peer_id) == MAX_ADDRESSES
     assert f'{tmp_path}/1"' not in text and f'{tmp_path}/2"' in text
 
 
