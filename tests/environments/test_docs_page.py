@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page's package as an installer leaves it, and the path on which it is found."""
+    """Write the page's package as an installer leaves it; return the path on which it is found."""
     site = tmp_path_factory.mktemp("site")
     (code,), (project,) = blocks("python"), blocks("toml")
     (site / "school.py").write_text(code)
@@ -59,7 +59,7 @@ def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> N
         assert all(line.get("idle", False) == (line["stage"] != busy) for line in lines)
         assert any(line["policy_version"] for line in lines) == (role == "pupil"), "only pupils learn"
     levels = [line["role_metrics"]["level"] for lines in played.values() for line in lines if "role_metrics" in line]
-    assert levels[0] == 2 and levels[1] in (1, 3), "the teacher hears how its sums were solved"
+    assert levels[0] == 2 and levels[1] in (1, 3), "the teacher learns how its sums were solved"
     code, output = run(tmp_path, "validate", "r", "--rounds", "6", "--nodes", "4", PYTHONPATH=installed)
     assert code == 0, output
 

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from benchmarks.lib.paths import MANIFEST
 from rl_swarm.config.settings import Settings
-from rl_swarm.network.folder import MANIFEST
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.swarm import worker_settings
@@ -29,7 +30,7 @@ class Folder:
 
     def found(self, owner, **changes):
         LocalFiles(self.address).remove("")
-        return found(LocalFiles(self.address), self.settings.changed(**changes), "swarm", owner)
+        return found(FolderStore.at(self.address), self.settings.changed(**changes), "swarm", owner)
 
     def join(self, **changes):
         """Joins for no longer than it takes to get in."""
@@ -46,6 +47,7 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
+@pytest.mark.processes
 def test_the_owner_that_was_found_first_is_the_only_one_from_then_on(folder):
     folder.found(OWNER)
     folder.join()
@@ -68,6 +70,7 @@ def test_the_owner_that_was_found_first_is_the_only_one_from_then_on(folder):
         folder.join()
 
 
+@pytest.mark.processes
 def test_a_node_that_was_told_the_owner_takes_no_other_and_needs_no_memory(folder):
     folder.found(MALLORY)
     with pytest.raises(OwnerError, match=f"{MALLORY.peer_id}, and SWARM_OWNER={OWNER.peer_id}"):
@@ -77,6 +80,7 @@ def test_a_node_that_was_told_the_owner_takes_no_other_and_needs_no_memory(folde
     assert folder.came_in() and not folder.memory.exists()
 
 
+@pytest.mark.processes
 def test_an_invitation_names_the_owner_too(folder):
     manifest = folder.found(OWNER, admission="invited")
     token = invite(manifest, OWNER, uses=1, expires=int(time.time()) + 1000)[1]

@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.folder import RECORD_BYTES
+from rl_swarm.network.documents import PEERS, RECORD_BYTES, DocumentStore
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, canonical, digest, unseal
-from rl_swarm.storage.files import Files
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +110,8 @@ def _where(host: str, pid: int, since: float) -> str:
 class Watch:
     """Looks for signs of life that another process gives under this identity."""
 
-    def __init__(self, files: Files, node: str, identity: Identity, swarm: str) -> None:
-        self.files, self.node, self.identity, self.swarm = files, node, identity, swarm
+    def __init__(self, store: DocumentStore, node: str, identity: Identity, swarm: str) -> None:
+        self.store, self.node, self.identity, self.swarm = store, node, identity, swarm
         self.other: PeerInfo | None = None  # the newest introduction of another process
         self.signs = 0  # that it has given since we began to look
         self.look()
@@ -161,7 +160,7 @@ class Watch:
 
     def _read(self) -> PeerInfo | None:
         try:
-            data = self.files.read(f"peers/{self.node}.json", RECORD_BYTES)
+            data = self.store.read(PEERS.of(self.node), RECORD_BYTES)
             peer = unseal(data, PeerInfo, RECORD_BYTES)
         except (OSError, Rejected):
             return None

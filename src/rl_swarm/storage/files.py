@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes that are copied at a time
 SWARMS = "experiments"  # the folder of all swarms below GDRIVE_PATH
 ROUND_FOLDER = re.compile(r"round_(0|[1-9][0-9]{0,14})")
+STAGE_FOLDER = re.compile(r"stage_(0|[1-9][0-9]{0,3})")
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LINKS = "links in a shared folder are not followed: name the directory that it leads to"
 MAX_NAMES = 100_000  # entries of a folder that are read at a time

@@ -11,8 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from rl_swarm.storage.files import Files
+from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -20,15 +19,28 @@ MAX_LOG = 256 << 20  # bytes of a log that are copied as a whole
 REPAIR_SECONDS = 30.0  # between two repairs of a copy that somebody keeps damaging
 
 
-class SharedLog:
+Name = TypeVar("Name")  # of the copy: a path, or a key
+Target = TypeVar("Target", contravariant=True)
+
+
+class LogStore(Protocol[Target]):
+    """Keeps the copy."""
+
+    def write(self, name: Target, data: bytes, /) -> None: ...
+
+    def append(self, name: Target, data: bytes, at: int | None = None, /) -> None: ...
+
+
+class SharedLog(Generic[Name]):
     def __init__(
         self,
         private: Path,
-        files: Files | None = None,
-        path: str = "",
+        store: LogStore[Name] | None = None,
+        name: Name | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.private, self.files, self.path, self.clock = private, files, path, clock
+        self.private, self.clock = private, clock
+        self._target = (store, name) if store is not None and name is not None else None
         private.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.size, self.sha256 = 0, hashlib.sha256()
         self._begin(_whole_lines(private))
@@ -48,11 +60,12 @@ class SharedLog:
                 raise
         before, self.size = self.size, self.size + len(line)
         self.sha256.update(line)
-        if self.files is None:
+        if self._target is None:
             return
+        store, name = self._target
         try:
             if self._copied == before:
-                self.files.append(self.path, line, before)
+                store.append(name, line, before)
                 self._copied = self.size
                 return
         except OSError as error:
@@ -63,11 +76,12 @@ class SharedLog:
 
     def copy(self) -> bool:
         """Writes the whole copy anew; tells whether that worked."""
-        if self.files is None or self._copied == self.size:
+        if self._target is None or self._copied == self.size:
             return True
+        store, name = self._target
         self._repair_at = self.clock() + REPAIR_SECONDS
         try:
-            self.files.write(self.path, self.read())
+            store.write(name, self.read())
         except OSError as error:
             self._failed(error)
             return False
@@ -98,7 +112,7 @@ class SharedLog:
     def _failed(self, error: OSError) -> None:
         self.failures += 1
         if self.failures == 1 and logging.getLogger("rl_swarm").handlers:
-            log.warning("the copy of a log, %s, is not as this node left it: %s", self.path, error)
+            log.warning("the copy of the log %s is not as this node left it: %s", self.private.name, error)
 
 
 def _whole_lines(path: Path) -> bytes:

@@ -93,7 +93,7 @@ class FairStorage(DHTLocalStorage):  # type: ignore[misc]
             return None
         data = unpacked(value)
         notice = acceptable(None, subkey, data, self.quota.clock()) if data is not None else None
-        if notice is None or all(DHTID.generate(source=own).to_bytes() != key for own in notice.where()):
+        if notice is None or all(DHTID.generate(source=own).to_bytes() != key for own in notice.dht_keys()):
             return None
         return notice
 
