@@ -8,9 +8,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from benchmarks.lib.paths import STATE
 from rl_swarm.config import resolve as config
 from rl_swarm.config.settings import UP_PRESET
-from rl_swarm.network.folder import STATE, FolderCoordinator
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.node.worker import found
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
@@ -36,6 +38,7 @@ class History:
 
     def __init__(self, root: Path, nodes: int, played: int, ahead: int = 1000, interval: float = 10.0) -> None:
         self.root, self.files, self.stop = root, LocalFiles(root), threading.Event()
+        self.store = FolderStore(self.files)
         root.mkdir(parents=True)
         flags = {
             "rounds": played + ahead,
@@ -45,7 +48,7 @@ class History:
         }
         settings = config.load(UP_PRESET, flags=flags, environ={}).settings
         self.owner = Identity.generate()
-        self.manifest = found(self.files, settings, root.name, self.owner)
+        self.manifest = found(self.store, settings, root.name, self.owner)
         self.rules = Rules.of(self.manifest)
         self.swarm = self.manifest.swarm()
         self.peers = [Identity.generate() for _ in range(nodes)]
@@ -80,7 +83,7 @@ class History:
             peer_id=peer.peer_id, swarm=self.swarm, node=peer.node, model="tiny", device="cpu",
             host=f"{platform.node()}-{node}", pid=1, joined=self.joined, timestamp=time.time(),
         )  # fmt: skip
-        FolderCoordinator(self.files, self.manifest, peer, peer.node, self.stop).register(info)
+        DocumentCoordinator(self.store, self.manifest, peer, peer.node, self.stop).register(info)
 
     def play(self, node: int) -> None:
         """Write the present round of one node: a line of its journal and a report."""
@@ -90,7 +93,7 @@ class History:
             peer_id=peer.peer_id, swarm=self.swarm, node=peer.node, round=played, stage=0, timestamp=time.time(),
             reward=reward(node, played), training_reward=reward(node, played), rollouts=4, vote=self.peers[0].peer_id,
         )  # fmt: skip
-        FolderCoordinator(self.files, self.manifest, peer, peer.node, self.stop).submit(report)
+        DocumentCoordinator(self.store, self.manifest, peer, peer.node, self.stop).submit(report)
         self.state = rounds.record_report(self.state, report, time.time())
 
     def end_round(self) -> None:

@@ -33,10 +33,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.command import parser_of, print_table, write_json
+from benchmarks.lib.paths import STATE
 from benchmarks.network.synthetic_rollouts import QUESTIONS, Arithmetic, TimedArithmetic, plain_json
 from rl_swarm.config.settings import Settings
-from rl_swarm.network.address import locate
-from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
+from rl_swarm.network.address import open_address
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.presence import Watch
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node.worker import heartbeats
@@ -148,8 +151,8 @@ class Node:
     scenario: Scenario
     manifest: Manifest
     environment: Arithmetic
-    exchange: FolderExchange
-    coordinator: FolderCoordinator
+    exchange: DocumentExchange
+    coordinator: DocumentCoordinator
     tally: Tally
     used: "set[RolloutId]" = field(default_factory=set)
     added: list[float] = field(default_factory=list)  # seconds per stage, not counting work
@@ -169,7 +172,7 @@ class Node:
             timestamp=now,
         )
         self.coordinator.register(peer)
-        watch = Watch(self.coordinator.files, self.name, self.identity, self.manifest.swarm())
+        watch = Watch(self.coordinator.store, self.name, self.identity, self.manifest.swarm())
         life = self.manifest.peer_timeout / 4
         with heartbeats(self.coordinator, peer, life, self.coordinator.stop, watch):
             while (state := self.coordinator.wait_for(done)) is not None and state.phase == "running":
@@ -252,6 +255,12 @@ def fail(node: str, reason: str, detail: str) -> None:
     raise AssertionError(f"{node} was rejected: {detail}")
 
 
+def files_at(address: str) -> Files:
+    store = open_address(address).store
+    assert isinstance(store, FolderStore)
+    return store.files
+
+
 def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
     owner, stop, tally, environment = Identity.generate(), threading.Event(), Tally(), Arithmetic()
     manifest = Manifest(
@@ -272,15 +281,15 @@ def measure(scenario: Scenario, rounds: int, address: str) -> dict[str, Any]:
 
     def node(number: int) -> Node:
         name, identity = f"node-{number}", Identity.generate()
-        files = CountedFiles(locate(address).files, tally, scenario.latency)
-        exchange = FolderExchange(files, manifest, identity, name, stop, fail, scenario.poll)
-        coordinator = FolderCoordinator(files, manifest, identity, name, stop, scenario.poll)
+        files = CountedFiles(files_at(address), tally, scenario.latency)
+        exchange = DocumentExchange(FolderStore(files), manifest, identity, name, stop, fail, scenario.poll)
+        coordinator = DocumentCoordinator(FolderStore(files), manifest, identity, name, stop, scenario.poll)
         return Node(name, identity, scenario, manifest, environment, exchange, coordinator, tally)
 
     nodes = [node(number) for number in range(NODES)]
     settings = Settings.of(min_peers=NODES, poll_interval=scenario.poll)
-    files = CountedFiles(locate(address).files, tally, scenario.latency)
-    server = RoundServer(files, manifest, owner, settings.network, settings.storage, stop)
+    files = CountedFiles(files_at(address), tally, scenario.latency)
+    server = RoundServer(FolderStore(files), manifest, owner, settings.network, settings.storage, stop)
     with ThreadPoolExecutor(NODES + 1) as pool:
         playing = [pool.submit(node.run) for node in nodes]
         pool.submit(server.run).result()

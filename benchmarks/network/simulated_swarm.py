@@ -26,17 +26,17 @@ from benchmarks.network.simulated_network import COSTS, Costs, Line, Network, Si
 from benchmarks.network.stub_nodes import RequestCounts, StubNode, figures, introduction, manifest, quantiles, stub_node
 from benchmarks.network.synthetic_rollouts import Arithmetic
 from benchmarks.network.virtual_time import Stop, World
-from rl_swarm.network.folder import MANIFEST
+from rl_swarm.network.documents import MANIFEST
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.p2p import documents, members
 from rl_swarm.network.p2p import records as notices
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.joining import manifests
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import KEPT_SECONDS
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import seal, unseal
-from rl_swarm.storage.files import LocalFiles
 
 START = 1_800_000_000.0  # a moment, as long as real ones when it is written
 JOINING = 0.5  # of a round, in which all join before the first one
@@ -60,7 +60,7 @@ class Scenario:
 class Peer:
     node: StubNode
     engine: SimulatedEngine
-    files: PeerFiles
+    store: PeerStore
 
 
 @dataclass
@@ -104,11 +104,11 @@ class Swarm:
         engine.start(self.rng.choice(here) if here else None)
         while number > 0 and not manifests(engine):  # type: ignore[arg-type]
             world.sleep(1.0)
-        local = LocalFiles(self.folder / str(number))
-        files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, who, local, world.clock, rng)  # type: ignore[arg-type]
-        files.serve()
+        local = FolderStore.at(self.folder / str(number))
+        store = PeerStore(engine, manifest.swarm(), manifest.peer_id, who, local, world.clock, rng)  # type: ignore[arg-type]
+        store.serve()
         node = stub_node(
-            files,
+            store,
             manifest,
             who,
             self.environment,
@@ -118,11 +118,11 @@ class Swarm:
             world.sleep,
             rng,
         )
-        self.peers.append(Peer(node, engine, files))
+        self.peers.append(Peer(node, engine, store))
         if number == 0:
-            files.write(MANIFEST, self.signed)
+            store.write(MANIFEST, self.signed)
         else:
-            files.hand_on(MANIFEST, self.signed)
+            store.serve_copy(MANIFEST, self.signed)
         node.coordinator.request_admission(None)  # type: ignore[attr-defined]
         info = introduction(node, world.now, "benchmark", 1)
         node.coordinator.register(info)
@@ -135,7 +135,7 @@ class Swarm:
             world.spawn(once, every, lambda: engine.online)
 
         again(lambda: node.coordinator.register(replace(info, timestamp=world.now)), manifest.peer_timeout / 4)
-        again(files.renew, KEPT_SECONDS / 6)
+        again(store.renew, KEPT_SECONDS / 6)
         world.spawn(node.run, 0.0, lambda: engine.online)
 
     def change(self) -> None:

@@ -19,9 +19,9 @@ from rl_swarm.config.settings import Settings
 from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.trainer import Update
-from rl_swarm.network.folder import FolderExchange
+from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.node.intake import Accepted, Intake
 from rl_swarm.node.node import Node
 from rl_swarm.protocol.identity import Identity
@@ -131,7 +131,7 @@ class Round:
     read: list[tuple[str, int, float]]  # publications that were read: author, round, time
 
 
-class TimedExchange(FolderExchange):
+class TimedExchange(DocumentExchange):
     """Times the publication of each round."""
 
     def __init__(self, *parts: Any, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
@@ -187,7 +187,7 @@ class StubNode(Node):
 
 
 def stub_node(
-    files: PeerFiles,
+    store: PeerStore,
     manifest: Manifest,
     identity: Identity,
     environment: Arithmetic,
@@ -199,7 +199,7 @@ def stub_node(
 ) -> StubNode:
     """Assemble a node as `worker` does."""
     chosen, name = settings(manifest.round_interval), identity.peer_id
-    coordinator = ClockCoordinator(files, manifest, identity, stop, chosen.network.poll_interval, clock, rng)
+    coordinator = ClockCoordinator(store, manifest, identity, stop, chosen.network.poll_interval, clock, rng)
     node = StubNode(
         name=name,
         identity=identity,
@@ -208,8 +208,8 @@ def stub_node(
         environment=(timed := TimedArithmetic(environment, monotonic)),
         role=Role(timed),
         policy=Policy(environment, manifest.round_interval, sleep),  # type: ignore[arg-type]
-        exchange=TimedExchange(
-            files,
+        exchange=DocumentExchange(
+            store,
             manifest,
             identity,
             name,
@@ -218,7 +218,7 @@ def stub_node(
             chosen.network.poll_interval,
             chosen.sharing.fetch_max_peers,
             coordinator.refusal,
-            files.subnets,
+            store.subnets,
             clock=clock,
             monotonic=monotonic,
         ),

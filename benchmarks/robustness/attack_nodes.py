@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_swarm.environments.reasoning import Reasoning, extract
-from rl_swarm.network.folder import FolderExchange, rollouts_path
+from rl_swarm.network.documents import rollouts_key
+from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.node.intake import Accepted, Intake
 from rl_swarm.node.node import Node
 from rl_swarm.protocol.manifest import derive_seed
@@ -80,7 +81,7 @@ class SharedScorer(Reasoning):
             return super().score(answered, seconds)
 
 
-class BarrierExchange(FolderExchange):
+class BarrierExchange(DocumentExchange):
     """Reads rollouts once all honest nodes, and then the attackers, have published."""
 
     barrier: threading.Barrier
@@ -133,10 +134,10 @@ class GullibleIntake(HonestIntake):
 
     def believed(self, node: str, state: State) -> list[Group]:
         deadline = time.monotonic() + self.manifest.peer_timeout
-        path = rollouts_path(state.round, state.stage, node)
+        key = rollouts_key(state.round, state.stage, node)
         while True:
             try:
-                data = self.exchange.files.read(path, 1 << 30)
+                data = self.exchange.store.read(key, 1 << 30)
                 break
             except FileNotFoundError:
                 if time.monotonic() >= deadline:

@@ -32,7 +32,9 @@ from rl_swarm.environments.base import Role
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy
-from rl_swarm.network.folder import rollouts_path
+from rl_swarm.network.documents import rollouts_key
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.layout import path_of
 from rl_swarm.network.local import LocalCoordinator, LocalSwarm
 from rl_swarm.node.evaluation import SAMPLING_SEED, mean
 from rl_swarm.node.founding import new_manifest
@@ -76,6 +78,7 @@ class Swarm:
         self.closes = () if environment else (self.environment,)
         self.questions = self.environment.held_out(size.held_out)
         self.files, self.stop = MemoryFiles(), threading.Event()
+        self.store = FolderStore(self.files)
         self.swarm = LocalSwarm(self.manifest, min_peers=1)
         self.coordinator = LocalCoordinator(self.swarm, self.stop)
         self.barrier = threading.Barrier(size.honest + 1)
@@ -86,7 +89,7 @@ class Swarm:
 
     def honest_node(self, me: Identity) -> Honest:
         exchange = BarrierExchange(
-            self.files, self.manifest, me, me.node, self.stop, lambda *why: node.intake.reject(*why), 0.05, 64
+            self.store, self.manifest, me, me.node, self.stop, lambda *why: node.intake.reject(*why), 0.05, 64
         )
         exchange.barrier = self.barrier
         node = (Honest if self.defended else Gullible)(
@@ -172,12 +175,12 @@ class Swarm:
         forged: dict[tuple[str, ...], str] = {}
         if self.attack is None:
             return forged
-        honest = {rollouts_path(state.round, state.stage, node.name) for node in self.nodes}
+        honest = {rollouts_key(state.round, state.stage, node.name) for node in self.nodes}
         known = Known(
             manifest=self.manifest,
             settings=self.settings,
             environment=self.environment,
-            files=MemoryFiles(self.files.data),
+            store=FolderStore(MemoryFiles(self.files.data)),
             policy=self.nodes[state.round % len(self.nodes)].policy,
             honest=[node.name for node in self.nodes],
             state=state,
@@ -186,12 +189,12 @@ class Swarm:
             canary=self.folder / "canary",
         )
         for liar in self.liars:
-            for path, data in self.attack.publish(liar, known).items():
-                self.files.write(path, data)
+            for key, data in self.attack.publish(liar, known).items():
+                self.store.write(key, data)
                 rollouts = readable_rollouts(data)
                 self.outcome.published += len(rollouts)
-                if path in honest:
-                    forged |= dict.fromkeys(rollouts, path)
+                if key in honest:
+                    forged |= dict.fromkeys(rollouts, path_of(key))
             if self.attack.member and self.attack.reports:
                 self.coordinator.submit(
                     Report(

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rl_swarm.config.settings import Settings
 from rl_swarm.environments.reasoning import Reasoning
-from rl_swarm.network.folder import rollouts_path
+from rl_swarm.network.documents import DocumentKey, DocumentStore, rollouts_key
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, question_seed
 from rl_swarm.protocol.questions import Question
@@ -28,7 +28,6 @@ from rl_swarm.protocol.rollouts import Answer, Completion, Group, Publication, S
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.protocol.wire import MAX_BYTES, canonical, sign, unseal
-from rl_swarm.storage.files import Files
 
 if TYPE_CHECKING:
     from rl_swarm.learning.policy import Policy
@@ -55,7 +54,7 @@ class Known:
     manifest: Manifest
     settings: Settings
     environment: Reasoning
-    files: Files
+    store: DocumentStore
     policy: "Policy"  # an honest node's; attackers only read it
     honest: Sequence[str]  # names of nodes
     state: State
@@ -68,13 +67,13 @@ class Known:
         return self.environment.questions(seeds)
 
     def document(self, round: int, node: str) -> bytes:
-        return self.files.read(rollouts_path(round, self.state.stage, node), MAX_BYTES)
+        return self.store.read(rollouts_key(round, self.state.stage, node), MAX_BYTES)
 
     def published(self, round: int, node: str) -> Publication:
         return unseal(self.document(round, node), Publication)
 
-    def path(self, node: str) -> str:
-        return rollouts_path(self.state.round, self.state.stage, node)
+    def key(self, node: str) -> DocumentKey:
+        return rollouts_key(self.state.round, self.state.stage, node)
 
 
 def identity(label: str) -> Identity:
@@ -118,9 +117,9 @@ class Attack:
     def join(self, label: str, manifest: Manifest, environment: Reasoning) -> Identity:
         return identity(label)
 
-    def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
-        """Return the documents that one identity writes in a round, by their place in the swarm's folder."""
-        return {known.path(me.node): sign(self.publication(me, known), me, compress=True)}
+    def publish(self, me: Identity, known: Known) -> dict[DocumentKey, bytes]:
+        """Return the documents that one identity writes in a round."""
+        return {known.key(me.node): sign(self.publication(me, known), me, compress=True)}
 
     def publication(self, me: Identity, known: Known) -> Publication:
         questions = known.questions(me, self.questions)
@@ -280,11 +279,11 @@ class Forged(Before):
 
     name, aim, short, member = "forged identity", "learned", True, False
 
-    def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
+    def publish(self, me: Identity, known: Known) -> dict[DocumentKey, bytes]:
         victim = known.rng.choice(known.honest)
         theirs = known.published(known.state.round, victim)
         made = replace(self.publication(me, known), node=victim)
-        return {known.path(victim): sign(made, Identity(me.key, theirs.peer_id))}
+        return {known.key(victim): sign(made, Identity(me.key, theirs.peer_id))}
 
 
 class Replay(Attack):
@@ -292,12 +291,12 @@ class Replay(Attack):
 
     name, aim, short = "replay", "learned", True
 
-    def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
+    def publish(self, me: Identity, known: Known) -> dict[DocumentKey, bytes]:
         before, victim = known.state.round - 1, known.rng.choice(known.honest)
         if before < 0:
-            return {known.path(me.node): known.document(0, victim)}
+            return {known.key(me.node): known.document(0, victim)}
         old = replace(known.published(before, victim), node=me.node, round=before + 1)
-        return {known.path(victim): known.document(before, victim), known.path(me.node): sign(old, me)}
+        return {known.key(victim): known.document(before, victim), known.key(me.node): sign(old, me)}
 
 
 class Copying(Attack):
@@ -317,14 +316,14 @@ class RoundLie(Before):
         ahead = replace(known.state, round=known.state.round + 5)
         return super().publication(me, Known(**{**vars(known), "state": ahead}))
 
-    def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
-        return {known.path(me.node): sign(self.publication(me, known), me)}
+    def publish(self, me: Identity, known: Known) -> dict[DocumentKey, bytes]:
+        return {known.key(me.node): sign(self.publication(me, known), me)}
 
 
 class Garbage(Before):
     name, aim, short, peer_timeout = "garbage: malformed and huge documents", "lost", True, 5.0
 
-    def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
+    def publish(self, me: Identity, known: Known) -> dict[DocumentKey, bytes]:
         made = self.publication(me, known)
         whole = sign(made, me)
         many = replace(made, rollouts={str(k): made.rollouts["0"] for k in range(5000)})
@@ -339,13 +338,13 @@ class Garbage(Before):
             lambda: whole.replace(b'"reward":1.0', b'"reward":1e999'),
         ]
         number = known.state.round * 2 + int(sha256(me.peer_id.encode()).digest()[0] % 2)
-        return {known.path(me.node): ways[number % len(ways)]()}
+        return {known.key(me.node): ways[number % len(ways)]()}
 
 
 class Silence(Attack):
     name, aim, peer_timeout, reports = "silence: joins and says nothing", "time", 5.0, False
 
-    def publish(self, me: Identity, known: Known) -> dict[str, bytes]:
+    def publish(self, me: Identity, known: Known) -> dict[DocumentKey, bytes]:
         return {}
 
 

@@ -103,7 +103,8 @@ def make_drive(control: Control) -> type:
 
 
 def watch_what_it_believes() -> None:
-    from rl_swarm.network import folder
+    from rl_swarm.network.coordinator import DocumentCoordinator
+    from rl_swarm.network.exchange import DocumentExchange
     from rl_swarm.protocol.rollouts import Publication
     from rl_swarm.protocol.rounds import State
     from rl_swarm.protocol.wire import canonical
@@ -127,7 +128,7 @@ def watch_what_it_believes() -> None:
 
         return look
 
-    publish, checked = folder.FolderExchange.publish, folder.FolderExchange._checked
+    publish, checked = DocumentExchange.publish, DocumentExchange._checked
 
     def published(self: Any, publication: Publication) -> None:
         note("published", round=publication.round, content=content(publication))
@@ -138,9 +139,9 @@ def watch_what_it_believes() -> None:
         note("accepted", round=publication.round, author=publication.node, content=content(publication))
         return publication
 
-    folder.FolderExchange.publish = published  # type: ignore[method-assign]
-    folder.FolderExchange._checked = accepted  # type: ignore[method-assign]
-    folder.FolderCoordinator.current = viewed(folder.FolderCoordinator.current)  # type: ignore[method-assign]
+    DocumentExchange.publish = published  # type: ignore[method-assign]
+    DocumentExchange._checked = accepted  # type: ignore[method-assign]
+    DocumentCoordinator.current = viewed(DocumentCoordinator.current)  # type: ignore[method-assign]
     try:
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
     except ImportError:
@@ -158,7 +159,14 @@ def main() -> None:
     from rl_swarm.cli import main as rl_swarm
     from rl_swarm.network import address
 
-    address.LocalFiles = make_drive(control)  # type: ignore[misc]
+    drive = make_drive(control)
+
+    class FaultyStore(address.FolderStore):
+        @classmethod
+        def at(cls, root: Path) -> "FaultyStore":
+            return cls(drive(root))
+
+    address.FolderStore = FaultyStore  # type: ignore[misc]
     watch_what_it_believes()
     rl_swarm()
 

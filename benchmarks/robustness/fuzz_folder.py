@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.lib.paths import MANIFEST
 from benchmarks.robustness.fuzz_folder_attacker import (
     NAMES,
     PATHS,
@@ -46,8 +47,10 @@ from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.learning import checkpoints
 from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place
-from rl_swarm.network import folder, round_server
-from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange
+from rl_swarm.network import retries
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.protocol.rounds import PeerInfo
 from rl_swarm.protocol.wire import Rejected, seal
@@ -117,6 +120,7 @@ class Scene:
         self.stop = threading.Event()
         self.stop.set()  # a waiting call tries twice
         self.files = LocalFiles(self.root)
+        self.store = FolderStore(self.files)
         self.files.write(MANIFEST, seal(OPEN_SWARM, OWNER))
         self.log = SharedLog(
             self.private / "log" / "metrics.jsonl", self.files, "logs/alice/metrics.jsonl", lambda: 1e9
@@ -124,8 +128,8 @@ class Scene:
         self.lines: list[bytes] = []
         self.saved = Checkpoints(self.private / "checkpoints", ALICE, "alice", self.files)
         self.places: dict[int, list[dict[str, tuple[int, str]]]] = {}  # by round, what was to be saved
-        self.exchange = FolderExchange(self.files, OPEN_SWARM, ALICE, "alice", self.stop, lambda *said: None, 0.01)
-        self.coordinator = FolderCoordinator(self.files, OPEN_SWARM, ALICE, "alice", self.stop)
+        self.exchange = DocumentExchange(self.store, OPEN_SWARM, ALICE, "alice", self.stop, lambda *said: None, 0.01)
+        self.coordinator = DocumentCoordinator(self.store, OPEN_SWARM, ALICE, "alice", self.stop)
         self.settings = Settings.of(private_path=str(self.private), poll_interval=0.01, min_peers=1)
         self.round_server: RoundServer | None = None
         self.round = 0
@@ -166,7 +170,7 @@ class Scene:
         self.log.copy()
 
     def do_log_again(self) -> None:
-        self.log = SharedLog(self.log.private, self.files, self.log.path, lambda: 1e9)
+        self.log = SharedLog(self.log.private, self.files, "logs/alice/metrics.jsonl", lambda: 1e9)
 
     def do_save(self) -> None:
         number = self.rng.randrange(1, 4)
@@ -232,7 +236,7 @@ class Scene:
     def do_conduct(self) -> None:
         if self.round_server is None or self.rng.random() < 0.2:
             self.round_server = RoundServer(
-                self.files, OPEN_SWARM, OWNER, self.settings.network, self.settings.storage, self.stop
+                self.store, OPEN_SWARM, OWNER, self.settings.network, self.settings.storage, self.stop
             )
             if self.round_server.state.phase != "finished" and self.round_server.state.round < self.round:
                 raise Harm(f"the coordinator went back from round {self.round} to {self.round_server.state.round}")
@@ -272,7 +276,7 @@ class Folder(Target):
     growth = 32 * MEBIBYTE
 
     def open(self) -> None:
-        folder.FIRST_PAUSE = round_server.FIRST_PAUSE = 0.001
+        retries.FIRST_PAUSE = 0.001
         self.place = Path(tempfile.mkdtemp(prefix="rl-swarm-fuzz-"))
         self.place.chmod(0o755)
 

@@ -31,7 +31,8 @@ from benchmarks.robustness.fuzz_records import (
     SWARM,
 )
 from benchmarks.robustness.fuzz_target import MEBIBYTE, Case, Harm, Target
-from rl_swarm.network import folder, round_server
+from rl_swarm.network import coordinator, exchange, history, owner_documents
+from rl_swarm.network.documents import RECORD_BYTES, DocumentKey
 from rl_swarm.protocol import admission, identity, manifest, rollouts, rounds, wire
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
@@ -44,16 +45,19 @@ SLOWEST = 1.0  # seconds of CPU time that one message may take
 TRACED = 1 << 16  # bytes: longer messages are read without tracing, which would take most of the time
 KEPT, KEPT_BYTES = 4096, 1 << 15  # messages that were new, and their size
 LARGE = 2000  # one message in so many is made as large as it may be
-WATCHED = {module.__file__ for module in (wire, rollouts, identity, admission, rounds, manifest, folder, round_server)}
+WATCHED = {
+    module.__file__
+    for module in (wire, rollouts, identity, admission, rounds, manifest, exchange, history, owner_documents)
+}
 
 
-class OneFile:
-    """Serves the same content for every path of a folder."""
+class OneDocument:
+    """Returns the same content for every document."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, key: DocumentKey, limit: int) -> bytes:
         return self.data[: limit + 1]
 
 
@@ -65,7 +69,7 @@ def read_publication(data: bytes) -> msgspec.Struct:
 
 
 def read_manifest(data: bytes) -> msgspec.Struct:
-    found = folder.read_manifest(OneFile(data))  # type: ignore[arg-type]
+    found = owner_documents.read_manifest(OneDocument(data))  # type: ignore[arg-type]
     found.swarm()
     found.questions_key()
     Rules.of(found)
@@ -73,35 +77,35 @@ def read_manifest(data: bytes) -> msgspec.Struct:
 
 
 def read_state(data: bytes) -> msgspec.Struct:
-    found = folder.read_state(OneFile(data), SWARM)  # type: ignore[arg-type]
+    found = owner_documents.read_state(OneDocument(data), SWARM)  # type: ignore[arg-type]
     found.leaderboard()
-    folder.is_past(found, (0, 0))
+    coordinator.is_past(found, (0, 0))
     return found
 
 
 def read_history(data: bytes) -> msgspec.Struct:
     line = data.replace(b"\n", b" ")
-    round_server.parse_history(line + b"\n" + line[: len(line) // 2])
+    history.parse_history(line + b"\n" + line[: len(line) // 2])
     return wire.unseal(data, StageRecord)
 
 
 def read_peer(data: bytes) -> msgspec.Struct:
-    found = wire.unseal_with_digest(data, PeerInfo, folder.RECORD_BYTES)[0]
+    found = wire.unseal_with_digest(data, PeerInfo, RECORD_BYTES)[0]
     admission.admit(SWARM, AccessList(swarm=SWARM.swarm()), {}, found.peer_id, found.invitation, now=1.0)
     return found
 
 
 def read_access_list(data: bytes) -> msgspec.Struct:
-    found = folder.read_access_list(OneFile(data), SWARM)  # type: ignore[arg-type]
+    found = owner_documents.read_access_list(OneDocument(data), SWARM)  # type: ignore[arg-type]
     admission.refusal_reason(SWARM, found, ALICE.peer_id, None)
     return found
 
 
-EXCHANGE = folder.FolderExchange(None, SWARM, ALICE, "bob", None, None)  # type: ignore[arg-type]
+EXCHANGE = exchange.DocumentExchange(None, SWARM, ALICE, "bob", None, None)  # type: ignore[arg-type]
 READERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
     "manifest": read_manifest,
     "publication": read_publication,
-    "report": lambda data: wire.unseal_with_digest(data, Report, folder.RECORD_BYTES)[0],
+    "report": lambda data: wire.unseal_with_digest(data, Report, RECORD_BYTES)[0],
     "peer": read_peer,
     "roll": read_access_list,
     "state": read_state,

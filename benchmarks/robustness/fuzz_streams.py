@@ -24,26 +24,28 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.lib.paths import MANIFEST, STATE, report_folder
 from benchmarks.robustness.fuzz_messages import change_bytes, change_fields, signed
 from benchmarks.robustness.fuzz_records import AUTHORS, OWNER, SWARM, identity_of, seeded
 from benchmarks.robustness.fuzz_target import Case, Harm, Target
-from rl_swarm.network.folder import MANIFEST, STATE, report_folder, report_path
+from rl_swarm.network.documents import report_key
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.layout import key_at, path_of
 from rl_swarm.network.p2p import engine as engines
 from rl_swarm.network.p2p import quota, streams
 from rl_swarm.network.p2p import records as notices
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.engine import MAX_REQUEST, STREAM, WHAT_TIME, PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import MAX_NOTICE, DhtRecord, acceptable, key_of
+from rl_swarm.network.p2p.records import MAX_NOTICE, DhtRecord, acceptable, dht_key
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Member, State
 from rl_swarm.protocol.wire import Rejected, seal, unseal
-from rl_swarm.storage.files import LocalFiles
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 REQUEST_SECONDS, TAKE_SECONDS = 1.0, 3.0  # deadlines, shorter than they are, so that more cases are played
 PATIENCE = 60.0
-DOCUMENT, LARGE = report_path(0, 0, "owner"), report_path(1, 0, "owner")
+DOCUMENT, LARGE = path_of(report_key(0, 0, "owner")), path_of(report_key(1, 0, "owner"))
 FOLDERS = ("peers", "state", "", "rollouts/round_0/stage_0", "rewards/round_x/stage_0", *(report_folder(n,
 0) for n in range(5)))  # fmt: skip
 STEPS = (
@@ -167,9 +169,9 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
         packed = MSGPackSerializer.dumps(data)
     elif how == "garbage":
         packed = rng.randbytes(rng.choice((0, 1, 7000)))
-    place = rng.choice(notice.where()[:3])
+    place = rng.choice(notice.dht_keys()[:3] or ["elsewhere"])
     if how == "place":
-        place = rng.choice((key_of(SWARM.swarm(), rng.choice(FOLDERS)), "elsewhere"))
+        place = rng.choice((dht_key(SWARM.swarm(), rng.choice(FOLDERS)), "elsewhere"))
     expires = now + (
         rng.choice((0, -1, 1e9, float("nan"), float("inf"))) if how == "expiry" else rng.choice((60, 100, 1))
     )
@@ -255,8 +257,8 @@ class Streams(Target):
         self.honest, self.member, self.stranger = (
             self._engine(name, None) for name in ("honest", "member", "stranger")
         )
-        files = PeerFiles(self.victim, SWARM.swarm(), OWNER.peer_id, OWNER, LocalFiles(self.place))
-        files.serve()
+        store = PeerStore(self.victim, SWARM.swarm(), OWNER.peer_id, OWNER, FolderStore.at(self.place))
+        store.serve()
         self.victim.is_member = lambda peer_id: peer_id in self.members
         self.documents = {DOCUMENT: b"a report", LARGE: random.Random(0).randbytes(2 << 20)}
         now = time.time()
@@ -265,8 +267,10 @@ class Streams(Target):
             members={self.member.identity.peer_id: Member("member", 0, now)},
         )  # fmt: skip
         for path, data in {MANIFEST: seal(SWARM, OWNER), STATE: seal(state, OWNER), **self.documents}.items():
-            files.write(path, data)
-        self.files, self.direct = files, Direct()
+            key = key_at(path)
+            assert key is not None
+            store.write(key, data)
+        self.store, self.direct = store, Direct()
         for each in self.engines[1:]:
             if not each.meet(PATIENCE):
                 raise OSError("the peers do not find each other")

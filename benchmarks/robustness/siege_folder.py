@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from benchmarks.lib.paths import HISTORY, MANIFEST, STATE, report_path, rollouts_path
 from benchmarks.robustness.siege_hostile import (
     COMMAND,
     JUNK,
@@ -24,10 +25,9 @@ from benchmarks.robustness.siege_hostile import (
     mute,
     unfinished_requests,
 )
-from rl_swarm.network.folder import HISTORY, MANIFEST, STATE, report_path, rollouts_path
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import canonical, digest, seal
-from rl_swarm.storage.files import LocalFiles
 
 CROWD = 30_000  # junk files in one folder
 LOGS = ("training_events.jsonl", "metrics.jsonl")
@@ -253,7 +253,7 @@ def zeroed(data: bytes) -> bytes:
 
 
 def _member(target: Target, name: str) -> HostileMember:
-    return HostileMember(LocalFiles(target.folder), target, name)
+    return HostileMember(FolderStore.at(target.folder), target, name)
 
 
 KINDS: dict[str, Callable[[Target, Pace], None]] = {

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from rl_swarm.network.folder import STATE, FolderCoordinator, report_path
+from benchmarks.lib.paths import STATE
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.documents import DocumentStore, report_key, rollouts_key
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, Report, State
 from rl_swarm.protocol.wire import seal, sign, unseal
-from rl_swarm.storage.files import Files
 
 COMMAND = "$(touch ran)"  # leaves a file where a shell runs it
 HEARTBEAT_SECONDS = 10.0  # between heartbeats of a hostile member
@@ -125,11 +126,11 @@ class Pace:
 class HostileMember:
     """Joins as a peer, sends heartbeats, and obeys no other rule."""
 
-    def __init__(self, files: Files, target: Target, name: str, identity: Identity | None = None) -> None:
-        self.files, self.target, self.name = files, target, name
+    def __init__(self, store: DocumentStore, target: Target, name: str, identity: Identity | None = None) -> None:
+        self.store, self.target, self.name = store, target, name
         self.identity = identity or Identity.generate()
         self.manifest = target.made()
-        self.coordinator = FolderCoordinator(files, self.manifest, self.identity, name, threading.Event(), 0.5)
+        self.coordinator = DocumentCoordinator(store, self.manifest, self.identity, name, threading.Event(), 0.5)
         self.next_sign, self.joined = 0.0, time.time()
 
     def sign_of_life(self) -> None:
@@ -165,7 +166,7 @@ class HostileMember:
             vote=votes[state.round % len(votes)] if votes else "",
         )
         with suppress(OSError):
-            self.files.write(report_path(state.round, state.stage, self.name), seal(report, self.identity))
+            self.store.write(report_key(state.round, state.stage, self.name), seal(report, self.identity))
 
     def rounds(self, pace: Pace) -> Iterator[State]:
         """Yield each round as it begins, and send heartbeats meanwhile."""
@@ -210,7 +211,7 @@ def liar(member: HostileMember, pace: Pace) -> None:
             manifest=member.manifest,
             settings=settings,
             environment=environment,  # type: ignore[arg-type]
-            files=member.files,
+            store=member.store,
             policy=None,  # type: ignore[arg-type]
             honest=honest,
             state=state,
@@ -220,8 +221,8 @@ def liar(member: HostileMember, pace: Pace) -> None:
         )
         with suppress(Exception):  # the file to copy does not exist yet
             made = ways[state.round % len(ways)].publish(member.identity, known)
-            for path, data in made.items():
-                member.files.write(path, data)
+            for key, data in made.items():
+                member.store.write(key, data)
 
 
 def garbage(member: HostileMember, pace: Pace) -> None:
@@ -236,8 +237,8 @@ def garbage(member: HostileMember, pace: Pace) -> None:
         whole = sign(member.introduction(), member.identity)
         ways = [junk, *JUNK, whole, whole[:-9], b"x" * (5 << 20)]
         with suppress(OSError):
-            path = f"rollouts/round_{state.round}/stage_{state.stage}/{member.name}.json"
-            member.files.write(path, ways[state.round % len(ways)])
+            key = rollouts_key(state.round, state.stage, member.name)
+            member.store.write(key, ways[state.round % len(ways)])
 
 
 def unfinished_requests(target: Target, pace: Pace) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from benchmarks.lib.paths import report_folder
 from benchmarks.robustness.siege_hostile import (
     HostileMember,
     Pace,
@@ -24,13 +25,12 @@ from benchmarks.robustness.siege_hostile import (
     mute,
     unfinished_requests,
 )
-from rl_swarm.network.folder import report_folder
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, EngineError, PeerEngine
-from rl_swarm.network.p2p.records import DhtRecord, key_of
+from rl_swarm.network.p2p.records import DhtRecord, dht_key
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
-from rl_swarm.storage.files import LocalFiles
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 MEET_SECONDS = 120.0
@@ -94,7 +94,7 @@ def flood(target: Target, pace: Pace) -> None:
             folder = pace.rng.choice([report_folder(now + ahead, 0)] * 4 + ["peers", "state"])
             inside = FILLING if pace.rng.random() < 0.8 else ""
             sealed = notice(engine, swarm, f"{folder}/{name}.json", inside)
-            leave(engine, key_of(swarm, folder), f"{engine.identity.peer_id}/{name}.json", sealed)
+            leave(engine, dht_key(swarm, folder), f"{engine.identity.peer_id}/{name}.json", sealed)
 
 
 async def _open(engine: PeerEngine, victim: str) -> tuple[Any, Any]:
@@ -149,10 +149,10 @@ def second_manifests(target: Target, pace: Pace) -> None:
             other = replace(target.made(), peer_id=who.peer_id, name=f"other-{pace.done}", seed=pace.done)
             sealed = seal(other, who).decode("ascii", "replace")
             made = notice(engine, other.swarm(), "manifest.json", sealed if len(sealed) <= 3072 else "")
-            leave(engine, key_of(other.swarm(), ""), f"{who.peer_id}/manifest.json", made)
+            leave(engine, dht_key(other.swarm(), ""), f"{who.peer_id}/manifest.json", made)
             state = seal(replace(target.state(), peer_id=who.peer_id, round=10_000), who).decode()
             made = notice(engine, target.made().swarm(), "state/current_state.json", state[:3072])
-            key = key_of(target.made().swarm(), "state")
+            key = dht_key(target.made().swarm(), "state")
             leave(engine, key, f"{who.peer_id}/current_state.json", made)
 
 
@@ -180,7 +180,7 @@ def false_keeper(target: Target, pace: Pace) -> None:
         while pace.go(1.0):
             with suppress(OSError):  # so that others know it
                 engine.find(
-                    key_of(swarm, pace.rng.choice(["peers", "state", "", report_folder(target.state().round, 0)]))
+                    dht_key(swarm, pace.rng.choice(["peers", "state", "", report_folder(target.state().round, 0)]))
                 )
 
 
@@ -192,7 +192,7 @@ def forgeries(target: Target, pace: Pace) -> None:
         while pace.go(0.1):
             now = target.state().round
             folder = pace.rng.choice(["peers", report_folder(now, 0), report_folder(max(0, now - 1), 0)])
-            key = key_of(swarm, folder)
+            key = dht_key(swarm, folder)
             if pace.done % 10 == 1:
                 with suppress(OSError):
                     kept |= engine.find(key)
@@ -200,7 +200,7 @@ def forgeries(target: Target, pace: Pace) -> None:
             if not kept:
                 continue
             subkey, data = pace.rng.choice(list(kept.items()))
-            place = key_of(swarm, pace.rng.choice([folder, "peers", report_folder(now + 1, 0)]))
+            place = dht_key(swarm, pace.rng.choice([folder, "peers", report_folder(now + 1, 0)]))
             spoiled = data.replace(b'"round', b'"rount') if pace.done % 3 else data[:-3] + b'x"}'
             leave(engine, place, subkey, pace.rng.choice([data, spoiled, pace.rng.randbytes(500), b""]), 6000.0)
 
@@ -211,10 +211,10 @@ def many_names(target: Target, pace: Pace) -> None:
     with peer(target) as engine:
         while pace.go(0.05):
             name = pace.rng.choice([*honest, f"name-{pace.done % 5000}"])
-            member = HostileMember(LocalFiles(target.scratch), target, name, engine.identity)
+            member = HostileMember(FolderStore.at(target.scratch), target, name, engine.identity)
             inside = seal(member.introduction(), engine.identity).decode()
             sealed = notice(engine, swarm, f"peers/{name}.json", inside)
-            leave(engine, key_of(swarm, "peers"), f"{engine.identity.peer_id}/{name}.json", sealed)
+            leave(engine, dht_key(swarm, "peers"), f"{engine.identity.peer_id}/{name}.json", sealed)
 
 
 def junk_requests(target: Target, pace: Pace) -> None:
@@ -246,10 +246,10 @@ def junk_requests(target: Target, pace: Pace) -> None:
 def _member(target: Target, name: str) -> Iterator[HostileMember]:
     manifest = target.made()
     with peer(target, keeps=True) as engine:
-        local = LocalFiles(target.scratch / name)
-        files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, engine.identity, local)
-        files.serve()
-        yield HostileMember(files, target, name, engine.identity)
+        local = FolderStore.at(target.scratch / name)
+        store = PeerStore(engine, manifest.swarm(), manifest.peer_id, engine.identity, local)
+        store.serve()
+        yield HostileMember(store, target, name, engine.identity)
 
 
 def _of(play: Callable[[HostileMember, Pace], None], name: str) -> Callable[[Target, Pace], None]:
@@ -267,14 +267,14 @@ def slow_answers(target: Target, pace: Pace) -> None:
     """
     others = victims(target)
     with _member(target, "slow") as member:
-        engine: PeerEngine = member.files.engine  # type: ignore[attr-defined]
+        engine: PeerEngine = member.store.engine  # type: ignore[attr-defined]
 
         async def answer(info: Any, reader: Any, writer: Any) -> None:
             try:
                 (size,) = struct.unpack(">I", await reader.readexactly(4))
                 path = await reader.readexactly(min(size, 4096))
                 if path.startswith(b"rewards"):
-                    found = member.files.answer(path, str(info.peer_id)) or b""  # type: ignore[attr-defined]
+                    found = member.store.answer(path, str(info.peer_id)) or b""  # type: ignore[attr-defined]
                     writer.write(struct.pack(">?I", True, len(found)) + found)
                     await writer.drain()
                     return

@@ -17,9 +17,9 @@ from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.paths import MANIFEST
 from benchmarks.robustness.siege_hostile import Pace, Processes, Target
-from rl_swarm.network.folder import MANIFEST
-from rl_swarm.network.round_server import parse_history
+from rl_swarm.network.history import parse_history
 
 START_SECONDS = 240.0
 STARTING = 3  # hostile processes at a time, beside a swarm that plays

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from processes import RL_SWARM, SMALL, end, run, start, status, until
 
+from benchmarks.lib.paths import MANIFEST
 from rl_swarm.cli import models
 from rl_swarm.config.settings import Settings
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.folder import MANIFEST, await_manifest
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import await_manifest
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import Identity
@@ -149,7 +151,7 @@ def test_a_node_says_that_it_waits_for_a_manifest_to_become_whole(tmp_path: Path
 def test_a_manifest_that_does_not_become_whole_is_given_up(tmp_path: Path) -> None:
     files = broken_manifest(tmp_path)
     with pytest.raises(NetworkError, match=r"manifest\.json has not become whole .*digest"):
-        await_manifest(files, threading.Event(), 0.02, patience=0.2)
+        await_manifest(FolderStore(files), threading.Event(), 0.02, patience=0.2)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

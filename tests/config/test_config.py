@@ -16,6 +16,7 @@ from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.settings import TaskSettings
 from rl_swarm.errors import ConfigError
 from rl_swarm.learning.settings import PolicySettings
+from rl_swarm.network.address import configured_address
 from rl_swarm.node.settings import SwarmSettings, public_settings
 from rl_swarm.protocol.tasks import Task
 from rl_swarm.sections import headings
@@ -337,11 +338,11 @@ def test_a_token_is_long_enough_and_never_told(tmp_path):
 
 
 def test_the_address_of_a_folder_swarm_is_its_experiment_directory():
-    assert settings().storage.experiment_dir() is None
-    found = settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine").storage.experiment_dir()
+    assert configured_address(settings().storage) is None
+    found = configured_address(settings(GDRIVE_PATH="/drive", EXPERIMENT_NAME="mine").storage)
     assert found == Path("/drive/experiments/mine")
     with pytest.raises(ConfigError, match="EXPERIMENT_NAME is not set"):
-        settings(GDRIVE_PATH="/drive").storage.experiment_dir()
+        configured_address(settings(GDRIVE_PATH="/drive").storage)
 
 
 def test_the_documented_table_is_the_one_in_the_code():

@@ -1,4 +1,4 @@
-"""A debate: peers see what others wrote, are paid for what they make of it, and cannot speak out of turn."""
+"""A debate: peers see each other's answers, earn rewards in every stage, and cannot invent a context."""
 
 import io
 from dataclasses import replace
@@ -138,7 +138,7 @@ def test_control_tokens_that_stand_in_a_question_stay_text() -> None:
 
 
 def played(folder: Path) -> LockstepSwarm:
-    """A round of three nodes, in one process."""
+    """Play a round of three nodes in one process."""
     members = [RunMember(Identity.derived("debate", number), SETTINGS) for number in range(3)]
     user = Settings.of(identity_path=str(folder.with_suffix(".pem")))
     swarm = LockstepSwarm(LocalFiles(folder), members, Identity.derived("owner"), user)

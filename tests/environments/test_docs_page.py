@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page's packages as an installer leaves them, and the path on which they are found."""
+    """Write the page's packages as an installer leaves them; return the path on which they are found."""
     site = tmp_path_factory.mktemp("site")
     for code, project in zip(blocks("python"), blocks("toml"), strict=True):
         read = configparser.ConfigParser()
@@ -79,7 +79,7 @@ def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> N
         assert all(line.get("idle", False) == (line["stage"] != busy) for line in lines)
         assert any(line["policy_version"] for line in lines) == (role == "pupil"), "only pupils learn"
     levels = [line["role_metrics"]["level"] for lines in played.values() for line in lines if "role_metrics" in line]
-    assert levels[0] == 2 and levels[1] in (1, 3), "the teacher hears how its sums were solved"
+    assert levels[0] == 2 and levels[1] in (1, 3), "the teacher learns how its sums were solved"
     code, output = run(tmp_path, "validate", "r", "--rounds", "6", "--nodes", "4", PYTHONPATH=installed)
     assert code == 0, output
 

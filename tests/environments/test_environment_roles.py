@@ -1,4 +1,4 @@
-"""Roles: what a node does that does not learn, what others hear of it, and what it remembers."""
+"""Roles: nodes that do not learn publish messages, read those of peers, and remember."""
 
 import threading
 from pathlib import Path

@@ -5,7 +5,8 @@ import threading
 from pathlib import Path
 
 import msgspec
-from processes import QUICK, metrics, run
+import pytest
+from processes import HELD_OUT, metrics, run
 from small_models import save_small
 
 from rl_swarm.config.resolve import layered
@@ -15,7 +16,8 @@ from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.batched_engine import BatchedEngine
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember, SequentialEngine, rewind
 from rl_swarm.experiment.run import is_finished, play
-from rl_swarm.network.folder import read_manifest
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
@@ -45,13 +47,28 @@ def played(job: Job, folder: Path) -> dict:
 
 
 def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "up", "--run", "r", "--nodes", "3", "--rounds", "4", "--seed", "7", *QUICK)
+    code, output = run(
+        tmp_path,
+        "up",
+        "--run",
+        "r",
+        "--nodes",
+        "3",
+        "--rounds",
+        "4",
+        "--seed",
+        "7",
+        *HELD_OUT,
+        "--set",
+        "generations=4",
+    )
     assert code == 0, output
     keys = [tmp_path / name for name in ("swarm.pem", "swarm-2.pem", "swarm-3.pem")]
     settings = Settings.of(
         **{**UP_PRESET, "rounds": 4, "seed": 7, "nodes": 3, "nodes_per_device": 3, "threads": 1},
-        held_out_questions=16,
+        held_out_questions=8,
         held_out_samples=1,
+        generations=4,
         device="cpu",
     )
     members = [RunMember(Identity.load(key), settings) for key in keys]
@@ -147,6 +164,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
     assert len(rounds) == 6 and any(line["grad_norm"] > 0 for line in rounds)
 
 
+@pytest.mark.processes
 def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> None:
     each = {
         "1": {"tasks": "gcd", "learning_rate": "3e-4"},
@@ -160,10 +178,11 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     groups = [[line["local_groups"] for line in found[node] if line["kind"] == "round"] for node in nodes]
     assert groups == [[2, 2], [1, 1], [2, 2]]
     names = [task.name for task in task_list(wanted.swarm().task, "tiny")]
-    manifest = read_manifest(LocalFiles(tmp_path))
+    manifest = read_manifest(FolderStore.at(tmp_path))
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 
 
+@pytest.mark.processes
 def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: Path) -> None:
     save_small(tmp_path / "other")
     wanted = job(
@@ -182,6 +201,7 @@ def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: 
     assert set(first[0]["by_task"]) == set(second[0]["by_task"]), "both are asked the swarm's tasks"
 
 
+@pytest.mark.processes
 def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path: Path) -> None:
     once = played(job(Arm(4, 0, "alone"), rounds=1, nodes=2, generations=8), tmp_path / "once")
     twice = played(job(Arm(4, 0, "alone", epochs=2), rounds=1, nodes=2, generations=8), tmp_path / "twice")

@@ -10,7 +10,7 @@ from pathlib import Path
 from swarms import LOOPBACK, AmongPeers, engine_of, introduction, report
 
 from rl_swarm.network.p2p.engine import STREAM, PeerEngine
-from rl_swarm.network.p2p.records import DhtRecord, key_of
+from rl_swarm.network.p2p.records import DhtRecord, dht_key
 from rl_swarm.network.p2p.storage import NoStorage
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.wire import seal
@@ -50,7 +50,7 @@ def fill(engine: PeerEngine, swarm: str, folder: str, count: int, seconds: float
                     addresses=[],
                 )
                 data, expires = seal(made, who), time.time() + seconds
-                key, subkey = key_of(swarm, folder), f"{who.peer_id}/{name}.json"
+                key, subkey = dht_key(swarm, folder), f"{who.peer_id}/{name}.json"
                 stores.append(engine.table.store(key, subkey, data, expires))
             taken += sum(await asyncio.gather(*stores))
         return taken

@@ -9,12 +9,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from benchmarks.lib.paths import STATE
 from rl_swarm.config import resolve as config
 from rl_swarm.config.settings import UP_PRESET
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.environments.settings import TaskSettings
-from rl_swarm.network.folder import STATE, FolderCoordinator, FolderExchange
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.node.worker import found
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
@@ -42,9 +45,10 @@ class SmallRun:
     ) -> None:
         root.mkdir(parents=True)
         self.root, self.files, self.stop = root, files or LocalFiles(root), threading.Event()
+        self.store = FolderStore(self.files)
         settings = config.load(UP_PRESET, flags={"rounds": total, "tasks": "chain_sum,gcd"}, environ={}).settings
         self.owner = Identity.generate()
-        self.manifest: Manifest = found(self.files, settings, root.name, self.owner)
+        self.manifest: Manifest = found(self.store, settings, root.name, self.owner)
         self.identities = [Identity.generate() for _ in range(nodes)]
         self.journals = {
             i.node: Journal(root.with_name(f"{root.name}-private") / i.node, (), self.files, f"logs/{i.node}")
@@ -65,7 +69,7 @@ class SmallRun:
             peer_id=identity.peer_id, swarm=self.manifest.swarm(), node=identity.node, model="tiny", device="cpu",
             host=platform.node(), pid=pid, joined=now, timestamp=now,
         )  # fmt: skip
-        FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).register(peer)
+        DocumentCoordinator(self.store, self.manifest, identity, identity.node, self.stop).register(peer)
         self.journals[identity.node].event("joined", round=-1, model="tiny", pid=pid)
         self.score(identity, "start", 0.2)
         self.state = rounds.record_presence(self.state, identity.peer_id, identity.node, now)
@@ -90,7 +94,7 @@ class SmallRun:
                 peer_id=identity.peer_id, swarm=self.manifest.swarm(), node=identity.node, round=played, stage=0,
                 timestamp=time.time(), reward=0.25, training_reward=0.3, rollouts=2, vote=first,
             )  # fmt: skip
-            FolderCoordinator(self.files, self.manifest, identity, identity.node, self.stop).submit(report)
+            DocumentCoordinator(self.store, self.manifest, identity, identity.node, self.stop).submit(report)
             self.state = rounds.record_report(self.state, report, time.time())
         self.tick()
 
@@ -109,7 +113,7 @@ class SmallRun:
             },
         )  # fmt: skip
         node = identity.node
-        FolderExchange(self.files, self.manifest, identity, node, self.stop, print).publish(publication)
+        DocumentExchange(self.store, self.manifest, identity, node, self.stop, print).publish(publication)
 
     def write_round(self, node: str, played: int, reward: float, learned_from: list[str]) -> None:
         self.journals[node].metrics(RoundRecord(

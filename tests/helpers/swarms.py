@@ -12,11 +12,14 @@ from flaky import FAULTS, Drive
 from processes import HAS_HIVEMIND
 from stores import BUCKET
 
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import open_address
 from rl_swarm.network.base import Coordinator, Exchange
-from rl_swarm.network.folder import FolderCoordinator, FolderExchange
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.documents import PEERS, DocumentStore
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.round_server import RoundServer
@@ -26,7 +29,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
 from rl_swarm.protocol.rounds import PeerInfo, Report
 from rl_swarm.protocol.tasks import Task
-from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.settings import StorageSettings
 
 POLL = 0.02
@@ -105,7 +108,7 @@ def report(
     )
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 240.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -129,7 +132,7 @@ class Background(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def result(self, seconds: float = 120.0):
+    def result(self, seconds: float = 240.0):
         self.join(seconds)
         assert not self.is_alive(), "still busy"
         if self.error is not None:
@@ -166,7 +169,7 @@ class InFolder:
         self.rejected: list[tuple[str, str, str]] = []
         self.stop = threading.Event()
         self.conductor = RoundServer(
-            self.files("coordinator"),
+            self.store("coordinator"),
             self.manifest,
             OWNER,
             NetworkSettings(min_peers=min_peers, poll_interval=POLL),
@@ -175,14 +178,14 @@ class InFolder:
         )
         self.thread = Background(self.conductor.run)
 
-    def files(self, node: str) -> Files:
-        return LocalFiles(self.folder)
+    def store(self, node: str) -> DocumentStore:
+        return FolderStore.at(self.folder)
 
     def exchange(
         self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
     ) -> Exchange:
-        return FolderExchange(
-            self.files(node),
+        return DocumentExchange(
+            self.store(node),
             self.manifest,
             identity_of(node),
             node,
@@ -193,8 +196,8 @@ class InFolder:
         )
 
     def coordinator(self, node: str, stop: threading.Event | None = None, poll: float = POLL) -> Coordinator:
-        return FolderCoordinator(
-            self.files(node), self.manifest, identity_of(node), node, stop or threading.Event(), poll
+        return DocumentCoordinator(
+            self.store(node), self.manifest, identity_of(node), node, stop or threading.Event(), poll
         )
 
     def close(self) -> None:
@@ -209,8 +212,8 @@ class InSyncedFolder(InFolder):
         self.drive = Drive(LocalFiles(folder), FAULTS["everything at once"], seed=7)
         super().__init__(folder, min_peers, **changes)
 
-    def files(self, node: str) -> Files:
-        return self.drive.view(node)
+    def store(self, node: str) -> DocumentStore:
+        return FolderStore(self.drive.view(node))
 
 
 _engines: dict[str, PeerEngine] = {}
@@ -241,23 +244,23 @@ class AmongPeers(InFolder):
     number = itertools.count(2)
 
     def __init__(self, folder: Path, min_peers: int = 1, **changes) -> None:
-        self.views: dict[str, PeerFiles] = {}
+        self.views: dict[str, PeerStore] = {}
         super().__init__(folder, min_peers, **{"created": float(next(self.number)), **changes})
 
-    def files(self, node: str) -> Files:
+    def store(self, node: str) -> DocumentStore:
         if node not in self.views:
             engine = engine_of(node)
             who = OWNER if node == "coordinator" else identity_of(node)
-            local = LocalFiles(self.folder / node)
-            self.views[node] = PeerFiles(engine, self.manifest.swarm(), OWNER.peer_id, who, local)
+            local = FolderStore.at(self.folder / node)
+            self.views[node] = PeerStore(engine, self.manifest.swarm(), OWNER.peer_id, who, local)
             self.views[node].serve()
         return self.views[node]
 
     def exchange(
         self, node: str, stop: threading.Event | None = None, poll: float = POLL, max_peers: int = 10
     ) -> Exchange:
-        files = self.files(node)
-        if f"peers/{node}.json" not in files.own:  # a node introduces itself before it publishes
+        store = self.store(node)
+        if PEERS.of(node) not in store.own:  # a node introduces itself before it publishes
             self.coordinator(node).register(introduction(self.manifest, node))
         return super().exchange(node, stop, poll, max_peers)
 
@@ -266,11 +269,11 @@ class InStore(InFolder):
     """Runs the folder network at a URL, through one connection for all nodes."""
 
     def __init__(self, url: str, min_peers: int = 1, **changes) -> None:
-        self.store = locate(url).files
+        self.opened = open_address(url).store
         super().__init__(Path("nowhere"), min_peers, **changes)
 
-    def files(self, node: str) -> Files:
-        return self.store
+    def store(self, node: str) -> DocumentStore:
+        return self.opened
 
 
 class InBucket(InStore):

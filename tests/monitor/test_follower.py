@@ -18,7 +18,7 @@ from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.run_reader import LONGEST_LINE, NodeView, RunView
 from rl_swarm.monitor.runs import Runs
 from rl_swarm.monitor.series import Curves, combined, stride_for
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import open_address
 from rl_swarm.node import run_settings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.telemetry.schema import Load, RoundRecord
@@ -301,7 +301,7 @@ def test_where_logs_are_elsewhere_the_curves_are_what_nodes_reported(tmp_path: P
     run = SmallRun(tmp_path / "run", nodes=2, total=9)
     for _ in range(4):
         run.play()
-    place = replace(locate(run.root), is_url=True, here=tmp_path / "here")
+    place = replace(open_address(run.root), is_url=True, here=tmp_path / "here")
     clock = Clock()
     follower = Follower(RunView(place), clock)
     follower.poll()

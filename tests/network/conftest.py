@@ -2,8 +2,7 @@ import pytest
 from processes import HAS_HIVEMIND
 from swarms import NETWORKS, close_engines
 
-from rl_swarm.network import folder
-from rl_swarm.network import round_server as conductor
+from rl_swarm.network import retries
 
 THROUGHOUT = (
     "test_clocks.py", "test_fair_shares.py", "test_hostile_peers.py", "test_hostile_requests.py",
@@ -17,19 +16,22 @@ def short_pauses(monkeypatch):
     """A drive's faults last a tenth of a second here, so pauses after them are as short. So are pauses after a peer
     that
     did not answer: on a busy machine that happens to an honest one."""
-    for module in (folder, conductor):
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.02)
     monkeypatch.setattr("rl_swarm.network.p2p.engine.SILENT_SECONDS", (0.2, 1.0))
 
 
 @pytest.fixture
 def impatient(monkeypatch):
     """Files that never become whole are given up soon."""
-    for module in (folder, conductor):
-        monkeypatch.setattr(module, "GIVE_UP_AFTER", 0.1)
+    monkeypatch.setattr(retries, "GIVE_UP_AFTER", 0.1)
 
 
-@pytest.fixture(params=NETWORKS)
+AMONG_PROCESSES = {"bucket", "peer-to-peer"}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.processes) if name in AMONG_PROCESSES else name for name in NETWORKS]
+)
 def network(request, tmp_path):
     """Makes swarms on each network in turn. A new network is one more entry in `NETWORKS`."""
     if request.param == "bucket":

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from swarms import OWNER, AmongPeers, Background, identity_of, introduction, publication
 
-from rl_swarm.network.folder import ADMISSION
+from rl_swarm.network.documents import ACCESS_LIST, PEERS
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.wire import seal
@@ -33,7 +33,7 @@ class Peers(AmongPeers):
 
     def member(self, node, stop=None, joined=0.0):
         clock = ClockCoordinator(
-            self.files(node),
+            self.store(node),
             self.manifest,
             identity_of(node),
             stop or threading.Event(),
@@ -47,10 +47,10 @@ class Peers(AmongPeers):
         peer = introduction(self.manifest, node, self.clock.now)
         return replace(peer, node=peer.peer_id, joined=joined)
 
-    def files(self, node):
-        files = super().files(node)
-        files.clock = self.clock
-        return files
+    def store(self, node):
+        store = super().store(node)
+        store.clock = self.clock
+        return store
 
     def close(self):
         pass
@@ -126,19 +126,19 @@ def test_who_gives_no_sign_of_life_is_no_member(peers):
 def test_nobody_takes_anothers_name(peers, name):
     ann, cleo = peers.member("ann"), peers.member("cleo", joined=5.0)
     stolen = replace(peers.introduction("cleo"), node=name)
-    peers.files("cleo").write(f"peers/{name}.json", seal(stolen, identity_of("cleo")))
+    peers.store("cleo").write(PEERS.of(name), seal(stolen, identity_of("cleo")))
     bob = peers.member("bob", joined=7.0)
     for one in (ann, bob, cleo):
         assert names(one.current()) == ["ann", "bob", "cleo"]
-    path = f"peers/{identity_of('bob').peer_id}.json"
-    assert ann.files.read(path, 1 << 16) == bob.files.read(path, 1 << 16)
+    key = PEERS.of(identity_of("bob").peer_id)
+    assert ann.store.read(key, 1 << 16) == bob.store.read(key, 1 << 16)
 
 
 def test_whom_the_owner_denies_is_nobodys_member(peers):
     ann, bob = peers.member("ann"), peers.member("bob")
     assert names(ann.current()) == ["ann", "bob"]
     roll = AccessList(swarm=peers.manifest.swarm(), number=1, denied=[identity_of("bob").peer_id])
-    peers.files("coordinator").write(ADMISSION, seal(roll, OWNER))
+    peers.store("coordinator").write(ACCESS_LIST, seal(roll, OWNER))
     assert names(ann.current()) == ["ann"]
     bob.current()
     assert bob.turned_away == "denied"

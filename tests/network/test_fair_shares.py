@@ -8,10 +8,11 @@ import pytest
 from processes import until
 from swarms import OWNER, AmongPeers, engine_of, identity_of, introduction, peer_id, report
 
-from rl_swarm.network.folder import report_folder, report_path
+from benchmarks.lib.paths import report_path
+from rl_swarm.network.documents import PEERS, report_key
 from rl_swarm.network.p2p import documents, quota
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import KEPT_SECONDS, LATEST, REPORT_SECONDS, DhtRecord, key_of
+from rl_swarm.network.p2p.records import KEPT_SECONDS, LATEST, REPORT_SECONDS, DhtRecord, dht_key
 from rl_swarm.network.p2p.storage import FairStorage, place_of
 from rl_swarm.network.p2p.streams import (
     MAX_ANSWERS,
@@ -55,7 +56,7 @@ class Keeper:
             inside=inside,
         )
         value = MSGPackSerializer.dumps(seal(made, identity))
-        key = DHTID.generate(source=key_of("s", folder))
+        key = DHTID.generate(source=dht_key("s", folder))
         subkey = f"{identity.peer_id}/{name}.json"
         return self.storage.store(key, value, self.now + seconds, subkey=subkey)
 
@@ -63,7 +64,7 @@ class Keeper:
         """The names under a key, by author."""
         from hivemind.dht.routing import DHTID
 
-        held = self.storage.get(DHTID.generate(source=key_of("s", folder)))
+        held = self.storage.get(DHTID.generate(source=dht_key("s", folder)))
         found = {}
         for subkey in sorted(held.value.data) if held is not None else ():
             author, name = subkey.split("/")
@@ -189,7 +190,7 @@ def test_nobody_hides_records_behind_hivemind_s_cache():
 
     def offer(who, seconds, in_cache):
         made = DhtRecord(swarm="c", path="peers/x.json", sha256="", size=1, timestamp=time.time())
-        key = key_of("c", "peers")
+        key = dht_key("c", "peers")
         value = MSGPackSerializer.dumps(seal(made, who))
         return one._call(
             one.node.protocol.call_store(
@@ -206,7 +207,7 @@ def test_nobody_hides_records_behind_hivemind_s_cache():
     honest, hostile = Identity.generate(), Identity.generate()
     until(lambda: offer(honest, 100.0, False) == [True])  # on a busy machine a peer may answer too late, once
     until(lambda: (answer := offer(hostile, 600.0, True)) is not None and answer == [False])
-    until(lambda: f"{honest.peer_id}/x.json" in one.find(key_of("c", "peers")))
+    until(lambda: f"{honest.peer_id}/x.json" in one.find(dht_key("c", "peers")))
 
 
 def test_nobody_chooses_its_place_in_the_table():
@@ -214,7 +215,7 @@ def test_nobody_chooses_its_place_in_the_table():
     from hivemind.dht.routing import DHTID
 
     one, two = engine_of("ann"), engine_of("bob")
-    wanted = DHTID.generate(source=key_of("s", "peers"))
+    wanted = DHTID.generate(source=dht_key("s", "peers"))
     protocol = two.node.protocol
     for place in (wanted, DHTID(int(wanted) ^ 1)):
         two._call(protocol.update_routing_table(place, one.node.peer_id), 60)
@@ -247,7 +248,7 @@ def test_reports_of_coming_rounds_are_refused_by_who_knows_the_round(tmp_path):
         ann = swarm.coordinator("ann")
         ann.register(introduction(swarm.manifest, "ann"))
         assert ann.wait_for((-1, 0)) is not None
-        files = swarm.files("ann")
+        files = swarm.store("ann")
         assert files.is_member(peer_id("ann")) and files.is_member(OWNER.peer_id)
         assert not files.is_member(peer_id("stranger"))
         rounds = files.report_rounds()
@@ -260,11 +261,11 @@ def test_many_names_of_one_author_push_no_name_out(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_NAMES", 8)
     swarm = AmongPeers(tmp_path)
     try:
-        files = swarm.files("ann")
+        files = swarm.store("ann")
         for number in range(20):
             files.authors[f"n{number}"] = "somebody"
-        swarm.files("bob").write("peers/bob.json", b"{}")
-        until(lambda: "bob.json" in files.names("peers"))
+        swarm.store("bob").write(PEERS.of("bob"), b"{}")
+        until(lambda: "bob" in files.nodes(PEERS))
         assert len(files.authors) <= 8 and files.authors["bob"] == peer_id("bob")
     finally:
         swarm.close()
@@ -273,10 +274,10 @@ def test_many_names_of_one_author_push_no_name_out(tmp_path, monkeypatch):
 def test_who_speaks_under_many_names_is_heard_under_the_first(tmp_path):
     swarm = AmongPeers(tmp_path)
     try:
-        bob, ann = swarm.files("bob"), swarm.files("ann")
+        bob, ann = swarm.store("bob"), swarm.store("ann")
         for number in range(5):
-            bob.write(f"peers/name-{number}.json", b"{}")
-            assert set(ann.names("peers")) <= {"name-0.json"}
+            bob.write(PEERS.of(f"name-{number}"), b"{}")
+            assert set(ann.nodes(PEERS)) <= {"name-0"}
         assert set(ann.authors) == {"name-0"}
     finally:
         swarm.close()
@@ -331,7 +332,7 @@ def test_answers_are_kept_for_members(is_member):
 
 def test_reports_have_their_own_folder_in_the_table():
     made = DhtRecord(swarm="s", path=report_path(3, 1, "ann"), sha256="", size=1, timestamp=0.0)
-    assert made.folder == report_folder(3, 1) and made.report_round() == 3
+    assert made.key == report_key(3, 1, "ann") and made.report_round() == 3
     for path in (
         "rewards/round_03/stage_0/a.json",
         "rewards/round_3/a.json",

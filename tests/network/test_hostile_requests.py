@@ -16,9 +16,9 @@ from hostile_peers import Swarm, attacker
 from processes import until
 from swarms import LOOPBACK, engine_of, peer_id
 
-from rl_swarm.network.folder import report_folder
+from benchmarks.lib.paths import report_folder
 from rl_swarm.network.p2p.engine import WHAT_TIME, PeerEngine
-from rl_swarm.network.p2p.records import DhtRecord, acceptable, key_of
+from rl_swarm.network.p2p.records import DhtRecord, acceptable, dht_key
 from rl_swarm.network.p2p.reliability import PAID_RATE, WORST_DEBT, Reliability
 from rl_swarm.network.p2p.requests import (
     MAX_REFUSED,
@@ -252,7 +252,7 @@ def test_notices_of_peers_that_never_answer_hold_up_no_round(swarm):
                 timestamp=time.time(),
                 addresses=[f"/ip4/127.0.0.1/tcp/{port}/p2p/{who.peer_id}"] if folder == "peers" else [],
             )
-            return engine.store(key_of(name, folder), f"{who.peer_id}/{who.peer_id}.json", seal(made, who), 100.0)
+            return engine.store(dht_key(name, folder), f"{who.peer_id}/{who.peer_id}.json", seal(made, who), 100.0)
 
         taken = 0
         for _ in range(12):
@@ -260,7 +260,7 @@ def test_notices_of_peers_that_never_answer_hold_up_no_round(swarm):
             taken += leave("peers", who) + leave(report_folder(0, 0), who) + leave(report_folder(1, 0), who)
         assert taken >= 12
         asked = []
-        files = swarm.files("coordinator")
+        files = swarm.store("coordinator")
         ask = files.engine.ask
         files.engine.ask = lambda peer, *rest: asked.append(peer) or ask(peer, *rest)
         try:
@@ -331,7 +331,7 @@ def test_a_peer_that_lies_in_the_table_is_left_out(swarm, attack):
             swarm.report(number)
             until(lambda number=number: swarm.round() == number + 1)
         for node in ("coordinator", "ann", "bob"):
-            keepers = engine_of(node)._call(engine_of(node).table.keepers(key_of("any", "peers")), 60)
+            keepers = engine_of(node)._call(engine_of(node).table.keepers(dht_key("any", "peers")), 60)
             assert keepers and all(engine_of(node).table._is_there(keeper) for keeper in keepers)
 
 
@@ -342,7 +342,7 @@ class Told:
         self.now = 100.0
         self.reliability = Reliability(lambda: self.now)
         for peer in ("ann", "bob", "cleo"):
-            self.reliability.asked(peer, 0.01, True)
+            self.reliability.record_answer(peer, 0.01, True)
 
     def left_out(self):
         return [peer for peer in ("ann", "bob", "cleo", "slow") if self.reliability.is_left_out(peer)]
@@ -354,7 +354,7 @@ def test_who_answers_much_later_than_others_is_asked_less():
     for _ in range(600):
         told.now += 1
         if not told.reliability.is_left_out("slow"):
-            told.reliability.asked("slow", 2.9, True)
+            told.reliability.record_answer("slow", 2.9, True)
             waited += 1
     assert 0 < waited <= 600 * 2.9 * PAID_RATE + 3 and told.left_out() == ["slow"]
     told.now += WORST_DEBT / PAID_RATE
@@ -382,7 +382,7 @@ def test_on_a_busy_machine_nobody_is_left_out():
     for _ in range(100):
         told.now += 1
         for peer in ("ann", "bob", "cleo", "slow"):
-            told.reliability.asked(peer, 2.0, True)
+            told.reliability.record_answer(peer, 2.0, True)
     assert told.left_out() == []
 
 
@@ -395,12 +395,12 @@ def test_the_last_ones_are_asked_whatever_they_owe():
 
 def test_who_tells_of_peers_that_are_not_there_is_blamed_and_not_who_tells_of_others():
     told = Told()
-    told.reliability.told("ann", ["new", "bob"])
-    told.reliability.told("cleo", [f"nobody {number}" for number in range(10)])
-    told.reliability.asked("new", 0.01, True)
+    told.reliability.record_named("ann", ["new", "bob"])
+    told.reliability.record_named("cleo", [f"nobody {number}" for number in range(10)])
+    told.reliability.record_answer("new", 0.01, True)
     for number in range(10):
-        told.reliability.asked(f"nobody {number}", 0.0, False)
-    told.reliability.asked("dan", 0.01, True)
+        told.reliability.record_answer(f"nobody {number}", 0.0, False)
+    told.reliability.record_answer("dan", 0.01, True)
     assert told.left_out() == ["cleo"]
 
 
@@ -485,7 +485,7 @@ def test_who_has_many_answers_outstanding_is_not_asked_for_more():
 def test_who_sends_what_cannot_be_read_is_left_out_for_a_moment():
     told = Told()
     for _ in range(100):
-        told.reliability.asked("slow", 0.01, False)
+        told.reliability.record_answer("slow", 0.01, False)
     assert told.left_out() == ["slow"]
     told.now += 0.2 / PAID_RATE + 1
     assert told.left_out() == []
@@ -495,7 +495,7 @@ def test_the_signature_of_a_record_that_was_read_before_is_not_checked_again(mon
     """Strangers can fill half of a key: its records come with every look."""
     who, now = Identity.generate(), time.time()
     value = seal(DhtRecord(swarm="s", path="peers/a.json", sha256="", size=1, timestamp=now), who)
-    key, subkey = key_of("s", "peers"), f"{who.peer_id}/a.json"
+    key, subkey = dht_key("s", "peers"), f"{who.peer_id}/a.json"
     assert acceptable(key, subkey, value, now) is not None
     monkeypatch.setattr("rl_swarm.network.p2p.records.unseal", None)
     assert acceptable(key, subkey, value, now) is not None

@@ -16,12 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.structs import replace
 from swarms import make_manifest
 
+from rl_swarm.network.documents import PEERS
 from rl_swarm.network.p2p import documents, members
 from rl_swarm.network.p2p import records as notices
 from rl_swarm.network.p2p.clock_rounds import FEW, ClockCoordinator
-from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.members import COMPANY, FULLEST, MAX_OF_A_LOOK, SELDOM
-from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, key_of, parts_of
+from rl_swarm.network.p2p.documents import PeerStore
+from rl_swarm.network.p2p.members import FULLEST, LOOK_ROUNDS, MAX_CONTACTS, MAX_OF_A_LOOK
+from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, dht_key, parts_of
 from rl_swarm.protocol import admission
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import PeerInfo
@@ -76,8 +77,8 @@ class Memory:
     def __init__(self):
         self.documents = {}
 
-    def write(self, path, data):
-        self.documents[path] = data
+    def write(self, key, data):
+        self.documents[key] = data
 
 
 class World:
@@ -99,7 +100,7 @@ class World:
         self.peers = {}
 
     def peer(self, identity):
-        files = PeerFiles(Table(self), self.manifest.swarm(), OWNER.peer_id, identity, Memory(), lambda: self.now)
+        files = PeerStore(Table(self), self.manifest.swarm(), OWNER.peer_id, identity, Memory(), lambda: self.now)
         files.rng = random.Random(identity.peer_id)
         return ClockCoordinator(files, self.manifest, identity, threading.Event(), 2.0, lambda: self.now, files.rng)
 
@@ -160,7 +161,7 @@ def test_what_a_node_reads_and_leaves_does_not_grow_with_the_swarm(world):
     for count in (10, 100, 1000):
         world.join(IDENTITIES[len(world.peers) : count])
         world.play(3)
-        engines = [peer.files.engine for peer in world.peers.values()]
+        engines = [peer.store.engine for peer in world.peers.values()]
         for engine in engines:
             engine.reads.clear()
             engine.stores.clear()
@@ -174,7 +175,7 @@ def test_what_a_node_reads_and_leaves_does_not_grow_with_the_swarm(world):
     assert list(world.depths()) and set(world.depths()) <= {6, 7, 8}
     assert max(read.values()) <= 2 * FULLEST and max(left.values()) <= 2.5
     assert read[1000] <= 1.2 * read[10] and left[1000] <= 1.4 * left[10]
-    assert min(peer.members.others() for peer in world.peers.values()) >= FEW
+    assert min(peer.members.count_others() for peer in world.peers.values()) >= FEW
 
 
 def test_a_small_swarm_is_read_whole_and_everybody_of_a_large_one_is_met(world):
@@ -226,8 +227,8 @@ def test_a_newcomer_finds_its_way_with_a_few_reads(world, count):
     newcomer.current()
     usual = world.depths().most_common(1)[0][0]
     assert abs(newcomer.members.depth - usual) <= 1
-    assert newcomer.members.others() >= min(count, 3)
-    assert len(newcomer.files.engine.reads) <= 6 and max(newcomer.files.engine.reads) <= 3 * FULLEST
+    assert newcomer.members.count_others() >= min(count, 3)
+    assert len(newcomer.store.engine.reads) <= 6 and max(newcomer.store.engine.reads) <= 3 * FULLEST
     world.sign(newcomer)
     world.peers[IDENTITIES[-1].peer_id] = newcomer
     world.play(3)
@@ -243,11 +244,11 @@ def test_a_flood_of_identities_in_one_part_decides_nothing(world):
     part = "peers/010"
     sybils = itertools.islice((who for who in identities("sybil") if part in parts_of(swarm, who.peer_id)), 400)
     for who in sybils:
-        files = world.peer(who).files
+        store = world.peer(who).store
         info = PeerInfo(peer_id=who.peer_id, swarm=swarm, node=who.peer_id, model="", joined=0.0, timestamp=now)
-        files.members.depth = 3
-        files.write(f"peers/{who.peer_id}.json", seal(info, who))
-    assert len(world.table[key_of(swarm, part)]) > 400
+        store.members.depth = 3
+        store.write(PEERS.of(who.peer_id), seal(info, who))
+    assert len(world.table[dht_key(swarm, part)]) > 400
     honest = ids(IDENTITIES[:100])
     for _ in range(8):
         known = {me: set(peer.members.known) for me, peer in world.peers.items()}
@@ -294,15 +295,18 @@ def test_in_a_large_swarm_one_that_knows_enough_looks_now_and_then_and_forgets_n
     world.join(IDENTITIES[:200])
     world.play(12)
     one = world.peers[IDENTITIES[0].peer_id]
-    reads, looked = one.files.engine.reads, 0
-    for _ in range(2 * SELDOM):
+    reads, looked = one.store.engine.reads, 0
+    for _ in range(2 * LOOK_ROUNDS):
         before = len(reads)
         for peer_id in list(one.members.known):
-            one.members.heard(peer_id)
+            one.members.record_answer(peer_id)
         kept = {me for me in one.members.known}
         world.play(1)
         looked += len(reads) > before
-        assert one.members.others() >= COMPANY // 2 and len(kept & one.members.known.keys()) >= COMPANY // 2
+        assert (
+            one.members.count_others() >= MAX_CONTACTS // 2
+            and len(kept & one.members.known.keys()) >= MAX_CONTACTS // 2
+        )
     assert looked == 2
     one.members.known = {me: one.members.known[me] for me in list(one.members.known)[:10]}
     before = len(reads)
@@ -342,12 +346,12 @@ def test_a_network_that_is_down_for_a_while_makes_nobody_forget(world, monkeypat
     def down(key):
         raise OSError("no network")
 
-    monkeypatch.setattr(one.files.engine, "find", down)
+    monkeypatch.setattr(one.store.engine, "find", down)
     world.now += INTERVAL
     assert one.current().round == 5 and len(one.current().members) > len(before) / 2
     assert one.members.depth == depth
-    monkeypatch.setattr(one.files.engine, "find", lambda key, quick=False: {})  # or nobody answers
-    for _ in range(SELDOM):
+    monkeypatch.setattr(one.store.engine, "find", lambda key, quick=False: {})  # or nobody answers
+    for _ in range(LOOK_ROUNDS):
         one.members.look()
     assert one.members.depth == 0
     monkeypatch.undo()
@@ -363,7 +367,7 @@ def test_introductions_that_are_old_of_others_or_of_other_swarms_are_left_out(wo
 
     def introduce(who, **changes):
         info = PeerInfo(peer_id=who.peer_id, swarm=swarm, node=who.peer_id, model="", joined=0.0, timestamp=world.now)
-        world.peer(who).files.write(f"peers/{who.peer_id}.json", seal(replace(info, **changes), who))
+        world.peer(who).store.write(PEERS.of(who.peer_id), seal(replace(info, **changes), who))
 
     introduce(bob, timestamp=world.now - 3 * TIMEOUT)
     introduce(cleo, swarm="another")

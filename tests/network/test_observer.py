@@ -22,16 +22,18 @@ from swarms import (
     report,
 )
 
+from benchmarks.lib.paths import report_path, rollouts_path
 from rl_swarm.cli.live import print_once
 from rl_swarm.monitor.run_reader import open_view
 from rl_swarm.monitor.validate_peers import validate
-from rl_swarm.network.folder import MANIFEST, STATE, FolderExchange, report_path, rollouts_path
+from rl_swarm.network.documents import MANIFEST, STATE
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.observer import KEPT_ROUNDS, SwarmObserver
 from rl_swarm.protocol.rounds import State, record_presence
 from rl_swarm.protocol.wire import seal
-from rl_swarm.storage.files import LocalFiles
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +57,8 @@ class ByTheClock:
         self.add("founder").write(MANIFEST, seal(self.manifest, identity_of("founder")))
 
     def add(self, node):
-        engine, who, local = engine_of(node), identity_of(node), LocalFiles(self.folder / node)
-        files = PeerFiles(engine, self.manifest.swarm(), self.manifest.peer_id, who, local)
+        engine, who, local = engine_of(node), identity_of(node), FolderStore.at(self.folder / node)
+        files = PeerStore(engine, self.manifest.swarm(), self.manifest.peer_id, who, local)
         files.serve()
         self.files[node] = files
         return files
@@ -65,7 +67,7 @@ class ByTheClock:
         me, files, stop = peer_id(node), self.add(node), threading.Event()
         coordinator = ClockCoordinator(files, self.manifest, identity_of(node), stop)
         coordinator.register(replace(introduction(self.manifest, node), node=me))
-        exchange = FolderExchange(files, self.manifest, identity_of(node), me, stop, print)
+        exchange = DocumentExchange(files, self.manifest, identity_of(node), me, stop, print)
         exchange.publish(replace(publication(self.manifest, node, 1), node=me))
         coordinator.submit(replace(report(self.manifest, node, 1, reward=reward, vote=vote), node=me))
 
@@ -122,7 +124,7 @@ def test_a_swarm_with_a_coordinator_is_validated_while_it_runs(tmp_path, monkeyp
     swarm = AmongPeers(tmp_path / "swarm", min_peers=2, rounds=30)
     address = "p2p://" + engine_of("coordinator").addresses[0]
     try:
-        swarm.files("coordinator").write(MANIFEST, seal(swarm.manifest, OWNER))
+        swarm.store("coordinator").write(MANIFEST, seal(swarm.manifest, OWNER))
         nodes = {node: swarm.coordinator(node) for node in ("ann", "bob")}
         for node, coordinator in nodes.items():
             coordinator.register(introduction(swarm.manifest, node))
@@ -147,9 +149,9 @@ def test_a_swarm_with_a_coordinator_is_validated_while_it_runs(tmp_path, monkeyp
 
     # The coordinator has gone: members still hand out their own, and perhaps copies of the state.
     monkeypatch.setattr(engine_of("coordinator"), "answer", lambda request, peer: None)
-    swarm.files("ann").handed.pop(STATE, None)
-    swarm.files("ann").hand_on(MANIFEST, seal(swarm.manifest, OWNER))
-    swarm.files("ann").renew()
+    swarm.store("ann").copies.pop(STATE, None)
+    swarm.store("ann").serve_copy(MANIFEST, seal(swarm.manifest, OWNER))
+    swarm.store("ann").renew()
     verdict, _ = validate(address)
     assert [error for error in verdict.errors if path not in error] == []
     assert any("cannot be reached" in note for note in verdict.notes)
@@ -159,14 +161,14 @@ def test_what_an_onlooker_has_counted_stays_counted(tmp_path):
     """Reports of the last rounds are kept, and what those before come to."""
     swarm, ann, bob = ByTheClock(tmp_path / "swarm"), peer_id("ann"), peer_id("bob")
     files, me = swarm.files["founder"], identity_of("founder")
-    observer = SwarmObserver(ClockCoordinator(files, swarm.manifest, me, threading.Event(), whole=True))
+    observer = SwarmObserver(ClockCoordinator(files, swarm.manifest, me, threading.Event(), find_all=True))
     last = KEPT_ROUNDS + 49
     state = State(swarm=swarm.manifest.swarm(), phase="running", round=last)
     for who in (ann, bob):
         state = record_presence(state, who, who, time.time())
     for number in range(last + 1):
         said = replace(report(swarm.manifest, "ann", number, reward=0.5, vote="bob"), node=ann)
-        observer._note((number, 0, ann), seal(said, identity_of("ann")))
+        observer._record((number, 0, ann), seal(said, identity_of("ann")))
     observer._ask(state)
     observer._ask(state)
     members = observer._counted(state).members

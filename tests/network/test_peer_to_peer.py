@@ -26,7 +26,8 @@ from swarms import (
     publication,
 )
 
-from rl_swarm.network.folder import ADMISSION, STATE, rollouts_path
+from benchmarks.lib.paths import rollouts_path
+from rl_swarm.network.documents import ACCESS_LIST, PEERS, STATE, rollouts_key
 from rl_swarm.network.p2p.engine import MAX_REQUEST, EngineError, PeerEngine
 from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.network.p2p.quota import DhtQuota
@@ -34,7 +35,7 @@ from rl_swarm.network.p2p.records import (
     KEPT_SECONDS,
     MAX_NOTICE,
     DhtRecord,
-    key_of,
+    dht_key,
     parts_of,
     subnet_of,
 )
@@ -264,7 +265,7 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     ann, bob = identity_of("ann"), identity_of("bob")
     two = engine_of("bob")
     one = PeerEngine(Identity.generate(), two.addresses, **ALONE).start()  # which checks nothing
-    key, mine = key_of("s", "peers"), f"{ann.peer_id}/ann.json"
+    key, mine = dht_key("s", "peers"), f"{ann.peer_id}/ann.json"
     good = seal(notice(ann), ann)
 
     def taken(subkey=mine, value=good, key=key, seconds=200.0):  # the later expiry wins
@@ -277,8 +278,8 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     assert taken(value=seal(notice(ann, size=3), ann), seconds=130.0)
     assert not taken(value=seal(notice(bob), bob))  # in another's place
     assert not taken(subkey=f"{bob.peer_id}/ann.json", value=good)
-    assert not taken(key=key_of("s", "rewards"))
-    assert not taken(key=key_of("another", "peers"))
+    assert not taken(key=dht_key("s", "rewards"))
+    assert not taken(key=dht_key("another", "peers"))
     assert not taken(value=good.replace(b'"size":1', b'"size":2'))
     assert not taken(value=b"\x00" * 100)
     assert not taken(value=b"{" * (MAX_NOTICE + 1))
@@ -286,9 +287,9 @@ def test_only_ones_own_notices_can_be_left_and_only_where_they_belong():
     assert not taken(value=seal(notice(ann, timestamp=time.time() - 7200), ann))
     assert not taken(value=good, seconds=10_000.0)
     own, others = (parts_of("s", who.peer_id) for who in (ann, bob))
-    assert taken(key=key_of("s", own[1])) and taken(key=key_of("s", own[-1]))
-    assert not taken(key=key_of("s", others[-1]))
-    assert not taken(key=key_of("another", own[-1]))
+    assert taken(key=dht_key("s", own[1])) and taken(key=dht_key("s", own[-1]))
+    assert not taken(key=dht_key("s", others[-1]))
+    assert not taken(key=dht_key("another", own[-1]))
     assert not taken(value=sign(notice(ann, path="x" * 300), ann))
     one.close()
 
@@ -298,7 +299,7 @@ def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
 
     def stored(engine, who, subkey, value, seconds):
         """On a busy machine nobody may take it at first."""
-        until(lambda: engine.store(key_of("beside", "peers"), f"{who.peer_id}/{subkey}", value, seconds))
+        until(lambda: engine.store(dht_key("beside", "peers"), f"{who.peer_id}/{subkey}", value, seconds))
 
     for node, engine in zip(("ann", "bob", "cleo"), engines, strict=True):
         who = identity_of(node)
@@ -318,8 +319,8 @@ def test_who_leaves_a_notice_is_not_sent_what_lies_beside_it(monkeypatch):
     stored(one, who, "ann.json", again, 150.0)
     assert values == [None] * len(values)  # nothing, where it knows who keeps them
     for engine in engines:  # on a busy machine a peer may answer too late, once
-        until(lambda engine=engine: len(engine.find(key_of("beside", "peers"))) == 3)
-        assert engine.find(key_of("beside", "peers"))[f"{who.peer_id}/ann.json"] == again
+        until(lambda engine=engine: len(engine.find(dht_key("beside", "peers"))) == 3)
+        assert engine.find(dht_key("beside", "peers"))[f"{who.peer_id}/ann.json"] == again
     assert any(value is not None for value in values)
 
 
@@ -359,20 +360,20 @@ def test_what_the_owner_signed_for_another_swarm_or_path_is_not_handed_on(tmp_pa
     """Else a member could hide the owner's list behind one of another swarm, which has a higher number."""
     swarm = AmongPeers(tmp_path)
     try:
-        files, owner = swarm.files("ann"), OWNER
-        ours = seal(AccessList(swarm=files.swarm, number=1), owner)
+        store, owner = swarm.store("ann"), OWNER
+        ours = seal(AccessList(swarm=store.swarm, number=1), owner)
         for wrong in (
             seal(AccessList(swarm="another", number=10**15), owner),
-            seal(State(swarm=files.swarm), owner),
-            seal(AccessList(swarm=files.swarm, number=2), identity_of("bob")),
+            seal(State(swarm=store.swarm), owner),
+            seal(AccessList(swarm=store.swarm, number=2), identity_of("bob")),
         ):
-            files._keep(ADMISSION, wrong)
-            assert ADMISSION not in files.handed
-        files._keep(ADMISSION, ours)
-        files._keep(ADMISSION, seal(AccessList(swarm=files.swarm), owner))  # an older one
-        assert files.handed[ADMISSION] == ours
-        files._keep(STATE, ours)
-        assert STATE not in files.handed
+            store._keep(ACCESS_LIST, wrong)
+            assert ACCESS_LIST not in store.copies
+        store._keep(ACCESS_LIST, ours)
+        store._keep(ACCESS_LIST, seal(AccessList(swarm=store.swarm), owner))  # an older one
+        assert store.copies[ACCESS_LIST] == ours
+        store._keep(STATE, ours)
+        assert STATE not in store.copies
     finally:
         swarm.close()
 
@@ -381,10 +382,10 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
     monkeypatch.setattr("rl_swarm.network.p2p.documents.MAX_OF_ROUNDS", 3)
     swarm = AmongPeers(tmp_path)
     try:
-        files, peer, reader = swarm.files("ann"), identity_of("ann").peer_id, engine_of("bob")
-        files.write("peers/ann.json", b"{}")
+        files, peer, reader = swarm.store("ann"), identity_of("ann").peer_id, engine_of("bob")
+        files.write(PEERS.of("ann"), b"{}")
         for number in range(5):
-            files.write(rollouts_path(number, 0, "ann"), b"body")
+            files.write(rollouts_key(number, 0, "ann"), b"body")
         asked = [reader.ask(peer, rollouts_path(number, 0, "ann").encode(), 100) for number in range(5)]
         assert asked == [None, None, b"body", b"body", b"body"]
         left = []
@@ -393,7 +394,7 @@ def test_notices_that_matter_are_renewed_and_old_rounds_are_forgotten(tmp_path, 
         assert left == []  # it was just left
         files.clock = lambda: time.time() + KEPT_SECONDS / 2
         files.renew()
-        assert left == [(key_of(swarm.manifest.swarm(), "peers"), f"{peer}/ann.json")]
+        assert left == [(dht_key(swarm.manifest.swarm(), "peers"), f"{peer}/ann.json")]
     finally:
         swarm.close()
 

@@ -14,13 +14,14 @@ from processes import end, run, start, until
 
 from rl_swarm.network import presence
 from rl_swarm.network.base import NetworkError
+from rl_swarm.network.documents import PEERS
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.presence import TwinError, Watch, only_one_here
 from rl_swarm.node.worker import check_name
 from rl_swarm.protocol import rounds
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import seal
-from rl_swarm.storage.files import LocalFiles
 
 ME = Identity.generate()
 HOLDER = (
@@ -111,7 +112,7 @@ def test_a_process_that_is_refused_leaves_the_holders_record(holder, tmp_path, m
             pass
 
 
-def introduce(files, host="elsewhere", pid=7, timestamp=None, joined=5.0, who=ME):
+def introduce(store, host="elsewhere", pid=7, timestamp=None, joined=5.0, who=ME):
     now = time.time() if timestamp is None else timestamp
     peer = PeerInfo(
         peer_id=who.peer_id,
@@ -123,7 +124,7 @@ def introduce(files, host="elsewhere", pid=7, timestamp=None, joined=5.0, who=ME
         joined=joined,
         timestamp=now,
     )
-    files.write("peers/me.json", seal(peer, who))
+    store.write(PEERS.of("me"), seal(peer, who))
     return peer
 
 
@@ -145,54 +146,54 @@ def waits(watch: Watch, peer_timeout: float = 60.0) -> int:
 
 def test_nothing_is_waited_for_on_a_normal_start(tmp_path):
     """No record, one of this machine (a node that was killed), an old one, or a stranger's under our name."""
-    files = LocalFiles(tmp_path)
-    assert waits(Watch(files, "me", ME, "swarm")) == 0
-    introduce(files, host=platform.node(), pid=os.getpid() + 1)
-    assert waits(Watch(files, "me", ME, "swarm")) == 0
-    introduce(files, timestamp=time.time() - 61)
-    assert waits(Watch(files, "me", ME, "swarm")) == 0
-    introduce(files, who=Identity.generate())
-    assert waits(Watch(files, "me", ME, "swarm")) == 0
+    store = FolderStore.at(tmp_path)
+    assert waits(Watch(store, "me", ME, "swarm")) == 0
+    introduce(store, host=platform.node(), pid=os.getpid() + 1)
+    assert waits(Watch(store, "me", ME, "swarm")) == 0
+    introduce(store, timestamp=time.time() - 61)
+    assert waits(Watch(store, "me", ME, "swarm")) == 0
+    introduce(store, who=Identity.generate())
+    assert waits(Watch(store, "me", ME, "swarm")) == 0
 
 
 def test_a_node_that_has_stopped_elsewhere_is_waited_for_a_little_and_then_forgotten(tmp_path):
-    files = LocalFiles(tmp_path)
-    introduce(files)
-    assert waits(Watch(files, "me", ME, "swarm"), peer_timeout=0.4) > 0
+    store = FolderStore.at(tmp_path)
+    introduce(store)
+    assert waits(Watch(store, "me", ME, "swarm"), peer_timeout=0.4) > 0
 
 
 def test_a_sign_of_life_that_changes_elsewhere_is_a_clash(tmp_path):
-    files = LocalFiles(tmp_path)
-    introduce(files)
-    watch = Watch(files, "me", ME, "swarm")
-    introduce(files)
+    store = FolderStore.at(tmp_path)
+    introduce(store)
+    watch = Watch(store, "me", ME, "swarm")
+    introduce(store)
     with pytest.raises(TwinError, match="on elsewhere, process 7, since"):
         watch.wait(60.0, threading.Event())
 
 
 def test_clocks_may_differ(tmp_path):
     """The other machine's clock is a day behind: its sign of life counts, because it changes."""
-    files, yesterday = LocalFiles(tmp_path), time.time() - 86400
-    introduce(files, timestamp=yesterday)
-    watch = Watch(files, "me", ME, "swarm")
+    store, yesterday = FolderStore.at(tmp_path), time.time() - 86400
+    introduce(store, timestamp=yesterday)
+    watch = Watch(store, "me", ME, "swarm")
     assert waits(watch) == 0
-    introduce(files, timestamp=yesterday + 1)
+    introduce(store, timestamp=yesterday + 1)
     with pytest.raises(TwinError):
         watch.wait(60.0, threading.Event())
 
 
 def test_of_two_nodes_that_started_together_the_later_one_yields(tmp_path):
     """One sign is not enough: it may be a dead node's last, synced late."""
-    files = LocalFiles(tmp_path)
-    watch = Watch(files, "me", ME, "swarm")
-    ours = introduce(files, host=platform.node(), pid=os.getpid(), joined=6.0)
+    store = FolderStore.at(tmp_path)
+    watch = Watch(store, "me", ME, "swarm")
+    ours = introduce(store, host=platform.node(), pid=os.getpid(), joined=6.0)
     assert not watch.must_yield(ours)
-    introduce(files, timestamp=1.0)
+    introduce(store, timestamp=1.0)
     assert not watch.must_yield(ours)
     assert not watch.must_yield(ours), "the same sign again"
-    introduce(files, timestamp=2.0)
+    introduce(store, timestamp=2.0)
     assert watch.must_yield(ours)
-    introduce(files, timestamp=3.0, joined=6.5)
+    introduce(store, timestamp=3.0, joined=6.5)
     assert not watch.must_yield(ours), "the other one came later, and yields"
 
 

@@ -15,9 +15,11 @@ from rl_swarm.cli import admission
 from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.run_reader import RunView
-from rl_swarm.network import folder, owners, remote
-from rl_swarm.network import round_server as conductor
-from rl_swarm.network.address import locate
+from rl_swarm.network import owners, remote, retries
+from rl_swarm.network.address import open_address
+from rl_swarm.network.documents import MANIFEST
+from rl_swarm.network.history import read_history
+from rl_swarm.network.owner_documents import read_access_list
 from rl_swarm.node import worker
 from rl_swarm.storage.files import Refused
 
@@ -54,7 +56,7 @@ def address(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def files(address):
-    return locate(address).files
+    return open_address(address).store.files
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_at_most_one_byte_more_than_the_limit_is_read(files):
 
 
 def test_of_a_large_object_no_more_is_asked_for(s3, url):
-    files = locate(url).files
+    files = open_address(url).store.files
     files.write("large", b"x" * 3_000_000)
     s3.ranges.clear()
     files.read("large", 10)
@@ -101,7 +103,7 @@ def test_a_folder_is_no_file_and_a_file_no_folder(files):
 
 
 def test_names_are_those_of_a_folder_and_always_the_newest(address, files):
-    other = locate(address).files
+    other = open_address(address).store.files
     assert files.names("peers") == [] == files.names("")
     other.write("peers/bob.json", b"{}")
     assert files.names("peers") == ["bob.json"]
@@ -124,7 +126,7 @@ def test_appending_keeps_what_was_there(files):
 
 def test_a_log_that_somebody_made_too_large_is_not_read_whole(url, monkeypatch):
     monkeypatch.setattr(remote, "APPENDED_BYTES", 10)
-    files = locate(url).files
+    files = open_address(url).store.files
     files.write("state/history.jsonl", b"x" * 11)
     with pytest.raises(OSError, match="too large"):
         files.append("state/history.jsonl", b"y")
@@ -158,7 +160,7 @@ def _reads(files, path, expected):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of forks beside threads
 def test_a_forked_process_gets_connections_of_its_own(url):
-    files = locate(url).files
+    files = open_address(url).store.files
     files.write("manifest.json", b"{}")
     fork = multiprocessing.get_context("fork")
     children = [fork.Process(target=_reads, args=(files, "manifest.json", b"{}")) for _ in range(2)]
@@ -171,7 +173,7 @@ def test_a_forked_process_gets_connections_of_its_own(url):
 
 
 def test_errors_of_the_server_may_pass_and_are_tried_again_by_the_library(s3, url):
-    files = locate(url).files
+    files = open_address(url).store.files
     s3.refusals += [(503, "SlowDown")]
     files.write("manifest.json", b"{}")
     s3.refusals += [(500, "InternalError")]
@@ -181,7 +183,7 @@ def test_errors_of_the_server_may_pass_and_are_tried_again_by_the_library(s3, ur
 
 @pytest.mark.parametrize("answer", [(500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests")])
 def test_an_error_that_stays_is_an_oserror_that_names_the_object(s3, url, answer, at_once):
-    files = locate(url).files
+    files = open_address(url).store.files
     for act in (lambda: files.write("a", b""), lambda: files.names("a"), lambda: files.remove("a")):
         s3.refusals += [answer] * 8
         with pytest.raises(OSError) as caught:
@@ -211,7 +213,7 @@ def play_three_rounds(swarm):
 
 
 def everything_arrived(swarm, received):
-    ended, unreadable = conductor.read_history(swarm.files("ann"))
+    ended, unreadable = read_history(swarm.store("ann"))
     expected = {(name, k): [other] for k in range(3) for name, other in (("ann", "bob"), ("bob", "ann"))}
     return received == expected and [len(one.reports) for one in ended] == [2, 2, 2] and not unreadable
 
@@ -233,8 +235,7 @@ def test_a_swarm_plays_in_other_stores_too(address):
 
 
 def test_a_store_that_goes_away_and_comes_back_costs_no_round(s3, url, at_once, monkeypatch):
-    for module in (folder, conductor):
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.2)
     swarm = InStore(url, rounds=2)
     ann = swarm.coordinator("ann")
     ann.register(introduction(swarm.manifest, "ann"))
@@ -242,7 +243,7 @@ def test_a_store_that_goes_away_and_comes_back_costs_no_round(s3, url, at_once, 
     s3.stop()
     try:
         with pytest.raises(OSError, match="connect"):
-            swarm.files("ann").read("manifest.json", 10)
+            swarm.store("ann").read(MANIFEST, 10)
         submitting = Background(lambda: ann.submit(report(swarm.manifest, "ann")))
         submitting.join(0.3)
         assert submitting.is_alive()
@@ -327,7 +328,7 @@ def test_a_store_that_cannot_be_reached_is_said(s3, url, tmp_path, at_once, monk
 def test_without_its_package_a_url_is_answered_by_what_to_install(package, url, words, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=words):
-        locate(url)
+        open_address(url)
 
 
 @pytest.mark.parametrize(
@@ -348,16 +349,16 @@ def test_without_its_package_a_url_is_answered_by_what_to_install(package, url, 
 )
 def test_an_address_that_cannot_be_used_is_explained(url, words):
     with pytest.raises(UserError, match=words) as caught:
-        locate(url)
+        open_address(url)
     assert "secret" not in str(caught.value)
 
 
 def test_an_address_is_a_path_unless_it_says_otherwise(tmp_path):
     for where in (tmp_path / "swarm", str(tmp_path / "swarm"), f"file://{tmp_path}/swarm"):
-        place = locate(where)
+        place = open_address(where)
         assert (place.text, place.here, place.name) == (str(tmp_path / "swarm"), tmp_path / "swarm", "swarm")
         assert not place.is_url
-    one, other = locate("memory://a/swarm/"), locate("memory://b/swarm")
+    one, other = open_address("memory://a/swarm/"), open_address("memory://b/swarm")
     assert (one.text, one.name, one.is_url) == ("memory://a/swarm", "swarm", True)
     assert one.here.parent == other.here.parent == Path("runs") and one.here != other.here
 
@@ -373,12 +374,12 @@ def test_the_owner_of_a_url_is_remembered(tmp_path):
 
 
 def test_the_owner_decides_by_url_who_takes_part(url, capsys):
-    files = locate(url).files
-    manifest = worker.found(files, Settings.of(admission="invited"), "swarm", OWNER)
+    store = open_address(url).store
+    manifest = worker.found(store, Settings.of(admission="invited"), "swarm", OWNER)
     me = introduction(manifest, "ann").peer_id
     admission.invite(url, OWNER, uses=1, days=1.0)
     admission.change(url, OWNER, me, allow=True)
-    assert folder.read_access_list(files, manifest).allowed == [me]
+    assert read_access_list(store, manifest).allowed == [me]
     admission.change(url, OWNER, me, allow=False)
     admission.members(url, as_json=False)
     assert f"{me}  " in (told := capsys.readouterr().out) and "refused" in told

@@ -8,18 +8,12 @@ import pytest
 from msgspec.structs import replace
 from swarms import OWNER, POLL, identity_of, introduction, make_manifest, peer_id, publication, report
 
+from benchmarks.lib.paths import HISTORY, MANIFEST, STATE, report_path, rollouts_path
 from rl_swarm.monitor.run_reader import RunView
-from rl_swarm.network.folder import (
-    HISTORY,
-    MANIFEST,
-    STATE,
-    FolderCoordinator,
-    FolderExchange,
-    is_past,
-    read_state,
-    report_path,
-    rollouts_path,
-)
+from rl_swarm.network.coordinator import DocumentCoordinator, is_past
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_state
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.rounds import Member, Report, StageRecord, State
@@ -36,7 +30,7 @@ def state(manifest=HERE, **fields):
 
 
 def coordinator(folder, node="ann"):
-    return FolderCoordinator(LocalFiles(folder), HERE, identity_of(node), node, threading.Event(), POLL)
+    return DocumentCoordinator(FolderStore.at(folder), HERE, identity_of(node), node, threading.Event(), POLL)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +72,7 @@ def test_a_state_of_another_swarm_or_author_is_refused(data, reason, tmp_path):
     files = LocalFiles(tmp_path)
     files.write(STATE, data)
     with pytest.raises(Rejected) as caught:
-        read_state(files, HERE)
+        read_state(FolderStore(files), HERE)
     assert caught.value.reason == reason
 
 
@@ -96,7 +90,8 @@ def test_neither_an_old_state_nor_lines_of_history_move_a_conductor(replayed, tm
     files = LocalFiles(tmp_path)
     files.write(STATE, state(round=0, stage=0))
     files.append(HISTORY, ended(0, 0) + ended(0, 1) + replayed)
-    restored = RoundServer(files, HERE, OWNER, NetworkSettings(min_peers=1), StorageSettings(), threading.Event()).state
+    settings = NetworkSettings(min_peers=1)
+    restored = RoundServer(FolderStore(files), HERE, OWNER, settings, StorageSettings(), threading.Event()).state
     assert (restored.phase, restored.round, restored.stage) == ("running", 1, 0)
 
 
@@ -113,8 +108,8 @@ REPLAYED = {
 @pytest.mark.parametrize(("record", "author", "reason"), REPLAYED.values(), ids=REPLAYED)
 def test_rollouts_from_another_place_are_refused_and_counted(record, author, reason, tmp_path):
     rejected = []
-    exchange = FolderExchange(
-        LocalFiles(tmp_path),
+    exchange = DocumentExchange(
+        FolderStore.at(tmp_path),
         HERE,
         identity_of("ann"),
         "ann",
@@ -181,8 +176,8 @@ def test_a_process_that_cannot_be_is_not_alive(pid, tmp_path):
 
 def test_a_manifest_that_was_exchanged_does_not_change_a_run_that_is_looked_at(tmp_path):
     view = run_with(tmp_path, introduction(HERE, "ann"))
-    view.files.write(MANIFEST, seal(ELSEWHERE, OWNER))
-    view.files.write(STATE, state(ELSEWHERE, round=2))
+    view.store.files.write(MANIFEST, seal(ELSEWHERE, OWNER))
+    view.store.files.write(STATE, state(ELSEWHERE, round=2))
     view.refresh()
     assert view.manifest == HERE
     assert view.state.round == 0
@@ -208,7 +203,7 @@ def test_who_is_restarted_in_a_round_does_not_publish_it_anew(tmp_path):
 
     def started(node, name):
         who = identity_of(node)
-        return FolderExchange(LocalFiles(tmp_path), HERE, who, name, threading.Event(), print, POLL)
+        return DocumentExchange(FolderStore.at(tmp_path), HERE, who, name, threading.Event(), print, POLL)
 
     first, other = (publication(HERE, "ann", text=text) for text in ("first", "other"))
     started("ann", "ann").publish(first)

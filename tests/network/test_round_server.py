@@ -26,23 +26,19 @@ from swarms import (
     report,
 )
 
+from benchmarks.lib.paths import HISTORY, STATE, report_path, rollouts_path
 from rl_swarm.config.settings import Settings
-from rl_swarm.network import folder
-from rl_swarm.network import round_server as conducting
-from rl_swarm.network import round_server as conductor_module
+from rl_swarm.network import coordinator, history, listing, retries, round_server, submissions
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.folder import (
-    HISTORY,
-    STATE,
-    TRIES,
-    FolderCoordinator,
-    FolderExchange,
-    place,
-    read_state,
-    report_path,
-    rollouts_path,
-)
-from rl_swarm.network.round_server import RoundServer, read_history
+from rl_swarm.network.coordinator import DocumentCoordinator, position
+from rl_swarm.network.documents import PEERS, report_key
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.history import read_history
+from rl_swarm.network.listing import ThrottledListing
+from rl_swarm.network.owner_documents import read_state
+from rl_swarm.network.retries import TRIES
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import Report, StageRecord
@@ -105,6 +101,7 @@ class Story:
     def __init__(self, folder, **changes):
         self.manifest = make_manifest(rounds=2, stages=2, round_interval=10.0, **changes)
         self.files, self.clock, self.places = LocalFiles(folder), 1000.0, []
+        self.store = FolderStore(self.files)
         self.settings = Settings.of(min_peers=2)
         for node in self.nodes[:2]:
             self.join(node)
@@ -121,13 +118,13 @@ class Story:
             self.files.write(path, seal(said, identity_of(node)))
 
     def state(self):
-        return read_state(self.files, self.manifest)
+        return read_state(self.store, self.manifest)
 
     def conduct(self, files, monkeypatch):
         """Until the swarm has finished or the conductor is killed."""
         monkeypatch.setattr(time, "time", lambda: self.clock)
         conductor = RoundServer(
-            files, self.manifest, OWNER, self.settings.network, self.settings.storage, threading.Event()
+            FolderStore(files), self.manifest, OWNER, self.settings.network, self.settings.storage, threading.Event()
         )
         for _ in range(100):
             self.clock += 5.0
@@ -135,7 +132,7 @@ class Story:
             if conductor.state.phase == "finished":
                 return
             state = self.state()
-            self.places.append(place(state))
+            self.places.append(position(state))
             for node in self.nodes[:2]:
                 self.submit(node, state.round, state.stage)
         raise AssertionError("the swarm does not get anywhere")
@@ -146,12 +143,12 @@ class Story:
         self.join("cleo")
         if STATE.rpartition("/")[2] in self.files.names("state"):
             state = self.state()
-            self.places.append(place(state))
+            self.places.append(position(state))
             self.submit("cleo", state.round, state.stage)
 
     def check(self):
         """The history has every stage once, and the totals in the state are those of the history."""
-        history, _ = read_history(self.files)
+        history, _ = read_history(self.store)
         assert [(ended.round, ended.stage) for ended in history] == [(r, s) for r in range(2) for s in range(2)]
         assert self.places == sorted(self.places)
         participation, rewards, wins = Counter(), Counter(), Counter()
@@ -218,6 +215,7 @@ class Small:
     def __init__(self, folder, **changes):
         self.manifest = make_manifest(**{"rounds": 6, **changes})
         self.files = LocalFiles(folder)
+        self.store = FolderStore(self.files)
         for node in ("ann", "bob"):
             self.join(node)
         self.conductor = self.restarted()
@@ -225,9 +223,8 @@ class Small:
 
     def restarted(self, files=None, **settings):
         settings = Settings.of(min_peers=2, poll_interval=POLL, **settings)
-        return RoundServer(
-            files or self.files, self.manifest, OWNER, settings.network, settings.storage, threading.Event()
-        )
+        store = FolderStore(files or self.files)
+        return RoundServer(store, self.manifest, OWNER, settings.network, settings.storage, threading.Event())
 
     def play(self, number, conductor=None):
         conductor = conductor or self.conductor
@@ -247,7 +244,7 @@ class Small:
         self.files.write(report_path(number, 0, node), seal(said, identity_of(node)))
 
     def history(self):
-        return [(ended.round, ended.stage) for ended in read_history(self.files)[0]]
+        return [(ended.round, ended.stage) for ended in read_history(self.store)[0]]
 
 
 @pytest.mark.parametrize("machine", ["this machine", "another machine"])
@@ -259,7 +256,7 @@ def test_a_torn_last_line_of_the_history_goes_and_the_stage_is_written_again(swa
     private = None if machine == "this machine" else str(tmp_path.with_name(f"{tmp_path.name}-private"))
     swarm.play(1, swarm.restarted(private_path=private))
     assert swarm.history() == [(0, 0), (1, 0)]
-    assert read_history(swarm.files)[1] == 0  # the torn one is gone
+    assert read_history(swarm.store)[1] == 0  # the torn one is gone
 
 
 @pytest.mark.parametrize("introduced", [True, False])
@@ -329,7 +326,7 @@ def test_a_state_that_is_damaged_is_made_again(swarm, damage, machine, caplog, t
 
     private = None if machine == "this machine" else str(tmp_path.with_name(f"{tmp_path.name}-private"))
     after = swarm.restarted(private_path=private).state
-    assert place(after) == place(before) == place(read_state(swarm.files, swarm.manifest))
+    assert position(after) == position(before) == position(read_state(swarm.store, swarm.manifest))
     forget = {"last_seen": 0.0}
     assert {p: replace(m, **forget) for p, m in after.members.items()} == {
         p: replace(m, **forget) for p, m in before.members.items()
@@ -356,7 +353,7 @@ def test_lines_that_the_owner_did_not_write_are_no_history(swarm):
     conductor = swarm.restarted()
     assert conductor.state.round == 1
     swarm.play(1, conductor)
-    assert [place for place in swarm.history() if place != (4, 0)] == [(0, 0), (1, 0)]
+    assert [ended for ended in swarm.history() if ended != (4, 0)] == [(0, 0), (1, 0)]
 
 
 def test_a_line_that_is_laid_there_again_is_counted_once(swarm):
@@ -464,7 +461,7 @@ def test_only_the_owner_conducts(swarm):
     stranger = Identity.generate()
     with pytest.raises(NetworkError) as error:
         RoundServer(
-            swarm.files,
+            swarm.store,
             swarm.manifest,
             stranger,
             NetworkSettings(identity_path="my.pem"),
@@ -573,7 +570,7 @@ def test_a_folder_that_forgets_for_a_moment_does_not_take_the_swarm_back(swarm, 
     for number in range(1, 6):
         for node in ("ann", "bob"):
             swarm.submit(node, number)
-        seen.append(read_state(swarm.files, swarm.manifest).round)
+        seen.append(read_state(swarm.store, swarm.manifest).round)
 
     assert running.result().phase == "finished"
     assert seen == sorted(seen) and seen[0] >= 1
@@ -587,7 +584,7 @@ def test_a_disk_that_stays_full_is_said(swarm):
 
     with pytest.raises(OSError, match="does not answer"):
         conductor.run()
-    assert conductor.files.failures["write"] <= 1000 - TRIES
+    assert conductor.store.files.failures["write"] <= 1000 - TRIES
 
 
 def test_a_folder_that_does_not_answer_is_waited_for_as_long_as_a_peer(swarm):
@@ -603,7 +600,7 @@ def test_a_folder_that_does_not_answer_is_waited_for_as_long_as_a_peer(swarm):
 @pytest.mark.parametrize(("failures", "peer_timeout"), [(TRIES + 2, 60.0), (1000, 0.2)])
 def test_a_node_waits_for_a_folder_that_does_not_answer(failures, peer_timeout, tmp_path):
     files, manifest = Failing(tmp_path, {"write": failures}), make_manifest(peer_timeout=peer_timeout)
-    exchange = FolderExchange(files, manifest, identity_of("ann"), "ann", threading.Event(), print)
+    exchange = DocumentExchange(FolderStore(files), manifest, identity_of("ann"), "ann", threading.Event(), print)
     passes = failures < 1000
     with contextlib.nullcontext() if passes else pytest.raises(OSError, match="does not answer"):
         exchange.publish(publication(manifest, "ann"))
@@ -617,7 +614,7 @@ def test_rounds_on_an_interval_take_few_calls(tmp_path):
     swarm = Small(tmp_path, round_end="interval", round_interval=0.3, rounds=5, peer_timeout=0.4)
     files, theirs = Watched(tmp_path), Watched(tmp_path)
     running = Background(swarm.restarted(files).run)
-    node = FolderCoordinator(theirs, swarm.manifest, identity_of("ann"), "ann", threading.Event(), 0.02)
+    node = DocumentCoordinator(FolderStore(theirs), swarm.manifest, identity_of("ann"), "ann", threading.Event(), 0.02)
     done, state = (-1, -1), node.wait_for((-1, -1))
     while state.phase == "running":
         done = (state.round, state.stage)
@@ -647,10 +644,10 @@ def test_a_node_that_joins_in_the_middle_of_an_interval_sees_the_next_round_in_t
                 swarm.conductor.step(now)
             return False
 
-    monkeypatch.setattr(folder, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
     stop = Moving()
     stop.wait(0.5)
-    node = FolderCoordinator(swarm.files, swarm.manifest, identity_of("ann"), "ann", stop, POLL)
+    node = DocumentCoordinator(swarm.store, swarm.manifest, identity_of("ann"), "ann", stop, POLL)
     assert node.wait_for((-1, -1)).round == 0
     for number in (1, 2):
         state = node.wait_for((number - 1, 0))
@@ -660,7 +657,9 @@ def test_a_node_that_joins_in_the_middle_of_an_interval_sees_the_next_round_in_t
 
 def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
     swarm, files = Small(tmp_path), Watched(tmp_path)
-    exchange = FolderExchange(files, swarm.manifest, identity_of("cleo"), "cleo", threading.Event(), print, POLL)
+    exchange = DocumentExchange(
+        FolderStore(files), swarm.manifest, identity_of("cleo"), "cleo", threading.Event(), print, POLL
+    )
     exchange.publish(publication(swarm.manifest, "cleo"))
     assert files.calls == {"write": 1, "read": 1}  # whether it published before it was restarted
     exchange.publish(publication(swarm.manifest, "cleo"))
@@ -678,7 +677,7 @@ def test_a_consumer_that_has_enough_makes_no_further_calls(tmp_path):
 
 def test_an_exchange_keeps_no_more_than_it_needs(tmp_path):
     swarm = Small(tmp_path)
-    exchange = FolderExchange(swarm.files, swarm.manifest, identity_of("ann"), "ann", threading.Event(), print)
+    exchange = DocumentExchange(swarm.store, swarm.manifest, identity_of("ann"), "ann", threading.Event(), print)
     for number in range(200):
         exchange.publish(publication(swarm.manifest, "ann", number))
         assert len(list(exchange.collect(number, 0, ["ann", "nobody"]))) == 1
@@ -704,7 +703,7 @@ def test_a_conductor_in_a_thread_plays_to_the_end(tmp_path):
     swarm = Small(tmp_path, rounds=3)
     running = Background(swarm.conductor.run)
     for number in (1, 2):
-        assert eventually(lambda number=number: read_state(swarm.files, swarm.manifest).round == number)
+        assert eventually(lambda number=number: read_state(swarm.store, swarm.manifest).round == number)
         swarm.submit("bob", number)
         swarm.submit("ann", number)
 
@@ -713,27 +712,27 @@ def test_a_conductor_in_a_thread_plays_to_the_end(tmp_path):
 
 
 def test_a_flood_of_identities_does_not_crowd_out_those_who_play(swarm, monkeypatch):
-    monkeypatch.setattr(conducting, "MAX_MEMBERS", 4)
+    monkeypatch.setattr(round_server, "MAX_MEMBERS", 4)
     conductor, now = swarm.restarted(), time.time()
     flood = [f"sybil-{number}" for number in range(6)]
     for node in flood:
         swarm.join(node)
     conductor.step(now)
-    state = read_state(swarm.files, swarm.manifest)
+    state = read_state(swarm.store, swarm.manifest)
     assert len(state.members) == 4 and {peer_id("ann"), peer_id("bob")} <= state.members.keys()
     assert [refusal.why for refusal in state.refused.values()] == ["full"] * 4
 
     swarm.join("cleo")  # by now the flood is silent and has never reported
     conductor.step(now + 10 * swarm.manifest.peer_timeout)
-    state = read_state(swarm.files, swarm.manifest)
+    state = read_state(swarm.store, swarm.manifest)
     assert {peer_id("ann"), peer_id("bob"), peer_id("cleo")} <= state.members.keys()
 
 
 def test_junk_in_a_history_is_counted_without_a_look_at_what_it_says(swarm, monkeypatch):
     swarm.files.append(HISTORY, b"x\n" * 200_000)
     looks = []
-    monkeypatch.setattr(conducting, "unseal", lambda line, kind: looks.append(line) or unseal(line, kind))
-    ended, unreadable = read_history(swarm.files)
+    monkeypatch.setattr(history, "unseal", lambda line, kind: looks.append(line) or unseal(line, kind))
+    ended, unreadable = read_history(swarm.store)
     assert [(e.round, e.stage) for e in ended] == [(0, 0)] and unreadable == 200_000
     assert len(looks) == 1
 
@@ -753,9 +752,9 @@ class Counted(LocalFiles):
 
 
 def test_a_folder_full_of_junk_costs_a_bounded_look_and_hides_no_newcomer(swarm, caplog, monkeypatch):
-    monkeypatch.setattr(conductor_module, "MAX_NEW", 50)
-    monkeypatch.setattr(folder.Listing, "TIMES", 0.0)  # every look lists
-    monkeypatch.setattr(conductor_module, "OTHERS_SECONDS", math.inf)
+    monkeypatch.setattr(submissions, "MAX_NEW", 50)
+    monkeypatch.setattr(listing, "REST", 0.0)  # every look lists
+    monkeypatch.setattr(submissions, "STRANGERS_SECONDS", math.inf)
     files = Counted(swarm.files.root)
     conductor = swarm.restarted(files)
     for number in range(1000):
@@ -766,7 +765,7 @@ def test_a_folder_full_of_junk_costs_a_bounded_look_and_hides_no_newcomer(swarm,
             path.write_bytes(b"junk")
     now = time.time()
     with monkeypatch.context() as patch:
-        patch.setattr(conductor_module, "GIVE_UP_AFTER", 0.0)  # none of it becomes whole
+        patch.setattr(retries, "GIVE_UP_AFTER", 0.0)  # none of it becomes whole
         for look in range(60):
             files.opened = 0
             conductor.step(now + look * swarm.manifest.peer_timeout / 4)
@@ -774,7 +773,7 @@ def test_a_folder_full_of_junk_costs_a_bounded_look_and_hides_no_newcomer(swarm,
             swarm.join("bob", timestamp=now + look)
             assert files.opened < 400, "two folders, new and known ones, members, state and list"
     named = [record for record in caplog.records if "is not used" in record.message]
-    assert 0 < len(named) <= conductor_module.MAX_LOGGED
+    assert 0 < len(named) <= submissions.MAX_LOGGED
     swarm.join("cleo")
     conductor.step(now + 15 * swarm.manifest.peer_timeout + 1)
     assert peer_id("cleo") in conductor.state.members
@@ -792,7 +791,7 @@ def test_a_folder_full_of_junk_costs_a_bounded_look_and_hides_no_newcomer(swarm,
 
 
 def test_members_are_read_by_name_where_a_folder_is_too_full_to_list(swarm, monkeypatch):
-    for module in (files_module, conductor_module):
+    for module in (files_module, submissions):
         monkeypatch.setattr(module, "MAX_NAMES", 3)
     for folder_name in ("peers", "rewards/round_1/stage_0"):
         for number in range(200):
@@ -805,7 +804,7 @@ def test_members_are_read_by_name_where_a_folder_is_too_full_to_list(swarm, monk
 
 
 def test_a_newcomer_is_found_although_a_look_has_time_for_one_document_only(swarm, monkeypatch):
-    monkeypatch.setattr(conductor_module, "OTHERS_SECONDS", 0.0)
+    monkeypatch.setattr(submissions, "STRANGERS_SECONDS", 0.0)
     conductor, now = swarm.restarted(), time.time()
     for number in range(30):  # not junk: signed, and looked at again and again
         swarm.files.write(f"peers/a{number:02}.json", seal(introduction(ELSEWHERE, "x"), identity_of("x")))
@@ -826,18 +825,19 @@ def test_a_crowded_folder_is_listed_less_often():
             now[0] += 1.0
             return [f"n{number}.json" for number in range(2000)] if folder == "peers" else ["ann.json"]
 
-    store, listing = Slow(), folder.Listing(lambda: now[0])
-    assert len(listing.nodes(store, "peers")) == 2000
-    assert listing.nodes(store, "peers") is None and store.listed == 1
-    assert listing.nodes(store, "rewards/round_1/stage_0") == ["ann"], "another folder is"
+    files, throttled = Slow(), ThrottledListing(lambda: now[0])
+    store = FolderStore(files)
+    assert len(throttled.nodes(store, PEERS)) == 2000
+    assert throttled.nodes(store, PEERS) is None and files.listed == 1
+    assert throttled.nodes(store, report_key(1, 0)) == ["ann"], "another folder is"
     now[0] = 19.5
-    assert listing.nodes(store, "peers") is None
+    assert throttled.nodes(store, PEERS) is None
     now[0] = 20.0
-    assert len(listing.nodes(store, "peers")) == 2000
+    assert len(throttled.nodes(store, PEERS)) == 2000
 
 
 def test_a_flood_of_newcomers_fills_no_log(swarm, caplog, monkeypatch):
-    monkeypatch.setattr(conductor_module, "MAX_JOINED", 5)
+    monkeypatch.setattr(round_server, "MAX_JOINED", 5)
     caplog.set_level(logging.INFO)
     conductor = swarm.restarted()
     for number in range(40):
@@ -871,7 +871,7 @@ def test_a_tree_in_place_of_the_state_is_moved_away_at_the_next_look(swarm, deep
     (swarm.files.root / STATE).unlink()
     deep(swarm.files.root / STATE, 50)
     conductor.step(time.time())
-    assert read_state(swarm.files, swarm.manifest).round == 1
+    assert read_state(swarm.store, swarm.manifest).round == 1
 
 
 @pytest.mark.parametrize("archive", [False, True])

@@ -20,8 +20,11 @@ from swarms import (
 )
 
 from rl_swarm.config.settings import Settings
-from rl_swarm.network.folder import FolderCoordinator, FolderExchange
-from rl_swarm.network.round_server import RoundServer, read_history
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.history import read_history
+from rl_swarm.network.round_server import RoundServer
 from rl_swarm.storage.files import LocalFiles
 
 NODES = ["ann", "bob", "cleo", "dan"]
@@ -38,12 +41,15 @@ def play(swarm_dir, faults, manifest, seed, collect):
     """A conductor and nodes, each with its own view of the drive, until the last round has ended."""
     drive, stop, outcome = Drive(LocalFiles(swarm_dir), faults, seed), threading.Event(), Outcome()
     settings = Settings.of(min_peers=len(NODES), poll_interval=POLL)
-    conductor = RoundServer(drive.view("coordinator"), manifest, OWNER, settings.network, settings.storage, stop)
+    store = FolderStore(drive.view("coordinator"))
+    conductor = RoundServer(store, manifest, OWNER, settings.network, settings.storage, stop)
 
     def live(node):
         me, files = identity_of(node), drive.view(node)
-        coordinator = FolderCoordinator(files, manifest, me, node, stop, POLL)
-        exchange = FolderExchange(files, manifest, me, node, stop, lambda *why: outcome.rejected.append(why), POLL)
+        coordinator = DocumentCoordinator(FolderStore(files), manifest, me, node, stop, POLL)
+        exchange = DocumentExchange(
+            FolderStore(files), manifest, me, node, stop, lambda *why: outcome.rejected.append(why), POLL
+        )
         coordinator.register(introduction(manifest, node))
         done, others = (-1, -1), [other for other in NODES if other != node]
         while (state := coordinator.wait_for(done)) is not None and state.phase == "running":
@@ -56,7 +62,7 @@ def play(swarm_dir, faults, manifest, seed, collect):
     threads = [Background(conductor.run), *(Background(lambda node=node: live(node)) for node in NODES)]
     try:
         for thread in threads:
-            thread.result(60.0)
+            thread.result(240.0)
     finally:
         stop.set()
     return drive, conductor.state, outcome
@@ -82,7 +88,7 @@ def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
             for other in NODES
             if other != node
         ]
-    history, _ = read_history(drive.local)
+    history, _ = read_history(FolderStore(drive.local))
     assert [(ended.round, ended.stage) for ended in history] == places
     assert all(ended.reports.keys() == {peer_id(node) for node in NODES} for ended in history)
     assert state.phase == "finished"
@@ -90,7 +96,7 @@ def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
 
 
 def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_path, caplog):
-    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.25)
+    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.6)
 
     def from_three_rounds(exchange, done, others):
         time.sleep(0.1)

@@ -8,7 +8,7 @@ from stores import BUCKET, S3
 
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.monitor.validate import validate
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import open_address
 
 
 def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None:
@@ -37,11 +37,11 @@ def test_a_swarm_in_a_bucket_learns_and_is_sound(tmp_path: Path, s3: S3) -> None
             end(process)
     assert [process.returncode for process in swarm] == [0, 0, 0], outputs
 
-    files = locate(url).files
+    files = open_address(url).store.files
     assert files.names("") == ["manifest.json", "peers", "rewards", "rollouts", "state"]
     for node in ("ann", "bob"):
         (kept,) = (tmp_path / node / "runs").iterdir()
-        assert kept.name == locate(url).here.name and f"in runs/{kept.name}" in outputs[1]
+        assert kept.name == open_address(url).here.name and f"in runs/{kept.name}" in outputs[1]
         assert {path.name for path in kept.iterdir()} == {"checkpoints", "logs"}
     lines = [
         line

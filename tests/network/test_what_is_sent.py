@@ -7,7 +7,10 @@ import pytest
 from msgspec.structs import replace
 from swarms import POLL, identity_of, introduction, make_manifest, publication
 
-from rl_swarm.network.folder import FolderCoordinator, FolderExchange, rollouts_path
+from benchmarks.lib.paths import rollouts_path
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.protocol.manifest import Limits
 from rl_swarm.protocol.rollouts import Answer, unpack
 from rl_swarm.protocol.wire import SealError
@@ -18,7 +21,7 @@ TIGHT = make_manifest(limits=Limits(file_bytes=20_000, questions=6, completions=
 
 def exchange(folder, node, rejected=None):
     on_reject = lambda *why: (rejected if rejected is not None else []).append(why)  # noqa: E731
-    return FolderExchange(LocalFiles(folder), TIGHT, identity_of(node), node, threading.Event(), on_reject, POLL)
+    return DocumentExchange(FolderStore.at(folder), TIGHT, identity_of(node), node, threading.Event(), on_reject, POLL)
 
 
 def arrived(folder, lengths):
@@ -63,7 +66,7 @@ def test_a_node_whose_publications_all_would_refuse_says_why(tmp_path):
 )
 def test_an_introduction_that_all_would_refuse_is_not_written(changes, why, tmp_path):
     files = LocalFiles(tmp_path)
-    ann = FolderCoordinator(files, TIGHT, identity_of("ann"), "ann", threading.Event(), POLL)
+    ann = DocumentCoordinator(FolderStore(files), TIGHT, identity_of("ann"), "ann", threading.Event(), POLL)
     with pytest.raises(SealError, match=f"PeerInfo.*{why}"):
         ann.register(replace(introduction(TIGHT, "ann"), **changes))
     assert files.names("peers") == []

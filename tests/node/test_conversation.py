@@ -26,7 +26,7 @@ ROUND = 4
 
 
 class Chain(Environment):
-    """Every stage passes on, for each question, one message of the stage before."""
+    """Passes on, in every stage and for each question, one message of the stage before."""
 
     stages, context_peers = 3, 3
     roles = {"worker": Role, "prompter": Role}  # noqa: RUF012
@@ -57,7 +57,7 @@ def checked(rollouts, conversation):
 
 @dataclass
 class Swarm:
-    """Peers that publish through each other's eyes: what is there, everybody can fetch."""
+    """Holds publications that all peers can fetch."""
 
     published: dict = field(default_factory=dict)
     rejected: list = field(default_factory=list)

@@ -25,7 +25,7 @@ ROUND = 7
 
 
 class Doubling(Environment):
-    """The question of a seed is twice what; the right answer is the number."""
+    """Asks for twice the seed."""
 
     def __init__(self):
         self.scored = []
@@ -44,7 +44,7 @@ def question_of(peer_id, number, round=ROUND, environment=None):
 
 
 def publish(peer_id, rights, round=ROUND, environment=None):
-    """A peer's publication: for each question as many right answers of four as `rights` says."""
+    """Return a peer's publication, with as many right answers of four to each question as `rights` says."""
     rollouts = {}
     for number, right in enumerate(rights):
         question = question_of(peer_id, number, round, environment)
@@ -165,7 +165,7 @@ def test_nothing_is_scored_for_a_publication_that_is_refused():
 
 
 class Hurried(Doubling):
-    """Gets only so many questions of a peer made, and so many answers scored, in the time that a peer has."""
+    """Makes only so many questions, and scores only so many answers, in the time that a peer has."""
 
     def __init__(self, made, scored):
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_larger_group_is_cut_to_the_size_of_the_nodes_own():
 
 def test_a_copy_of_another_peers_long_answer_is_left_out():
     class Same(Doubling):
-        """Everybody is asked the same."""
+        """Asks all peers the same."""
 
         def questions(self, seeds, seconds=None):
             return [Question("doubling", 0, 1, "2 x 1 = ?", "2") for _ in seeds]

@@ -13,6 +13,7 @@ from rl_swarm.environments.base import Role
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.checkpoints import PLACE, Checkpoints, Place
 from rl_swarm.learning.policy import ModelError, Policy
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
@@ -276,12 +277,13 @@ def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(environment: Rea
 
 
 @pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.processes
 def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     tmp_path: Path, damaged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = SETTINGS.changed(identity_path=str(tmp_path / "me.pem"))
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "swarm"
-    swarm = found(LocalFiles(address), settings, "swarm", Identity.generate()).swarm()
+    swarm = found(FolderStore.at(address), settings, "swarm", Identity.generate()).swarm()
     place = Place(swarm, me.peer_id, "tiny", 4, 0, 1, standing={"liar": (3, 50)})
     policy = Policy.load(settings, "")
     saved = Checkpoints(tmp_path / "elsewhere", me, me.node, LocalFiles(address))  # on another machine
@@ -324,7 +326,7 @@ def test_a_node_that_fails_says_so_in_its_log(tmp_path):
     identity = Identity.load_or_create(tmp_path / "swarm.pem")
     address = tmp_path / "swarm"
     address.mkdir()
-    found(LocalFiles(address), SETTINGS, "swarm", identity)
+    found(FolderStore.at(address), SETTINGS, "swarm", identity)
     settings = SETTINGS.changed(model=str(tmp_path / "no-model"), identity_path=str(tmp_path / "swarm.pem"))
     with pytest.raises(ModelError):
         join(address, settings, threading.Event())

@@ -23,7 +23,7 @@ MANIFEST = new_manifest(Settings.of(tasks="chain_sum"), "test", "owner", 0.0, st
 
 
 class Doubling(Environment):
-    """The question of a seed is twice what; the right answer is the number."""
+    """Asks for twice the seed."""
 
     def __init__(self):
         pass
@@ -36,7 +36,7 @@ class Doubling(Environment):
 
 
 def published(peer_id, rights):
-    """Of each question as many right answers of four as `rights` says."""
+    """Return a publication with as many right answers of four to each question as `rights` says."""
     rollouts = {}
     for number, right in enumerate(rights):
         (question,) = Doubling().questions([question_seed(MANIFEST, 0, peer_id, number)])

@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from processes import QUICK, end, run, start, state, until
 
+from benchmarks.lib.paths import ACCESS_LIST, MANIFEST, report_path
 from rl_swarm.config.settings import Settings
-from rl_swarm.network.folder import (
-    ADMISSION,
-    MANIFEST,
-    FolderCoordinator,
-    FolderExchange,
-    change_access_list,
-    read_access_list,
-    read_state,
-    report_path,
-)
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import change_access_list, read_access_list, read_state
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.founding import new_manifest
@@ -183,13 +178,14 @@ class Swarm:
 
     def __init__(self, folder: Path, swarm: Manifest = PRIVATE) -> None:
         self.manifest, self.files = swarm, LocalFiles(folder)
+        self.store = FolderStore(self.files)
         self.files.write(MANIFEST, seal(swarm, OWNER))
         self.now = time.time()
         self.conductor = self.restarted()
 
     def restarted(self) -> RoundServer:
         self.conductor = RoundServer(
-            self.files, self.manifest, OWNER, NetworkSettings(), StorageSettings(), threading.Event()
+            self.store, self.manifest, OWNER, NetworkSettings(), StorageSettings(), threading.Event()
         )
         return self.conductor
 
@@ -198,10 +194,10 @@ class Swarm:
         self.conductor.step(self.now)
         return self.conductor.state
 
-    def node(self, who: Identity) -> FolderCoordinator:
-        return FolderCoordinator(self.files, self.manifest, who, who.node, threading.Event(), 0.01)
+    def node(self, who: Identity) -> DocumentCoordinator:
+        return DocumentCoordinator(self.store, self.manifest, who, who.node, threading.Event(), 0.01)
 
-    def join(self, who: Identity, shown: str = "") -> FolderCoordinator:
+    def join(self, who: Identity, shown: str = "") -> DocumentCoordinator:
         node = self.node(who)
         now = time.time()
         node.register(
@@ -227,7 +223,7 @@ class Swarm:
         self.files.write(report_path(round, 0, who.node), seal(report, who))
 
     def change(self, *names: str, allow: bool) -> None:
-        change_access_list(self.files, self.manifest, OWNER, names, allow)
+        change_access_list(self.store, self.manifest, OWNER, names, allow)
 
 
 def test_the_coordinator_makes_members_of_the_first_peers_that_an_invitation_admits(tmp_path):
@@ -379,8 +375,8 @@ def test_a_node_ignores_what_those_publish_who_are_not_admitted(tmp_path):
     rejected: list[tuple[str, str, str]] = []
     bob = swarm.node(BOB)
     bob.current()
-    exchange = FolderExchange(
-        swarm.files, PRIVATE, BOB, BOB.node, threading.Event(), lambda *why: rejected.append(why), 0.01, 10, bob.refusal
+    exchange = DocumentExchange(
+        swarm.store, PRIVATE, BOB, BOB.node, threading.Event(), lambda *why: rejected.append(why), 0.01, 10, bob.refusal
     )  # fmt: skip
     nodes = [ANN.node, EVE.node]
     assert [found.peer_id for found in exchange.collect(0, 0, nodes)] == [ANN.peer_id]
@@ -399,14 +395,15 @@ def test_a_node_reads_the_list_only_when_the_state_names_a_newer_one(tmp_path):
         reads = 0
 
         def read(self, path: str, limit: int) -> bytes:
-            self.reads += path == ADMISSION
+            self.reads += path == ACCESS_LIST
             return super().read(path, limit)
 
     swarm = Swarm(tmp_path, OPEN)
     swarm.join(ANN)
     swarm.look()
     node = swarm.node(BOB)
-    node.files = files = Counting(tmp_path)
+    files = Counting(tmp_path)
+    node.store = FolderStore(files)
     for _ in range(3):
         node.current()
     assert files.reads == 0 and node.refusal(EVE.peer_id) is None
@@ -421,12 +418,12 @@ def test_a_node_reads_the_list_only_when_the_state_names_a_newer_one(tmp_path):
 def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
     swarm = Swarm(tmp_path, OPEN)
     swarm.change(ANN.peer_id, allow=False)
-    older = (tmp_path / ADMISSION).read_bytes()
+    older = (tmp_path / ACCESS_LIST).read_bytes()
     swarm.change(EVE.peer_id, allow=False)
     node = swarm.join(EVE)
     swarm.look()
     node.current()
-    (tmp_path / ADMISSION).write_bytes(
+    (tmp_path / ACCESS_LIST).write_bytes(
         {
             "a stranger's": seal(AccessList(swarm=OPEN.swarm(), number=9), EVE),
             "of another swarm": seal(AccessList(swarm=PRIVATE.swarm(), number=9), OWNER),
@@ -436,7 +433,7 @@ def test_a_list_that_is_not_the_owners_newest_changes_nothing(tmp_path, what):
         }[what]
     )
     if what == "gone":
-        (tmp_path / ADMISSION).unlink()
+        (tmp_path / ACCESS_LIST).unlink()
     swarm.join(ANN)
     found = swarm.look()
     assert set(found.refused) == {ANN.peer_id, EVE.peer_id} and not found.members
@@ -449,12 +446,12 @@ def test_a_list_is_numbered_past_the_one_that_the_coordinator_has_seen(tmp_path)
         swarm.change(who.peer_id, allow=False)
     swarm.join(ANN)
     swarm.look()
-    (tmp_path / ADMISSION).unlink()
+    (tmp_path / ACCESS_LIST).unlink()
     swarm.change(BOB.peer_id, allow=False)
-    assert read_access_list(swarm.files, OPEN).number == 4
+    assert read_access_list(swarm.store, OPEN).number == 4
     swarm.change(BOB.peer_id, allow=False)
-    assert read_access_list(swarm.files, OPEN).number == 4, "nothing has changed"
-    assert read_state(swarm.files, OPEN).roll == 3
+    assert read_access_list(swarm.store, OPEN).number == 4, "nothing has changed"
+    assert read_state(swarm.store, OPEN).roll == 3
 
 
 def test_strangers_do_not_make_the_state_grow_without_end(tmp_path, monkeypatch):

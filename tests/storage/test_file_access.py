@@ -128,7 +128,7 @@ ALLOWED = {
 MIXED = {
     "cli/app.py": {"validate"},
     "cli/experiment.py": {"_check_folder"},
-    "cli/running.py": {"up", "_run", "alone", "_new_run_directory"},
+    "cli/running.py": {"up", "_run", "run_process", "_new_run_directory"},
     "experiment/figures.py": {"draw"},
     "node/hub.py": {"__call__", "_work", "_upload", "_tidy", "put_aside", "_where"},
     "learning/checkpoints.py": {"save", "_aside", "fetch", "clear", "_digests", "restore_optimizer"},
@@ -140,7 +140,7 @@ MIXED = {
     "node/run_settings.py": {"resumed"},
     "node/swarm.py": {"uses_gpu", "visible_gpus", "_child_main"},
     "telemetry/logs.py": {"", "_repair"},
-    "web/server.py": {"beside"},
+    "web/server.py": {"dashboard_process"},
     "node/worker.py": {"explained"},
 }
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +24,16 @@ from processes import QUICK, RL_SWARM, end, run, start, state, status, until
 from safetensors.torch import load_file, save_file
 
 import rl_swarm
+from benchmarks.lib.paths import rollouts_path
 from rl_swarm.cli.running import _has_worked
 from rl_swarm.config.resolve import layered
 from rl_swarm.config.settings import Settings
 from rl_swarm.errors import UserError
 from rl_swarm.experiment.arms import Arm, Job
 from rl_swarm.experiment.lockstep import LockstepSwarm, RunMember
-from rl_swarm.network.address import locate
-from rl_swarm.network.folder import read_manifest, rollouts_path
+from rl_swarm.network.address import open_address
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.network.remote import RemoteFiles
 from rl_swarm.node import run_settings
 from rl_swarm.node.worker import found, opened
@@ -41,7 +44,7 @@ from rl_swarm.telemetry import logs as logs_module
 from rl_swarm.telemetry.logs import SwarmLog
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local_groups=2", "--set", "generations=4"]
+UP = ["up", "--run", "r", "--nodes", "2", *QUICK]
 COMMAND = "$(touch ran)"
 
 
@@ -258,6 +261,7 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
                         path.with_name("poison").write_bytes(poison)
                         os.replace(path.with_name("poison"), path)
                         accessed[path] = path.stat().st_atime_ns
+            time.sleep(0.001)
 
     if machine == "another machine":
         shutil.rmtree(tmp_path / "private")
@@ -334,7 +338,7 @@ def test_a_swarm_of_any_user_is_attacked_with_everything_at_once(person, when: i
 def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
     user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"), model="tiny")
     me, address = Identity.load_or_create(tmp_path / "me.pem"), tmp_path / "r"
-    manifest = found(LocalFiles(address), user, "r", me)
+    manifest = found(FolderStore.at(address), user, "r", me)
     run_settings.keep(user.changed(hf_token="secret", hub_repo="me/mine"), address, manifest, me)
     assert run_settings.resumed(address, user)["hub_repo"] == "me/mine"
     assert "secret" not in (address / "settings.json").read_text()
@@ -351,7 +355,7 @@ def test_settings_that_somebody_edited_are_not_taken(tmp_path: Path) -> None:
     assert run_settings.resumed(address, user)["hub_repo"] == "me/mine"
     with pytest.raises(UserError, match="--identity-path"):
         run_settings.resumed(address, user.changed(identity_path=str(tmp_path / "other.pem")))
-    stranger, other = Identity.generate(), found(LocalFiles(tmp_path / "other"), user, "other", Identity.generate())
+    stranger, other = Identity.generate(), found(FolderStore.at(tmp_path / "other"), user, "other", Identity.generate())
     run_settings.keep(user.changed(hub_repo="them/all", identity_path="x.pem"), address, manifest, stranger)
     shutil.rmtree(tmp_path / "private")
     with pytest.raises(UserError, match="cannot be used"):
@@ -366,7 +370,7 @@ def test_settings_of_another_run_of_the_same_user_are_not_taken(tmp_path: Path) 
     user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     me = Identity.load_or_create(tmp_path / "me.pem")
     for name, rate in (("old", 0.5), ("new", 1e-5)):
-        manifest = found(LocalFiles(tmp_path / name), user.changed(seed=int(rate * 2)), name, me)
+        manifest = found(FolderStore.at(tmp_path / name), user.changed(seed=int(rate * 2)), name, me)
         run_settings.keep(user.changed(learning_rate=rate), tmp_path / name, manifest, me)
     assert run_settings.resumed(tmp_path / "new", user)["learning_rate"] == 1e-5
     for name in ("manifest.json", "settings.json"):
@@ -381,19 +385,19 @@ def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_pr
     """It is started again, as after a crash. Once it ended the whole run, since it cannot take that manifest."""
     user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     me, files = Identity.load_or_create(tmp_path / "me.pem"), LocalFiles(tmp_path / "r")
-    manifest = found(files, user, "r", me)
+    manifest = found(FolderStore(files), user, "r", me)
     run_settings.keep(user, tmp_path / "r", manifest, me)
     whole = files.read("manifest.json", 1 << 20)
-    assert run_settings.manifest_of(files, tmp_path / "r", user) is None, "the one in the folder is right"
+    assert run_settings.manifest_of(FolderStore(files), tmp_path / "r", user) is None, "the one in the folder is right"
     for data in (seal(manifest, Identity.generate()), whole[:-40], b"{}"):
         files.write("manifest.json", data)
-        with opened(locate(tmp_path / "r"), user, me, threading.Event()) as (_, taken):
+        with opened(open_address(tmp_path / "r"), user, me, threading.Event()) as (_, taken):
             assert taken == manifest
-    other = found(LocalFiles(tmp_path / "other"), user, "r", me)  # of the same user, as after a new start
+    other = found(FolderStore.at(tmp_path / "other"), user, "r", me)  # of the same user, as after a new start
     files.write("manifest.json", seal(other, me))
-    assert run_settings.manifest_of(files, tmp_path / "r", user) is None
+    assert run_settings.manifest_of(FolderStore(files), tmp_path / "r", user) is None
     (tmp_path / "r" / "manifest.json").unlink()
-    assert run_settings.manifest_of(files, tmp_path / "r", user) is None
+    assert run_settings.manifest_of(FolderStore(files), tmp_path / "r", user) is None
 
 
 def test_a_run_goes_on_whatever_lies_in_place_of_its_state_and_is_known_to_have_begun(tmp_path: Path) -> None:
@@ -412,7 +416,7 @@ def test_a_run_goes_on_whatever_lies_in_place_of_its_state_and_is_known_to_have_
         end(process)
     shutil.rmtree(tmp_path / "r" / "state")
     user = Settings.of(private_path=str(tmp_path / "private"))
-    manifest = read_manifest(LocalFiles(tmp_path / "r"))
+    manifest = read_manifest(FolderStore.at(tmp_path / "r"))
     assert _has_worked(tmp_path / "r", manifest, user), "so it would not be removed because it failed"
     assert not _has_worked(tmp_path / "r", manifest, Settings.of(private_path=str(tmp_path / "other")))
 

@@ -12,7 +12,7 @@ from processes import end, run, start, until
 from small_runs import HOSTILE, SmallRun
 from stores import BUCKET, S3, Store, WebDav
 
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import open_address
 
 
 @pytest.fixture(params=["bucket", "webdav"])
@@ -43,7 +43,7 @@ def test_a_swarm_at_a_url_is_watched_while_it_is_played(
     tmp_path: Path, place: tuple[str, Store], asked: Callable[..., dict]
 ) -> None:
     address, store = place
-    swarm = SmallRun(tmp_path / "here" / "run", nodes=2, total=9, files=locate(address).files)
+    swarm = SmallRun(tmp_path / "here" / "run", nodes=2, total=9, files=open_address(address).store.files)
     for _ in range(2):
         swarm.play(HOSTILE)
     (tmp_path / "viewer").mkdir()

@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, expect
 from processes import end, start, state, until
 from small_runs import HOSTILE, SmallRun
 
-from rl_swarm.network.folder import rollouts_path
+from benchmarks.lib.paths import rollouts_path
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.wire import seal, unseal

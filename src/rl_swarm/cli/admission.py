@@ -9,8 +9,9 @@ from rich.console import Console
 
 from rl_swarm.cli import program
 from rl_swarm.errors import UserError
-from rl_swarm.network.address import locate
-from rl_swarm.network.folder import change_access_list, read_access_list, read_manifest, read_state
+from rl_swarm.network.address import open_address
+from rl_swarm.network.documents import DocumentStore
+from rl_swarm.network.owner_documents import change_access_list, read_access_list, read_manifest, read_state
 from rl_swarm.plural import counted
 from rl_swarm.protocol import admission
 from rl_swarm.protocol.admission import is_invitation
@@ -19,7 +20,7 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import State
 from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.wire import Rejected
-from rl_swarm.storage.files import Files, Refused
+from rl_swarm.storage.files import Refused
 
 DAY = 86400.0
 T = TypeVar("T")
@@ -46,10 +47,10 @@ def change(address: str, owner: Identity, name: str, allow: bool) -> None:
             f"{name!r} is neither a peer id (12D3KooW... or Qm...) nor the name of an invitation. "
             f"`{program()} members {address}` lists both."
         )
-    files, manifest = _opened(address, owner)
+    store, manifest = _opened(address, owner)
     if name == manifest.peer_id:
         raise UserError(f"{name} is the owner of this swarm and always takes part.")
-    before, after = change_access_list(files, manifest, owner, [name], allow)
+    before, after = change_access_list(store, manifest, owner, [name], allow)
     who = f"invitation {name}" if is_invitation(name) else f"{animal_name(name)} ({name})"
     what = "allowed" if allow else "denied"
     if before == after:
@@ -60,10 +61,10 @@ def change(address: str, owner: Identity, name: str, allow: bool) -> None:
 
 def members(address: str, as_json: bool) -> None:
     """List who takes part, how each was admitted, and who is kept out."""
-    files, manifest = _opened(address)
-    access_list = _read(lambda: read_access_list(files, manifest), address)
+    store, manifest = _opened(address)
+    access_list = _read(lambda: read_access_list(store, manifest), address)
     try:
-        state = read_state(files, manifest)
+        state = read_state(store, manifest)
     except (OSError, Rejected):
         state = State(swarm=manifest.swarm())
     rows = []
@@ -102,15 +103,15 @@ def members(address: str, as_json: bool) -> None:
         console.print(f"Revoked invitations: {', '.join(access_list.revoked)}")
 
 
-def _opened(address: str, owner: Identity | None = None) -> tuple[Files, Manifest]:
-    files = locate(address).files
-    manifest = _read(lambda: read_manifest(files), address)
+def _opened(address: str, owner: Identity | None = None) -> tuple[DocumentStore, Manifest]:
+    store = open_address(address).store
+    manifest = _read(lambda: read_manifest(store), address)
     if owner is not None and owner.peer_id != manifest.peer_id:
         raise UserError(
             f"This swarm belongs to {manifest.peer_id}, and IDENTITY_PATH is the key of {owner.peer_id}. Only its "
             "owner decides who takes part: give the owner's key with --identity-path."
         )
-    return files, manifest
+    return store, manifest
 
 
 def _read(act: Callable[[], T], address: str) -> T:

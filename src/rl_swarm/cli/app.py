@@ -101,6 +101,7 @@ def up(
 ) -> None:
     """Start a swarm on this machine and watch it learn. With GDRIVE_PATH set, join that swarm in the role NODE_ROLE."""
     from rl_swarm.cli import running
+    from rl_swarm.network.address import configured_address
     from rl_swarm.node import run_settings
 
     if run is not None and resume is not None:
@@ -119,7 +120,7 @@ def up(
         preset |= run_settings.resumed(resume, user.settings)
     if run is None and resume is None and config.peek("gdrive_path", config_file, {}):
         resolved = resolve_settings("up", {}, config_file, sets, **flags)
-        address = resolved.settings.storage.experiment_dir()
+        address = configured_address(resolved.settings.storage)
         if dry_run:
             return _print_settings(resolved)
         assert address is not None
@@ -180,11 +181,12 @@ def _alone(
     flags: dict[str, Any],
 ) -> None:
     from rl_swarm.cli import running
+    from rl_swarm.network.address import configured_address
 
     resolved = resolve_settings("join" if role == "worker" else "coordinate", {}, config_file, sets, **flags)
     if dry_run:
         return _print_settings(resolved)
-    where = address or resolved.settings.storage.experiment_dir()
+    where = address or configured_address(resolved.settings.storage)
     if where is None:
         raise UserError("Which swarm? Give its address, or set GDRIVE_PATH and EXPERIMENT_NAME.")
     return running.run_process(role, where, resolved.settings)
@@ -291,8 +293,9 @@ def validate(
     from rl_swarm.monitor.validate import rescore
     from rl_swarm.monitor.validate import validate as validate_run
     from rl_swarm.monitor.validate_peers import validate as validate_peers
+    from rl_swarm.network.address import open_address
 
-    among_peers = address.startswith("p2p://")
+    among_peers = bool(open_address(address).peers)
     if not among_peers:
         if is_experiment(address) or (Path(address) / ARM).is_file():
             raise UserError(

@@ -16,7 +16,8 @@ from rl_swarm.config import resolve as config
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.errors import UserError
-from rl_swarm.network.address import locate
+from rl_swarm.network.address import configured_address, open_address
+from rl_swarm.network.documents import PEERS
 from rl_swarm.network.p2p.joining import engine_of
 from rl_swarm.network.p2p.time_offset import compared
 from rl_swarm.plural import counted
@@ -110,7 +111,7 @@ def code() -> Iterator[Finding]:
 
 def folder() -> Iterator[Finding]:
     settings = config.load().settings
-    address = settings.storage.experiment_dir()
+    address = configured_address(settings.storage)
     if isinstance(address, str):
         yield from _store(address)
         return
@@ -127,7 +128,7 @@ def folder() -> Iterator[Finding]:
 
 def _store(address: str) -> Iterator[Finding]:
     try:
-        locate(address).files.names("peers")
+        open_address(address).store.nodes(PEERS)
         yield True, f"{address} can be reached"
     except (OSError, UserError) as error:
         yield False, str(error)

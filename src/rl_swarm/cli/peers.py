@@ -6,8 +6,8 @@ from rich.console import Console
 
 from rl_swarm.cli import catch_signals, program
 from rl_swarm.config.settings import Settings
-from rl_swarm.network.address import known_addresses
-from rl_swarm.network.p2p import time_offset as clocks
+from rl_swarm.network.address import known_addresses, peer_url
+from rl_swarm.network.p2p import time_offset
 from rl_swarm.network.p2p.joining import engine_of
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.telemetry.logs import start_logging
@@ -26,6 +26,6 @@ def bootnode(settings: Settings) -> None:
         console = Console(highlight=False, markup=False)
         console.print("Peers join by an address that they can reach:   (Ctrl-C stops it)")
         for address in engine.addresses:
-            console.print(f"  {program()} join p2p://{address}", soft_wrap=True)
+            console.print(f"  {program()} join {peer_url(address)}", soft_wrap=True)
         while not stop.wait(COMPARE_SECONDS):
-            clocks.warn(engine)
+            time_offset.warn(engine)

@@ -21,8 +21,11 @@ from rl_swarm.errors import UserError
 from rl_swarm.learning import smollm2
 from rl_swarm.monitor.drawing import LONGEST_PATH, marked, plain
 from rl_swarm.monitor.run_reader import RunView
-from rl_swarm.network.address import is_peer_address, is_url
-from rl_swarm.network.folder import MANIFEST, change_access_list
+from rl_swarm.network.address import is_peer_address, is_url, peer_url
+from rl_swarm.network.documents import DocumentStore
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.layout import MANIFEST_FILE
+from rl_swarm.network.owner_documents import change_access_list
 from rl_swarm.network.presence import only_run_here
 from rl_swarm.node import run_settings, worker
 from rl_swarm.node.hub import outcomes
@@ -48,7 +51,7 @@ def up(settings: Settings, run: Path | None, resume: Path | None, from_base: boo
         preflight.check(settings)
     root = resume or run or _new_run_directory()
     with only_run_here(root):
-        if resume is None and (root / "manifest.json").exists():
+        if resume is None and (root / MANIFEST_FILE).exists():
             raise UserError(
                 f"--run {root}: there is a run already. Resume it with `{program()} up --resume {quoted(root)}`."
             )
@@ -63,9 +66,9 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     private.check(settings.storage, root)  # before anything is made
     owner = Identity.load_or_create(Path(settings.network.identity_path))
     try:
-        files = LocalFiles(root)
-        files.make()
-        manifest = worker.found(files, settings, root.name, owner)
+        store = FolderStore.at(root)
+        store.make()
+        manifest = worker.found(store, settings, root.name, owner)
         run_settings.keep(settings, root, manifest, owner)
     except OSError as error:
         raise UserError(f"--run {root}: {error.strerror}. Choose a directory that can be written.") from error
@@ -74,7 +77,7 @@ def _run(settings: Settings, root: Path, resumed: bool, console: Console) -> Non
     workers = worker_settings(settings)
     coordinator = settings.changed(min_peers=max(settings.network.min_peers, settings.swarm.nodes))
     if settings.swarm.admission == "invited":
-        _allow(files, manifest, owner, workers)
+        _allow(store, manifest, owner, workers)
     swarm = SwarmProcesses(root, coordinator, workers)
     begin = "Resuming" if resumed else "Starting"
     say(
@@ -199,16 +202,16 @@ def _remove(root: Path, manifest: Manifest | None, settings: Settings) -> None:
     LocalFiles(root.parent).remove(root.name)
 
 
-def _allow(files: LocalFiles, manifest: Manifest, owner: Identity, workers: Mapping[str, NodeSettings]) -> None:
+def _allow(store: DocumentStore, manifest: Manifest, owner: Identity, workers: Mapping[str, NodeSettings]) -> None:
     """Put the nodes of a swarm of invited peers on its owner's list."""
     peers = [Identity.load(Path(worker.network.identity_path)).peer_id for worker in workers.values()]
-    change_access_list(files, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
+    change_access_list(store, manifest, owner, [peer for peer in peers if peer != owner.peer_id], allow=True)
 
 
 def run_process(role: str, address: Path | str, settings: Settings) -> None:
     """Run one process of a swarm, with its log on the terminal."""
     if is_peer_address(str(address)):
-        raise UserError(f"{address} is the address of a peer. Write p2p:// before it: p2p://{address}")
+        raise UserError(f"{address} is the address of a peer. Write {peer_url('')} before it: {peer_url(str(address))}")
     if role == "worker" and not is_url(address) and not Path(address).parent.parent.is_dir():
         raise UserError(f"{address}: the folder does not exist. Is the drive mounted, and GDRIVE_PATH right?")
     if role == "coordinator":
@@ -257,7 +260,7 @@ def remove_runs(root: Path, names: list[str], settings: Settings) -> None:
 
 
 def _runs(root: Path) -> list[Path]:
-    return [root / name for name in LocalFiles(root).folders_with(MANIFEST)]
+    return [root / name for name in LocalFiles(root).folders_with(MANIFEST_FILE)]
 
 
 def _new_run_directory() -> Path:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ModelLoader = Callable[[str], "LanguageModel"]
-PEER_SECONDS = 5.0  # that a node spends on making, and again on scoring, the rollouts of one peer
+PEER_SECONDS = 5.0  # for making the questions of one peer's rollouts, and as many for scoring them
 # Characters that could close a block, begin one, or spell a control token of some tokenizer.
 _TAMED = str.maketrans({"<": "‹", ">": "›", "[": "(", "]": ")", "{": "(", "}": ")", "|": "¦", '"': "'"})
 

@@ -26,8 +26,10 @@ from rl_swarm.learning.checkpoints import CheckpointError, Checkpoints, Place, S
 from rl_swarm.learning.devices import pick_device, use_threads
 from rl_swarm.learning.parallel.shared_device import SharedDevice
 from rl_swarm.learning.policy import Policy, Published, SampleRequest, TrainRequest
-from rl_swarm.network.folder import MANIFEST, STATE, read_manifest
+from rl_swarm.network.documents import MANIFEST, PEERS, STATE
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
 from rl_swarm.node.round import question_seeds
@@ -141,6 +143,7 @@ class LockstepSwarm:
         """Set up the nodes. The seed gives the owner's key to everyone, so checkpoints are signed with the user's
         key."""
         self.files, self.owner, self.settings = files, owner, members[0].settings
+        self.store = FolderStore(files)
         self.signer = Identity.load_or_create(Path(user.network.identity_path))
         self.manifest = self._manifest(specialists or {})
         self.private = swarm_folder(user.storage, files.root, self.manifest.swarm())
@@ -259,14 +262,14 @@ class LockstepSwarm:
 
     def _manifest(self, specialists: Mapping[str, list[int]]) -> Manifest:
         try:
-            return read_manifest(self.files)
+            return read_manifest(self.store)
         except FileNotFoundError:
             stages = environments.named(self.settings.task.environment).stages
             name = self.files.root.name
             manifest = new_manifest(self.settings, name, self.owner.peer_id, time.time(), stages)
             if specialists:
                 manifest = replace(manifest, specialists=dict(specialists))
-            self.files.write(MANIFEST, seal(manifest, self.owner))
+            self.store.write(MANIFEST, seal(manifest, self.owner))
             return manifest
 
     def _written(self, members: Sequence[RunMember]) -> tuple[State, dict[str, tuple[Path, Place]]] | None:
@@ -349,7 +352,7 @@ class LockstepSwarm:
             timestamp=time.time(),
         )
         node.coordinator.register(peer)
-        self.files.write(f"peers/{node.name}.json", seal(peer, node.identity))
+        self.store.write(PEERS.of(node.name), seal(peer, node.identity))
 
     def _evaluate(self, when: str) -> None:
         started = time.monotonic()
@@ -360,7 +363,7 @@ class LockstepSwarm:
     def _write_state(self) -> None:
         """Write the swarm's state for observers."""
         self._written_at = time.monotonic()
-        self.files.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
+        self.store.write(STATE, seal(replace(self.swarm.state, timestamp=time.time()), self.owner))
 
 
 def sharing(members: Sequence[RunMember]) -> dict[str, SharedDevice]:
@@ -371,7 +374,7 @@ def sharing(members: Sequence[RunMember]) -> dict[str, SharedDevice]:
     return {model: SharedDevice(count, threads=False) for model, count in models.items() if count > 1}
 
 
-def rewind(log: SharedLog, done: int) -> None:
+def rewind(log: SharedLog[str], done: int) -> None:
     """Keep the lines of rounds up to `done`: later rounds run again."""
     lines = log.read().splitlines()
     kept = [line for line in lines if msgspec.json.decode(line)["round"] <= done] if done >= 0 else []

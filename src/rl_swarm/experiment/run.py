@@ -23,7 +23,8 @@ from rl_swarm.experiment import report
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, Resolve, differences, files_of
 from rl_swarm.experiment.measures import Run, Tuned
 from rl_swarm.experiment.plan import Costs, ProgressBars, duration, makespan
-from rl_swarm.network.folder import read_manifest, read_state
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.node.evaluation import mean
 from rl_swarm.node.processes import ChildProcess, context_for, obey_parent
 from rl_swarm.node.settings import NodeSettings
@@ -337,9 +338,9 @@ def _kind(job: Job) -> str:
 
 
 def is_finished(folder: Path) -> bool:
-    files = files_of(folder)
+    store = FolderStore(files_of(folder))
     try:
-        return read_state(files, read_manifest(files)).phase == "finished"
+        return read_state(store, read_manifest(store)).phase == "finished"
     except (OSError, Rejected):
         return False
 

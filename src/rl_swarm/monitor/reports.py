@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rl_swarm.monitor.node_history import NodeHistory, by_stage
 from rl_swarm.monitor.run_reader import RunView
-from rl_swarm.network.folder import RECORD_BYTES, report_path
+from rl_swarm.network.documents import RECORD_BYTES, report_key
 from rl_swarm.protocol.rounds import Report
 from rl_swarm.protocol.wire import Rejected, unseal
 
@@ -47,7 +47,7 @@ class ReportReader:
         state, manifest, peer = view.state, view.manifest, view.nodes[place[2]].peer
         assert state is not None and manifest is not None and peer is not None
         try:
-            report = unseal(view.files.read(report_path(*place), RECORD_BYTES), Report, RECORD_BYTES)
+            report = unseal(view.store.read(report_key(*place), RECORD_BYTES), Report, RECORD_BYTES)
         except (OSError, Rejected):  # missing, unreachable or unusable
             if state.phase == "finished" or place[0] < state.round - LATE_ROUNDS:
                 self._done.add(place)

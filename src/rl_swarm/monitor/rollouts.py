@@ -17,7 +17,7 @@ from rl_swarm.errors import UserError
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import RolloutPage, RolloutRow, ShownCompletion
 from rl_swarm.monitor.snapshot import find
-from rl_swarm.network.folder import rollouts_path
+from rl_swarm.network.documents import rollouts_key
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.questions import Question
@@ -138,7 +138,7 @@ class RolloutReader:
         view, manifest = self.follower.view, self.follower.view.manifest
         assert manifest is not None
         limit = manifest.limits.file_bytes
-        published = unseal(view.files.read(rollouts_path(*place), limit), Publication, limit)
+        published = unseal(view.store.read(rollouts_key(*place), limit), Publication, limit)
         peer = view.nodes[place[2]].peer
         here = (published.swarm, published.round, published.stage, published.node)
         if here != (manifest.swarm(), *place) or peer is None or peer.peer_id != published.peer_id:

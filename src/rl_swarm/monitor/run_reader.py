@@ -13,8 +13,10 @@ import msgspec
 import psutil
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import RECORD_BYTES, Listing, read_manifest, read_state
+from rl_swarm.network.address import Address, open_address
+from rl_swarm.network.documents import PEERS, RECORD_BYTES
+from rl_swarm.network.listing import ThrottledListing
+from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.network.p2p.observer import observed
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.evaluation import mean, protocol
@@ -149,14 +151,14 @@ class RunView:
     """Reads a run; `refresh` reads only what is new."""
 
     def __init__(self, address: Path | str | Address, clock: Callable[[], State] | None = None) -> None:
-        self.address = address if isinstance(address, Address) else locate(address)
+        self.address = address if isinstance(address, Address) else open_address(address)
         self.clock = clock  # returns the state where no coordinator writes it
-        self.root, self.files = self.address.here, self.address.files
+        self.root, self.store = self.address.here, self.address.store
         self.local_files = LocalFiles(self.root)  # logs and checkpoints
         self.manifest: Manifest | None = None
         self.state: State | None = None
         self.nodes: dict[str, NodeView] = {}
-        self._listing = Listing()
+        self._listing = ThrottledListing()
 
     @classmethod
     def open(cls, address: Path | str) -> "RunView":
@@ -166,10 +168,10 @@ class RunView:
         return view
 
     @classmethod
-    def found(cls, address: Path | str) -> "RunView":
+    def found(cls, address: Path | str | Address) -> "RunView":
         """Open the run at an address, and read nothing yet of what its nodes wrote."""
         view = cls(address)
-        if view.address.text.startswith("p2p://"):
+        if view.address.peers:
             raise UserError(f"{address}: for this, give the folder of the swarm's coordinator, runs/<name>.")
         if view.address.is_url:
             view.reach()
@@ -184,7 +186,7 @@ class RunView:
     def reach(self) -> None:
         """Raise if a store does not answer, which differs from an empty one."""
         try:
-            self.manifest = read_manifest(self.files)
+            self.manifest = read_manifest(self.store)
         except (FileNotFoundError, Rejected):
             pass
         except OSError as error:
@@ -202,15 +204,15 @@ class RunView:
     def refresh_swarm(self) -> None:
         """Read the manifest, the state and the nodes' introductions."""
         try:
-            self.manifest = self.manifest or read_manifest(self.files)
-            self.state = self.clock() if self.clock else read_state(self.files, self.manifest)
+            self.manifest = self.manifest or read_manifest(self.store)
+            self.state = self.clock() if self.clock else read_state(self.store, self.manifest)
         except (OSError, Rejected):
             pass  # not written yet, or just being replaced: what was read before stays
         swarm = self.manifest.swarm() if self.manifest else None
         for node in self._to_read():
             view = self.nodes.get(node) or NodeView(node)
             try:
-                data = self.files.read(f"peers/{node}.json", RECORD_BYTES)
+                data = self.store.read(PEERS.of(node), RECORD_BYTES)
                 if data == view.introduced:
                     continue
                 peer = unseal(data, PeerInfo, RECORD_BYTES)
@@ -224,7 +226,7 @@ class RunView:
         """Name the nodes whose introductions are read: members, known nodes, and a bounded number of others."""
         known = {member.node for member in self.state.members.values()} if self.state else set()
         known |= self.nodes.keys()
-        others = [name for name in self._listing.nodes(self.files, "peers") or [] if name not in known]
+        others = [name for name in self._listing.nodes(self.store, PEERS) or [] if name not in known]
         return [*sorted(known), *others[:MAX_OTHERS]]
 
     def refresh_node(self, node: NodeView) -> None:
@@ -320,8 +322,9 @@ def _id_of(node: NodeView) -> str:
 @contextmanager
 def open_view(address: str, network: Callable[[], NetworkSettings] = NetworkSettings) -> Iterator[RunView]:
     """Open the run at an address, on whatever network, for as long as it is refreshed."""
-    if not address.startswith("p2p://"):
-        yield RunView.found(address)
+    opened = open_address(address)
+    if not opened.peers:
+        yield RunView.found(opened)
         return
     with observed(address, network()) as (place, clock):
         view = RunView(place, clock)

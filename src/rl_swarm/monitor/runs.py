@@ -10,7 +10,7 @@ from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import Line, Lines, RunPage, RunRow
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.monitor.series import Curves, mean_of, padded
-from rl_swarm.network.folder import MANIFEST
+from rl_swarm.network.layout import MANIFEST_FILE
 from rl_swarm.storage.files import LocalFiles
 
 MAX_OPEN = 32  # runs that are kept in memory
@@ -101,6 +101,6 @@ def _is_name(name: str) -> bool:
 def _changed(files: LocalFiles, name: str) -> float | None:
     """Return when a run was founded; None if it was not."""
     try:
-        return files.stat(f"{name}/{MANIFEST}").st_mtime
+        return files.stat(f"{name}/{MANIFEST_FILE}").st_mtime
     except OSError:
         return None

@@ -301,7 +301,7 @@ def _settings(follower: Follower) -> dict[str, str]:
         return {}
     manifest = follower.view.manifest
     try:
-        values = run_settings.read(follower.view.files, manifest).settings if manifest else {}
+        values = run_settings.read(follower.view.local_files, manifest).settings if manifest else {}
     except (OSError, Rejected):
         return {}
     return {name: str(value)[:200] for name, value in public_settings(values).items()}

@@ -18,9 +18,10 @@ import msgspec
 
 from rl_swarm.environments.base import Environment
 from rl_swarm.monitor.run_reader import NodeView
-from rl_swarm.network.address import Address, locate
-from rl_swarm.network.folder import documents, read_manifest, read_state, report_path, rollouts_path
-from rl_swarm.network.round_server import read_history
+from rl_swarm.network.address import Address, open_address
+from rl_swarm.network.documents import DocumentKey, DocumentStore, Kind, report_key
+from rl_swarm.network.history import read_history
+from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.node.conversation import Conversation
 from rl_swarm.node.intake import Conversations, regenerate, score_external
 from rl_swarm.plural import counted
@@ -30,7 +31,7 @@ from rl_swarm.protocol.reject_reason import RejectReason
 from rl_swarm.protocol.rollouts import Publication, unpack
 from rl_swarm.protocol.rounds import Report, StageRecord, State
 from rl_swarm.protocol.wire import MAX_BYTES, Rejected, convert, unseal, unseal_with_digest
-from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import LOGS, read_lines
 from rl_swarm.telemetry.schema import RoundRecord
 
@@ -67,11 +68,11 @@ class ValidatedRun:
     manifest: Manifest
     state: State
     history: list[StageRecord]
-    published: list[tuple[str, Publication]] | None = None  # among peers, where no folder holds them
+    published: list[tuple[DocumentKey, Publication]] | None = None  # among peers, where no folder holds them
 
     @property
-    def files(self) -> Files:
-        return self.address.files
+    def store(self) -> DocumentStore:
+        return self.address.store
 
     def node(self, peer_id: str) -> str:
         return self.state.members[peer_id].node
@@ -86,7 +87,7 @@ def validate(
 ) -> tuple[Verdict, ValidatedRun | None]:
     """Check everything that needs no scoring; `rescore` does the rest."""
     verdict = Verdict()
-    run = _open(locate(address), verdict)
+    run = _open(open_address(address), verdict)
     if run is None:
         return verdict, None
     check_size(run, verdict, rounds, nodes)
@@ -101,11 +102,11 @@ def validate(
 
 
 def _open(address: Address, verdict: Verdict) -> ValidatedRun | None:
-    files = address.files
+    store = address.store
     try:
-        manifest = read_manifest(files)
-        state = read_state(files, manifest)
-        history, unreadable = read_history(files)
+        manifest = read_manifest(store)
+        state = read_state(store, manifest)
+        history, unreadable = read_history(store)
     except OSError as error:
         verdict.errors.append(f"{error.filename}: {error.strerror}")
         return None
@@ -151,9 +152,10 @@ def _check_reports(run: ValidatedRun, verdict: Verdict) -> dict[tuple[str, int, 
             if peer_id not in run.state.members:
                 verdict.errors.append(f"round {ended.round}: reported by {peer_id}, not a member")
                 continue
-            path = report_path(ended.round, ended.stage, run.node(peer_id))
+            key = report_key(ended.round, ended.stage, run.node(peer_id))
+            path = run.store.name(key)
             try:
-                report, name = unseal_with_digest(run.files.read(path, MAX_BYTES), Report)
+                report, name = unseal_with_digest(run.store.read(key, MAX_BYTES), Report)
             except FileNotFoundError:
                 verdict.errors.append(f"{path}: missing")
                 continue
@@ -188,7 +190,7 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
                 continue
             if number > last:
                 reasons[number] = "after its last report"
-            elif _is_there(run, report_path(number, run.manifest.stages - 1, member.node)):
+            elif _is_there(run, report_key(number, run.manifest.stages - 1, member.node)):
                 reasons[number] = "reported late"
             elif not run.has_log(member.node):
                 reasons[number] = "for reasons in its log, which is on another machine"
@@ -202,9 +204,9 @@ def _check_gaps(run: ValidatedRun, verdict: Verdict) -> None:
             )
 
 
-def _is_there(run: ValidatedRun, path: str) -> bool:
+def _is_there(run: ValidatedRun, key: DocumentKey) -> bool:
     try:
-        run.files.read(path, 0)
+        run.store.read(key, 0)
     except OSError:
         return False
     return True
@@ -267,35 +269,34 @@ def _lines(run: ValidatedRun, node: str, name: str, kind: type[T]) -> list[T]:
     return found
 
 
-def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[str, Publication]]:
+def _publications(run: ValidatedRun, verdict: Verdict) -> Iterator[tuple[DocumentKey, Publication]]:
     """Read what members published in the rounds that were played, and a few of the files that others left beside it."""
     members = {member.node for member in run.state.members.values()}
     played = {(run.state.round, stage) for stage in range(run.manifest.stages)}
     played |= {(ended.round, ended.stage) for ended in run.history}
     others = 0
-    for top in ("rollouts", "archives"):
-        there = set(run.files.names(top))
+    for kind in (Kind.ROLLOUTS, Kind.ARCHIVE):
+        there = set(run.store.rounds(kind))
         for number, stage in sorted(played):
-            if f"round_{number}" not in there:
+            if number not in there:
                 continue
-            folder = f"{top}/round_{number}/stage_{stage}"
-            for node in documents(run.files, folder):
+            group = DocumentKey(kind, number, stage)
+            for node in run.store.nodes(group):
                 others += node not in members
                 if node not in members and others > MAX_OTHERS:
                     continue
-                path = f"{folder}/{node}.json"
                 try:
-                    yield path, _publication(run, path)
+                    yield group.of(node), _publication(run, group.of(node))
                 except (OSError, Rejected) as error:
-                    problem = f"{path}: truncated, altered or forged ({error})"
+                    problem = f"{run.store.name(group.of(node))}: truncated, altered or forged ({error})"
                     (verdict.errors if node in members else verdict.notes).append(problem)
     if others > MAX_OTHERS:
         verdict.notes.append(f"{others} files beside the rollouts are not of members; {MAX_OTHERS} were read")
 
 
-def _publication(run: ValidatedRun, path: str) -> Publication:
+def _publication(run: ValidatedRun, key: DocumentKey) -> Publication:
     limit = run.manifest.limits.file_bytes
-    return unseal(run.files.read(path, limit), Publication, limit)
+    return unseal(run.store.read(key, limit), Publication, limit)
 
 
 def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
@@ -303,9 +304,10 @@ def _check_rollouts(run: ValidatedRun, verdict: Verdict) -> None:
     between."""
     nodes = {peer_id: member.node for peer_id, member in run.state.members.items()}
     present: dict[tuple[int, int], set[str]] = {}
-    for path, publication in _publications(run, verdict):
-        place = rollouts_path(publication.round, publication.stage, publication.node).partition("/")[2]
-        if publication.swarm != run.manifest.swarm() or path.partition("/")[2] != place:
+    for key, publication in _publications(run, verdict):
+        path = run.store.name(key)
+        place = (publication.swarm, publication.round, publication.stage, publication.node)
+        if place != (run.manifest.swarm(), key.round, key.stage, key.node):
             verdict.errors.append(f"{path}: published for another place")
         elif publication.peer_id not in nodes and publication.node not in nodes.values():
             verdict.notes.append(f"{path}: of {publication.peer_id}, not a member")
@@ -329,12 +331,13 @@ def rescore(run: ValidatedRun, environment: Environment, verdict: Verdict, count
     """Generate the questions of some publications again and compare what their answers earn."""
     found = _publications(run, Verdict()) if run.published is None else run.published
     published = [
-        (path, publication)
-        for path, publication in found
+        (key, publication)
+        for key, publication in found
         if publication.swarm == run.manifest.swarm() and publication.peer_id in run.state.members
     ]
     conversations = _conversations(run, environment, [publication for _, publication in published])
-    for path, publication in random.Random(0).sample(published, min(count, len(published))):
+    for key, publication in random.Random(0).sample(published, min(count, len(published))):
+        path = run.store.name(key)
         try:
             rollouts = list(unpack(publication, run.manifest.limits))
             questions = regenerate(rollouts, run.manifest, environment, conversations)

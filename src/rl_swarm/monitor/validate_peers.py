@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import TypeVar
 
 from rl_swarm.monitor.validate import ValidatedRun, Verdict, check_history, check_size
-from rl_swarm.network.folder import read_access_list, read_manifest, read_state, report_path, rollouts_path
-from rl_swarm.network.p2p.observer import asked, observed
-from rl_swarm.network.round_server import read_history
+from rl_swarm.network.documents import PEERS, report_key, rollouts_key
+from rl_swarm.network.history import read_history
+from rl_swarm.network.owner_documents import read_access_list, read_manifest, read_state
+from rl_swarm.network.p2p.observer import observed, read_all
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.plural import counted
 from rl_swarm.protocol.identity import animal_name
@@ -35,7 +36,7 @@ def validate(
     """Check the swarm at a peer's address; `rescore` scores what its members published."""
     verdict = Verdict()
     with observed(address, network) as (place, clock):
-        manifest = read_manifest(place.files)
+        manifest = read_manifest(place.store)
         run = ValidatedRun(place, manifest, State(swarm=manifest.swarm()), [], published=[])
         if clock is not None:
             run.state = clock()
@@ -56,8 +57,8 @@ def _check_coordinated(run: ValidatedRun, verdict: Verdict) -> None:
     """Check the coordinator's state and history. Without them, every peer that introduces itself counts as a member."""
     run.state = State(swarm=run.manifest.swarm(), members=_introduced(run, verdict))
     try:
-        run.state = read_state(run.files, run.manifest)
-        run.history = read_history(run.files)[0]
+        run.state = read_state(run.store, run.manifest)
+        run.history = read_history(run.store)[0]
     except OSError:
         verdict.notes.append("the coordinator cannot be reached: its state or its history was not checked")
         return
@@ -73,20 +74,19 @@ def _check_coordinated(run: ValidatedRun, verdict: Verdict) -> None:
 
 def _introduced(run: ValidatedRun, verdict: Verdict) -> dict[str, Member]:
     found = {}
-    names = [name for name in run.files.names("peers") if name.endswith(".json")]
-    for path, answer in asked(run.files, [f"peers/{name}" for name in names], MAX_BYTES):
+    for key, answer in read_all(run.store, map(PEERS.of, run.store.nodes(PEERS)), MAX_BYTES):
         try:
             if isinstance(answer, bytes):
                 peer = unseal(answer, PeerInfo)
                 found[peer.peer_id] = Member(peer.node, joined_round=0, last_seen=peer.timestamp)
         except Rejected as error:
-            verdict.errors.append(f"{path}: altered or forged ({error})")
+            verdict.errors.append(f"{run.store.name(key)}: altered or forged ({error})")
     return found
 
 
 def _check_access_list(run: ValidatedRun, verdict: Verdict) -> None:
     try:
-        if read_access_list(run.files, run.manifest).number > 0:
+        if read_access_list(run.store, run.manifest).number > 0:
             verdict.count("access list")
     except OSError:
         verdict.notes.append("the owner's access list could not be fetched from any peer")
@@ -123,20 +123,20 @@ def _add_context(run: ValidatedRun) -> None:
     assert run.published is not None
     for stage in range(run.manifest.stages - 1, 0, -1):
         named = {
-            rollouts_path(one.round, earlier, run.node(peer_id)): (one.round, earlier, peer_id)
+            rollouts_key(one.round, earlier, run.node(peer_id)): (one.round, earlier, peer_id)
             for _, one in run.published
             if one.stage == stage
             for earlier, peers in enumerate(one.heard[:stage])
             for peer_id in peers
             if peer_id in run.state.members
         }
-        wanted = set(named) - {path for path, _ in run.published}
-        for path, answer in asked(run.files, sorted(wanted), run.manifest.limits.file_bytes):
+        wanted = set(named) - {key for key, _ in run.published}
+        for key, answer in read_all(run.store, sorted(wanted), run.manifest.limits.file_bytes):
             with suppress(Rejected):
                 if isinstance(answer, bytes):
                     document = unseal(answer, Publication, run.manifest.limits.file_bytes)
-                    if (document.round, document.stage, document.peer_id) == named[path]:
-                        run.published.append((path, document))
+                    if (document.round, document.stage, document.peer_id) == named[key]:
+                        run.published.append((key, document))
 
 
 def _newest(
@@ -150,13 +150,13 @@ def _newest(
     """Check the newest document of a kind of every member, and return the members that have none."""
     left = set(members)
     limit = run.manifest.limits.file_bytes if kind is Publication else MAX_BYTES
-    path_of = rollouts_path if kind is Publication else report_path
+    key_of = rollouts_key if kind is Publication else report_key
     for number, stage in places:
-        paths = {path_of(number, stage, run.node(peer_id)): peer_id for peer_id in sorted(left)}
-        for path, answer in asked(run.files, paths, limit):
+        keys = {key_of(number, stage, run.node(peer_id)): peer_id for peer_id in sorted(left)}
+        for key, answer in read_all(run.store, keys, limit):
             if isinstance(answer, OSError):
                 continue
-            peer_id = paths[path]
+            peer_id, path = keys[key], run.store.name(key)
             left.discard(peer_id)
             try:
                 document, digest = unseal_with_digest(answer, kind, limit)
@@ -171,5 +171,5 @@ def _newest(
             else:
                 verdict.count("publication" if kind is Publication else "report")
                 if isinstance(document, Publication) and run.published is not None:
-                    run.published.append((path, document))
+                    run.published.append((key, document))
     return left

@@ -1,6 +1,6 @@
 """Opens the address of a swarm: a local path or a URL, as text that people hand to each other.
 
-What is signed lies at the address. What a node keeps for itself, its logs and checkpoints, lies in a directory of its
+The documents of the swarm are in the store at the address. Logs and checkpoints of a node are in a directory of its
 machine: with a path that is the same directory, with a URL it is `runs/<name>-<digest of the URL>`.
 """
 
@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl_swarm.errors import UserError
+from rl_swarm.errors import ConfigError, UserError
+from rl_swarm.network.documents import DocumentStore
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.protocol.identity import is_peer_id
 from rl_swarm.protocol.wire import digest
-from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.files import SWARMS
+from rl_swarm.storage.settings import StorageSettings
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 READ_ONLY = ("http", "https", "ftp", "github", "git")
 NOT_YET = ("chain",)
+PEER_SCHEME = "p2p"
 PEER_ADDRESS = re.compile(
     r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:-]{1,253})/(tcp|udp)/(?P<port>[0-9]{1,5})"
     r"(/(quic|quic-v1|ws|wss|tls))*(/p2p/(?P<relay>[A-Za-z0-9]+)/p2p-circuit)?/p2p/(?P<peer>[A-Za-z0-9]+)"
@@ -29,17 +33,18 @@ HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 class Address:
     text: str  # as people write it, and as the owner is remembered by
     name: str  # of a swarm that is founded here
-    files: Files  # what is signed
-    here: Path  # what stays on this machine
-    is_url: bool = False  # then others keep their logs elsewhere
+    store: DocumentStore
+    here: Path  # of logs and checkpoints, on this machine
+    is_url: bool = False  # then other nodes keep their logs elsewhere
+    peers: tuple[str, ...] = ()  # multiaddresses, where the documents are among peers
 
     def __str__(self) -> str:
         return self.text
 
 
 def known_addresses(text: str) -> list[str]:
-    """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; a clear error where there are none."""
-    addresses = [part.strip().removeprefix("p2p://") for part in text.split(",") if part.strip()]
+    """Return the multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raise `UserError` where there are none."""
+    addresses = [part.strip().removeprefix(peer_url("")) for part in text.split(",") if part.strip()]
     for address in addresses or [""]:
         if not is_peer_address(address):
             raise UserError(
@@ -51,7 +56,7 @@ def known_addresses(text: str) -> list[str]:
 
 
 def is_peer_address(text: str) -> bool:
-    """Tells whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
+    """Tell whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
     found = PEER_ADDRESS.fullmatch(text)
     if found is None or not all(is_peer_id(part) for part in found.group("relay", "peer") if part):
         return False
@@ -65,15 +70,37 @@ def is_peer_address(text: str) -> bool:
         return False
 
 
+def peer_url(multiaddress: str) -> str:
+    """Return the address at which others join a swarm through this peer."""
+    return f"{PEER_SCHEME}://{multiaddress}"
+
+
 def is_url(where: Path | str) -> bool:
     return isinstance(where, str) and URL.match(where) is not None
 
 
-def locate(where: Path | str) -> Address:
-    """The address that a text or a path stands for; a clear error where it stands for none."""
+def configured_address(settings: StorageSettings) -> Path | str | None:
+    """Return the address of the folder swarm that the settings name, if they name one."""
+    if settings.gdrive_path is None:
+        return None
+    if settings.experiment_name is None:
+        raise ConfigError(
+            f"GDRIVE_PATH={settings.gdrive_path} names the root of a folder swarm, but EXPERIMENT_NAME is not set. "
+            "Set it to the swarm's name, for example EXPERIMENT_NAME=my-swarm."
+        )
+    if is_url(settings.gdrive_path):
+        return f"{settings.gdrive_path.rstrip('/')}/{SWARMS}/{settings.experiment_name}"
+    return Path(settings.gdrive_path).expanduser() / SWARMS / settings.experiment_name
+
+
+def open_address(where: Path | str) -> Address:
+    """Open the address that a text or a path stands for; raise `UserError` where it stands for none.
+
+    The documents of an address among peers are there once the engine runs (`p2p/joining.py`).
+    """
     if isinstance(where, Path) or not (scheme := URL.match(where)):
         path = Path(where)
-        return Address(str(path), path.name or path.resolve().name, LocalFiles(path), path)
+        return Address(str(path), path.name or path.resolve().name, FolderStore.at(path), path)
     kind = scheme[1].lower()
     url = kind + where[scheme.end(1) :].rstrip("/")
     try:
@@ -81,11 +108,11 @@ def locate(where: Path | str) -> Address:
     except ValueError as error:
         raise UserError(f"{where} is no URL ({error}).") from error
     if kind == "file":
-        return locate(Path(parts.path))
-    if kind == "p2p":  # its files are there once the engine runs
-        known_addresses(where)
+        return open_address(Path(parts.path))
+    if kind == PEER_SCHEME:
         here = Path("runs") / f"p2p-{digest(url.encode())[:8]}"
-        return Address(url, "p2p", LocalFiles(here), here, is_url=True)
+        peers = tuple(known_addresses(where))
+        return Address(url, "p2p", FolderStore.at(here), here, is_url=True, peers=peers)
     if kind in NOT_YET:
         raise UserError(f"{where}: swarms at a {kind}:// address are not supported. Use a path or the URL of a store.")
     if kind in READ_ONLY:
@@ -108,10 +135,9 @@ def locate(where: Path | str) -> Address:
     ):
         raise UserError(
             f"{where}: a swarm needs a bucket or server, and a folder in it with a name of letters, digits, '.', '_' "
-            "and "
-            f"'-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
+            f"and '-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
         )
     from rl_swarm.network.remote import RemoteFiles
 
     here = Path("runs") / f"{name}-{digest(url.encode())[:8]}"
-    return Address(url, name, RemoteFiles(url), here, is_url=True)
+    return Address(url, name, FolderStore(RemoteFiles(url)), here, is_url=True)

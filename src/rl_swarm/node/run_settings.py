@@ -11,7 +11,9 @@ from typing import Literal
 import msgspec
 
 from rl_swarm.errors import UserError
-from rl_swarm.network.folder import MANIFEST, read_manifest
+from rl_swarm.network.documents import MANIFEST, DocumentStore
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import read_manifest
 from rl_swarm.node.settings import NodeSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -44,25 +46,25 @@ def keep(settings: NodeSettings, root: Path, manifest: Manifest, owner: Identity
     data = seal(RunSettings(swarm=manifest.swarm(), settings=values), owner, limit=SETTINGS_BYTES)
     own = LocalFiles(swarm_folder(settings.storage, root, manifest.swarm()))
     own.write(SETTINGS_FILE, data)
-    own.write(MANIFEST, seal(manifest, owner))
+    FolderStore(own).write(MANIFEST, seal(manifest, owner))
     remember_swarm(settings.storage, root, manifest.swarm())
     LocalFiles(root).write(SETTINGS_FILE, data)
 
 
-def manifest_of(files: Files, root: Path, settings: NodeSettings) -> Manifest | None:
+def manifest_of(store: DocumentStore, root: Path, settings: NodeSettings) -> Manifest | None:
     """Return the manifest of a run that this user started, also if its file was exchanged; None for other swarms."""
     swarm = started_swarm(settings.storage, root)
     if not swarm:
         return None
     try:
-        kept = read_manifest(LocalFiles(swarm_folder(settings.storage, root, swarm)))
-        if read_manifest(files).peer_id == kept.peer_id:  # the same, or a later run of the same user
+        kept = read_manifest(FolderStore.at(swarm_folder(settings.storage, root, swarm)))
+        if read_manifest(store).peer_id == kept.peer_id:  # the same, or a later run of the same user
             return None
     except (FileNotFoundError, Refused):
         return None
     except (OSError, Rejected) as error:
-        log.debug("%s cannot be read: %s", MANIFEST, error)
-    log.warning("%s in %s is not the one of this run, whose private copy is used", MANIFEST, root)
+        log.debug("the manifest cannot be read: %s", error)
+    log.warning("the manifest in %s is not the one of this run, whose private copy is used", root)
     return kept
 
 
@@ -70,7 +72,7 @@ def resumed(run: Path, user: NodeSettings) -> dict[str, object]:
     """Return the settings that a run was started with; raise `UserError` where none are this user's own."""
     files = LocalFiles(run)
     try:
-        manifest = read_manifest(files)
+        manifest = read_manifest(FolderStore(files))
     except (OSError, Rejected) as error:
         raise UserError(f"--resume {run}: that is no run of `rl-swarm up`. `rl-swarm runs` lists yours.") from error
     if started_swarm(user.storage, run) not in ("", manifest.swarm()):

@@ -45,7 +45,7 @@ class SwarmError(UserError):
     """Reports a child that cannot work; the message is the child's own."""
 
 
-# Of a process of several nodes. Every thread and stream has a workspace of cuBLAS: of 8 MiB, not 32. Every stream has
+# For a process of several nodes. Every thread and stream has a workspace of cuBLAS: of 8 MiB, not 32. Every stream has
 # blocks of memory of its own: they grow by pages, so that little is lost between them.
 SHARED = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8",

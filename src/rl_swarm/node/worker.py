@@ -20,9 +20,13 @@ from rl_swarm import environments
 from rl_swarm.environments.settings import ROLES, TaskSettings
 from rl_swarm.errors import ConfigError, ModelError, UserError
 from rl_swarm.network import owners
-from rl_swarm.network.address import Address, is_url, known_addresses, locate
+from rl_swarm.network.address import Address, is_url, open_address, peer_url
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.folder import MANIFEST, FolderCoordinator, FolderExchange, await_manifest, read_manifest
+from rl_swarm.network.coordinator import DocumentCoordinator
+from rl_swarm.network.documents import MANIFEST, PEERS, STATE, DocumentStore
+from rl_swarm.network.exchange import DocumentExchange
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.owner_documents import await_manifest, read_manifest
 from rl_swarm.network.presence import Watch, only_one_here
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import run_settings
@@ -32,7 +36,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo, State
 from rl_swarm.protocol.wire import MAX_BYTES, Incomplete, Rejected, seal
-from rl_swarm.storage.files import Files, LocalFiles
+from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.private import swarm_folder
 from rl_swarm.telemetry import sinks
 from rl_swarm.telemetry.export import Source
@@ -56,7 +60,7 @@ def join(
 ) -> None:
     """Join the swarm at the address and train until it has finished or `stop` is set."""
     with explained(address):
-        _join(locate(address), settings, stop, sharing)
+        _join(open_address(address), settings, stop, sharing)
 
 
 def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop: threading.Event) -> None:
@@ -94,22 +98,22 @@ def join_together(address: Path | str, workers: Mapping[str, NodeSettings], stop
 def coordinate(address: Path | str, settings: NodeSettings, stop: threading.Event) -> None:
     """Coordinate the swarm at the address, and found it if there is none."""
     with explained(address):
-        place = locate(address)
-        if isinstance(place.files, LocalFiles):
+        place = open_address(address)
+        if isinstance(place.store, FolderStore):
             try:
-                place.files.make()
+                place.store.make()
             except OSError as error:
                 raise UserError(
                     f"{address} cannot be made: {error.strerror}. Choose a directory that can be written."
                 ) from error
         identity = Identity.load_or_create(Path(settings.network.identity_path))
-        manifest = run_settings.manifest_of(place.files, place.here, settings)
-        manifest = manifest or found(place.files, settings, place.name, identity)
+        manifest = run_settings.manifest_of(place.store, place.here, settings)
+        manifest = manifest or found(place.store, settings, place.name, identity)
         log.info("coordinating %s: %d rounds, ending by %s", address, manifest.rounds, manifest.round_end)
         if settings.swarm.network == "p2p":
             _lead_among_peers(place, settings, identity, manifest, stop)
             return
-        state = RoundServer(place.files, manifest, identity, settings.network, settings.storage, stop).run()
+        state = RoundServer(place.store, manifest, identity, settings.network, settings.storage, stop).run()
         log.info("%s at round %d", state.phase, state.round)
 
 
@@ -122,39 +126,48 @@ def _lead_among_peers(
     """
     from rl_swarm.network.p2p import joining
 
-    signed = place.files.read(MANIFEST, MAX_BYTES)
+    signed = place.store.read(MANIFEST, MAX_BYTES)
     with (
         joining.engine_of(identity, [], settings.network, place.here) as engine,
-        joining.among_peers(engine, identity, manifest, signed, place.here) as files,
+        joining.among_peers(engine, identity, manifest, signed, place.here) as store,
     ):
-        joining.tell(engine, place.here)
+        joining.write_bootnodes(engine, place.here)
         for address in engine.addresses:
-            log.info("other nodes join at p2p://%s", address)
+            log.info("other nodes join at %s", peer_url(address))
         if manifest.round_end == "interval":
-            coordinator = coordinator_of(files, manifest, identity, "", stop, settings.network.poll_interval)
+            coordinator = coordinator_of(store, manifest, identity, "", stop, settings.network.poll_interval)
             coordinator.wait_for((manifest.rounds, 0))
             return
-        state = RoundServer(files, manifest, identity, settings.network, settings.storage, stop).run()
+        state = RoundServer(store, manifest, identity, settings.network, settings.storage, stop).run()
         log.info("%s at round %d", state.phase, state.round)
-        stop.wait(joining.LAST_WORDS)  # nodes still ask how it ended
+        stop.wait(joining.LINGER_SECONDS)  # nodes still ask how it ended
 
 
-def found(files: Files, settings: NodeSettings, name: str, identity: Identity) -> Manifest:
+def found(store: DocumentStore, settings: NodeSettings, name: str, identity: Identity) -> Manifest:
     """Return the swarm's manifest; write it if this is a new swarm."""
     try:
-        return read_manifest(files)
+        return read_manifest(store)
     except FileNotFoundError:
-        if files.names("peers") or files.names("state"):
+        if store.nodes(PEERS) or _has_state(store):
             raise NetworkError(
-                f"{files.root} holds a swarm, but no {MANIFEST}. Wait until the drive has synced it, or start in "
-                "another folder."
+                f"{store.root} holds a swarm, but no {store.name(MANIFEST)}. Wait until the drive has synced it, or "
+                "start in another folder."
             ) from None
         stages = environments.named(settings.task.environment).stages
         manifest = new_manifest(settings, name, identity.peer_id, time.time(), stages)
-        files.write(MANIFEST, seal(manifest, identity))
+        store.write(MANIFEST, seal(manifest, identity))
         return manifest
     except (Incomplete, Rejected) as error:
-        raise NetworkError(f"{files.root}/{MANIFEST} cannot be used ({error}). Start in another folder.") from error
+        path = f"{store.root}/{store.name(MANIFEST)}"
+        raise NetworkError(f"{path} cannot be used ({error}). Start in another folder.") from error
+
+
+def _has_state(store: DocumentStore) -> bool:
+    try:
+        store.read(STATE, 0)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _join(address: Address, settings: NodeSettings, stop: threading.Event, sharing: "SharedDevice | None") -> None:
@@ -195,22 +208,22 @@ def _join(address: Address, settings: NodeSettings, stop: threading.Event, shari
 def opened(
     address: Address, settings: NodeSettings, identity: Identity, stop: threading.Event
 ) -> Iterator[tuple[Address, Manifest | None]]:
-    """Open the address; yield it with its swarm's files and manifest, or None when told to stop before there is one."""
-    if settings.swarm.network == "folder" and not address.text.startswith("p2p://"):
-        kept = run_settings.manifest_of(address.files, address.here, settings)
-        yield address, kept or await_manifest(address.files, stop, settings.network.poll_interval)
+    """Open the address; yield it with its documents and manifest, or None when told to stop before there is one."""
+    if settings.swarm.network == "folder" and not address.peers:
+        kept = run_settings.manifest_of(address.store, address.here, settings)
+        yield address, kept or await_manifest(address.store, stop, settings.network.poll_interval)
         return
     from rl_swarm.network.p2p import joining
 
-    known = known_addresses(address.text) if address.text.startswith("p2p://") else joining.told(address.here, stop)
+    known = address.peers or joining.await_bootnodes(address.here, stop)
     with joining.engine_of(identity, known, settings.network, address.here) as engine:
         found = joining.await_manifest(engine, settings.network, stop)
         if found is None:
             yield address, None
             return
         manifest, signed = found
-        with joining.among_peers(engine, identity, manifest, signed, address.here) as files:
-            yield replace(address, files=files), manifest
+        with joining.among_peers(engine, identity, manifest, signed, address.here) as store:
+            yield replace(address, store=store), manifest
 
 
 def _take_part(
@@ -224,13 +237,13 @@ def _take_part(
     journal: Journal,
     private: Path,
 ) -> None:
-    files, here = address.files, address.here
-    coordinator = coordinator_of(files, manifest, identity, name, stop, settings.network.poll_interval)
+    store, here = address.store, address.here
+    coordinator = coordinator_of(store, manifest, identity, name, stop, settings.network.poll_interval)
     shown = coordinator.node  # to peers; files on this machine have the node's own name
     ticket = coordinator.request_admission(settings.network.invitation)
     owners.remember(manifest, address.text, settings.network)
     check_name(coordinator.current(), identity, shown)
-    watch = Watch(files, shown, identity, manifest.swarm())
+    watch = Watch(store, shown, identity, manifest.swarm())
 
     from rl_swarm.learning.checkpoints import Checkpoints
     from rl_swarm.learning.devices import devices_of, gpu_ids, hardware, pick_device, use_threads
@@ -265,8 +278,8 @@ def _take_part(
         manifest=manifest,
         environment=environment,
         policy=policy,
-        exchange=FolderExchange(
-            files,
+        exchange=DocumentExchange(
+            store,
             manifest,
             identity,
             shown,
@@ -275,7 +288,6 @@ def _take_part(
             settings.network.poll_interval,
             settings.sharing.fetch_max_peers,
             coordinator.refusal,
-            getattr(files, "subnets", dict),
         ),
         coordinator=coordinator,
         journal=journal,
@@ -361,19 +373,19 @@ def role_of(settings: TaskSettings, kind: "type[Environment]") -> "tuple[type[Ro
 
 
 def coordinator_of(
-    files: Files, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
-) -> FolderCoordinator:
+    store: DocumentStore, manifest: Manifest, identity: Identity, name: str, stop: threading.Event, poll: float
+) -> DocumentCoordinator:
     """Return the coordinator of a swarm as its nodes see it.
 
     Among peers, with rounds on an interval, it is the clock, and peers are named by their ids.
     """
-    if manifest.round_end == "interval" and not isinstance(files, LocalFiles):
+    if manifest.round_end == "interval" and not isinstance(store, FolderStore):
         from rl_swarm.network.p2p.clock_rounds import ClockCoordinator
-        from rl_swarm.network.p2p.documents import PeerFiles
+        from rl_swarm.network.p2p.documents import PeerStore
 
-        if isinstance(files, PeerFiles):
-            return ClockCoordinator(files, manifest, identity, stop, poll)
-    return FolderCoordinator(files, manifest, identity, name, stop, poll)
+        if isinstance(store, PeerStore):
+            return ClockCoordinator(store, manifest, identity, stop, poll)
+    return DocumentCoordinator(store, manifest, identity, name, stop, poll)
 
 
 def check_name(state: State, identity: Identity, name: str) -> None:
@@ -402,7 +414,7 @@ def _restored(
     for saved in checkpoints.written(swarm):
         place = saved.place
         model = place.model if settings.model.model == "auto" else settings.model.model
-        same = settings.changed(model=model)  # what fits now may be another
+        same = settings.changed(model=model)  # `auto` may choose another model now
         try:
             folder = checkpoints.fetch(saved)
             if not place.files:  # of a model that does not learn
@@ -419,7 +431,7 @@ def _restored(
 
 @contextmanager
 def heartbeats(
-    coordinator: FolderCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
+    coordinator: DocumentCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
 ) -> Iterator[None]:
     """Send heartbeats in the background, however long a round takes; end the node when they fail."""
     done = threading.Event()

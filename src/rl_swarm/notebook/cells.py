@@ -22,6 +22,7 @@ from rl_swarm.config.resolve import user_network
 from rl_swarm.errors import UserError
 from rl_swarm.monitor.drawing import Drawing, plain
 from rl_swarm.monitor.run_reader import RunView, open_view
+from rl_swarm.network.address import open_address
 from rl_swarm.notebook.picture import HEIGHT, WIDTH, Cell
 
 DRAW_SECONDS = 1.0
@@ -168,7 +169,7 @@ class Command:
 @contextmanager
 def _open_drawing(address: str | Path) -> Iterator[Drawing]:
     """Draw the swarm at an address, which may not be founded yet."""
-    if str(address).startswith("p2p://"):
+    if open_address(address).peers:
         with open_view(str(address), user_network) as view:
             yield Drawing(view)
     else:

@@ -1,7 +1,7 @@
-"""Writes a log in a private directory, with a copy where others can read it.
+"""Writes a log in a private directory, with a copy in the swarm's store that every reader can see.
 
-The private file is the log. The copy is brought up to date line by line; where it is no longer what this process left
-there (removed, cut, replaced by a link or a pipe) it is written anew, now and then, as a whole.
+The private file is the log. Each line is appended to the copy. A copy that an attacker has changed (removed, cut,
+replaced by a link or a pipe) is now and then written anew as a whole.
 """
 
 import errno
@@ -11,24 +11,36 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from rl_swarm.storage.files import Files
+from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
 MAX_LOG = 256 << 20  # bytes of a log that are copied as a whole
-REPAIR_SECONDS = 30.0  # between two repairs of a copy that somebody keeps damaging
+REPAIR_SECONDS = 30.0  # between two repairs of a copy that is damaged again and again
 
 
-class SharedLog:
+Name = TypeVar("Name")  # of the copy: a path, or a key
+Target = TypeVar("Target", contravariant=True)
+
+
+class LogStore(Protocol[Target]):
+    """Keeps the copy."""
+
+    def write(self, name: Target, data: bytes, /) -> None: ...
+
+    def append(self, name: Target, data: bytes, at: int | None = None, /) -> None: ...
+
+
+class SharedLog(Generic[Name]):
     def __init__(
         self,
         private: Path,
-        files: Files | None = None,
-        path: str = "",
+        store: LogStore[Name] | None = None,
+        name: Name | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.private, self.files, self.path, self.clock = private, files, path, clock
+        self.private, self.clock = private, clock
+        self._target = (store, name) if store is not None and name is not None else None
         private.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.size, self.sha256 = 0, hashlib.sha256()
         self._begin(_whole_lines(private))
@@ -37,7 +49,7 @@ class SharedLog:
         self.failures = 0  # lines that were not copied at once
 
     def append(self, line: bytes) -> None:
-        """Adds a line, here and to the copy. A copy that cannot be written stops nothing."""
+        """Add a line, here and to the copy. A copy that cannot be written stops nothing."""
         with self.private.open("ab", buffering=0) as file:  # nothing is written after a failure
             try:
                 left = memoryview(line)
@@ -48,11 +60,12 @@ class SharedLog:
                 raise
         before, self.size = self.size, self.size + len(line)
         self.sha256.update(line)
-        if self.files is None:
+        if self._target is None:
             return
+        store, name = self._target
         try:
             if self._copied == before:
-                self.files.append(self.path, line, before)
+                store.append(name, line, before)
                 self._copied = self.size
                 return
         except OSError as error:
@@ -62,12 +75,13 @@ class SharedLog:
             self.copy()
 
     def copy(self) -> bool:
-        """Writes the whole copy anew; tells whether that worked."""
-        if self.files is None or self._copied == self.size:
+        """Write the whole copy anew; return whether that worked."""
+        if self._target is None or self._copied == self.size:
             return True
+        store, name = self._target
         self._repair_at = self.clock() + REPAIR_SECONDS
         try:
-            self.files.write(self.path, self.read())
+            store.write(name, self.read())
         except OSError as error:
             self._failed(error)
             return False
@@ -75,7 +89,7 @@ class SharedLog:
         return True
 
     def read(self) -> bytes:
-        """Returns the log as this process has written it."""
+        """Return the log as this process has written it."""
         if self.size > MAX_LOG:
             raise OSError(errno.EFBIG, f"a log of more than {MAX_LOG} bytes is not copied", str(self.private))
         try:
@@ -84,7 +98,7 @@ class SharedLog:
             return b""
 
     def replace(self, data: bytes) -> None:
-        """Makes these lines the whole log, as when some of them are taken back."""
+        """Make these lines the whole log, as when some of them are taken back."""
         aside = self.private.with_name(f".{self.private.name}.tmp")
         aside.write_bytes(data)
         os.replace(aside, self.private)
@@ -98,11 +112,11 @@ class SharedLog:
     def _failed(self, error: OSError) -> None:
         self.failures += 1
         if self.failures == 1 and logging.getLogger("rl_swarm").handlers:
-            log.warning("the copy of a log, %s, is not as this node left it: %s", self.path, error)
+            log.warning("the copy of the log %s is not as this node left it: %s", self.private.name, error)
 
 
 def _whole_lines(path: Path) -> bytes:
-    """Returns the log, without a last line that a crash has cut off."""
+    """Return the log, without a last line that a crash has cut off."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -54,7 +54,7 @@ def test_levels_end_and_a_new_level_begins_a_new_comparison():
 
 
 def first_levels(rng, curve, noise, runs):
-    """Where the level goes first in some runs: the level that it comes to, or the one where it stays."""
+    """Return the first level that each run moves to, or the one where it stays."""
     found = set()
     for _ in range(runs):
         difficulty = Difficulty()

@@ -135,7 +135,7 @@ def test_without_a_sound_proposal_solvers_are_asked_tasks_of_their_own(coding):
 
 
 def shown(questions, messages, peer="solver-1"):
-    """The questions of a peer as another one makes them again."""
+    """Return the follow-ups from which another node makes a peer's questions again."""
     return [
         FollowUp(peer, "", 1, number, 1000 + number, tuple(messages), claimed=question.prompt)
         for number, question in enumerate(questions)
@@ -165,7 +165,7 @@ def test_who_finds_other_proposals_sound_agrees_on_all_other_questions(coding):
 
 
 def rewritten(text):
-    """The same proposal with a solution that has another digest, and so is not held out."""
+    """Give a proposal a solution with another digest, which is not held out."""
     written = json.loads(text)
     others = (json.dumps({**written, "solution": f"{written['solution']}  # {n}"}) for n in range(100))
     return next(other for other in others if read(other, "easy", "lists").task is not None)
@@ -222,7 +222,7 @@ def test_a_proposer_of_slow_tasks_takes_no_time_from_others(coding, monkeypatch)
     run = []
 
     def judge(programs, seconds=None):
-        """A slow program takes a second, others a hundredth."""
+        """Take a second for a slow program, a hundredth for any other."""
         until, found = now[0] + seconds, []
         for code, _ in programs:
             if now[0] > until:

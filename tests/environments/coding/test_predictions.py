@@ -27,7 +27,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Held-out tasks, with their solutions and with mutants of them."""
+    """Return held-out tasks with their solutions and with mutants."""
     tasks = [task for level in ("beginner", "easy") for task in (make(level, 8, i) for i in range(300))]
     tasks = [task for task in tasks if task.held_out][:48]
     return [(task.prompt, task.reference) for task in tasks], [

@@ -1,4 +1,4 @@
-"""Solvers, a proposer and an evaluator as real nodes, and what each of them remembers and tells."""
+"""Solvers, a proposer and an evaluator play as real nodes, and remember what they must."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def coding():
 
 
 def lines(folder: Path, role: str) -> list[dict]:
-    """What the node in this role has logged, round by round."""
+    """Return the lines of the node in this role, round by round."""
     peers = [json.loads(path.read_text()) for path in (folder / "peers").glob("*.json")]
     (node,) = [peer["node"] for peer in peers if peer.get("role") == role]
     logged = (folder / "logs" / node / "metrics.jsonl").read_text().splitlines()

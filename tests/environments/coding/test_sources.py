@@ -209,7 +209,7 @@ def test_no_more_is_downloaded_than_is_read():
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of a hub as it takes to list and download the files of one data set."""
+    """Lists and hands out the files of one data set, as the hub does."""
 
     files: ClassVar = {
         "README.md": b"#",

@@ -1,4 +1,4 @@
-"""Joins a swarm among peers and leaves it again: the engine, the manifest, and the work in between."""
+"""Joins a swarm among peers: starts the engine, finds the manifest, serves documents and renews their notices."""
 
 import logging
 import random
@@ -13,13 +13,15 @@ import msgspec
 
 from rl_swarm.network.address import is_peer_address, known_addresses
 from rl_swarm.network.base import NetworkError
-from rl_swarm.network.folder import MANIFEST, pauses
-from rl_swarm.network.p2p import time_offset as clocks
-from rl_swarm.network.p2p.documents import PeerFiles
+from rl_swarm.network.documents import MANIFEST
+from rl_swarm.network.folder import FolderStore
+from rl_swarm.network.p2p import time_offset
+from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import DhtRecord, acceptable, key_of
+from rl_swarm.network.p2p.records import MANIFESTS, DhtRecord, acceptable, request_for
 from rl_swarm.network.presence import only_one_here
+from rl_swarm.network.retries import poll_pauses
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -31,19 +33,19 @@ log = logging.getLogger(__name__)
 ADDRESSES = "addresses.json"  # of peers that were there last time
 BOOT = "bootnodes.json"  # addresses of the coordinator of a swarm on this machine
 MAX_ADDRESSES = 64
-LAST_WORDS = 5.0  # seconds for which a coordinator still tells that the swarm has finished
+LINGER_SECONDS = 5.0  # for which a coordinator still tells that the swarm has finished
 MAX_SHOWN = 4  # addresses in a message
 MEET_SECONDS = 10.0
-SETTLE_SECONDS = 10.0  # until a newcomer hands the manifest on: by then it knows how many others do
+SETTLE_SECONDS = 10.0  # until a newcomer announces the manifest: by then it knows the size of the swarm
 MAX_TRIES = 8  # peers that are asked in one look for manifests that are too large for a notice
 GIVEN_LOOKS = 3  # for which only the peers whose addresses were given are asked, if they do not answer
 RENEW_SECONDS = 30.0  # between looks at which notices are due
-REMEMBER_SECONDS = 5.0  # between looks at who is there
+REMEMBER_SECONDS = 5.0  # between looks at who is connected
 
 
 @contextmanager
 def engine_of(identity: Identity, known: Sequence[str], settings: NetworkSettings, here: Path) -> Iterator[PeerEngine]:
-    """A running engine that knows these addresses, and those that worked last time."""
+    """Run an engine that knows these addresses, and those that worked last time."""
     local = LocalFiles(here)
     with only_one_here(identity, "p2p"):  # two daemons of one identity would take each other's messages
         yield from _engine(identity, known, settings, local)
@@ -66,7 +68,7 @@ def _engine(
     try:
         if engine.known and not engine.meet(MEET_SECONDS):
             log.warning(
-                "nobody can be reached at %s; this node goes on alone and looks for the others again and again",
+                "no peer can be reached at %s; this node goes on alone and tries again",
                 ", ".join(engine.known[:MAX_SHOWN]) + (" and others" if len(engine.known) > MAX_SHOWN else ""),
             )
         yield engine
@@ -79,42 +81,42 @@ def _engine(
 @contextmanager
 def among_peers(
     engine: PeerEngine, identity: Identity, manifest: Manifest, signed: bytes, here: Path
-) -> Iterator[PeerFiles]:
-    """The swarm's documents; this peer's own are renewed until the end, and the manifest is handed on."""
+) -> Iterator[PeerStore]:
+    """Serve this peer's documents and the manifest, and renew their notices until the end."""
     local = LocalFiles(here)
-    files = PeerFiles(engine, manifest.swarm(), manifest.peer_id, identity, local)
-    files.serve()
+    store = PeerStore(engine, manifest.swarm(), manifest.peer_id, identity, FolderStore(local))
+    store.serve()
     if manifest.peer_id == identity.peer_id:
-        files.write(MANIFEST, signed)
+        store.write(MANIFEST, signed)
     else:
-        files.hand_on(MANIFEST, signed)
+        store.serve_copy(MANIFEST, signed)
     done = threading.Event()
 
     def renew() -> None:
         due = time.monotonic() + SETTLE_SECONDS
         while not done.is_set():
-            with suppress(OSError):  # a node that is killed must find the others again
+            with suppress(OSError):  # a node that is killed must find its peers again
                 _remember(local, engine)
             if time.monotonic() >= due:
                 due = time.monotonic() + RENEW_SECONDS
-                clocks.warn(engine)
-                files.renew()
+                time_offset.warn(engine)
+                store.renew()
             done.wait(REMEMBER_SECONDS)
 
     threading.Thread(target=renew, name=threading.current_thread().name, daemon=True).start()
     try:
-        yield files
+        yield store
     finally:
         done.set()
 
 
-def tell(engine: PeerEngine, here: Path) -> None:
-    """Leaves this engine's addresses for other processes of this machine."""
+def write_bootnodes(engine: PeerEngine, here: Path) -> None:
+    """Write this engine's addresses for other processes of this machine."""
     LocalFiles(here).write(BOOT, msgspec.json.encode({"addresses": list(engine.addresses)}))
 
 
-def told(here: Path, stop: threading.Event) -> list[str]:
-    """The addresses of the process on this machine where others begin, once it has told them."""
+def await_bootnodes(here: Path, stop: threading.Event) -> list[str]:
+    """Wait for the addresses that another process of this machine writes."""
     while not stop.is_set():
         if found := _addresses(LocalFiles(here), BOOT):
             return found
@@ -124,7 +126,7 @@ def told(here: Path, stop: threading.Event) -> list[str]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds a manifest of which there are notices in the DHT."""
+    """Holds a manifest that peers announce in the DHT."""
 
     manifest: Manifest
     signed: bytes
@@ -134,14 +136,15 @@ class Candidate:
 def await_manifest(
     engine: PeerEngine, settings: NetworkSettings, stop: threading.Event
 ) -> tuple[Manifest, bytes] | None:
-    """The manifest of the swarm that the peers there are in, signed as it is; None when told to stop.
+    """Wait for the manifest of the swarm that the peers are in, and its signed form; None when told to stop.
 
-    That of a peer whose address was given counts. Where those have none (a bootnode), the one that most peers tell of.
+    The manifest of a peer whose address was given is taken. If those have none (a bootnode), the one that most peers
+    announce is.
     """
-    pause = pauses(settings.poll_interval)
+    pauses = poll_pauses(settings.poll_interval)
     looks = 0
     while not stop.is_set():
-        clocks.warn(engine)
+        time_offset.warn(engine)
         found, all_answered = _of_given_peers(engine, settings.owner)
         if found is not None:
             return found
@@ -155,20 +158,20 @@ def await_manifest(
                     if candidate.manifest.peer_id == settings.owner
                 }
             if candidates:
-                chosen = _most_told_of(list(candidates.values()))
+                chosen = _most_announced(list(candidates.values()))
                 return chosen.manifest, chosen.signed
         if looks == GIVEN_LOOKS:
-            log.info("waiting for somebody who knows the swarm's manifest")
-        stop.wait(next(pause))
+            log.info("waiting for a peer that knows the swarm's manifest")
+        stop.wait(next(pauses))
     return None
 
 
 def _of_given_peers(engine: PeerEngine, owner: str | None) -> tuple[tuple[Manifest, bytes] | None, bool]:
-    """Asks the peers whose addresses were given for the manifest; also tells whether all of them answered."""
+    """Ask the peers whose addresses were given for the manifest. Return it, and whether all of them answered."""
     all_answered = True
     for peer_id in dict.fromkeys(address.rpartition("/")[2] for address in engine.given):
         try:
-            data = engine.ask(peer_id, MANIFEST.encode(), MAX_BYTES)
+            data = engine.ask(peer_id, request_for(MANIFEST), MAX_BYTES)
             manifest = unseal(data, Manifest) if data is not None else None
         except OSError:
             all_answered = False
@@ -181,40 +184,39 @@ def _of_given_peers(engine: PeerEngine, owner: str | None) -> tuple[tuple[Manife
     return None, all_answered
 
 
-def _most_told_of(candidates: list[Candidate]) -> Candidate:
-    """Chooses the manifest that at least twice as many peers tell of as of any other; an error where there is none."""
+def _most_announced(candidates: list[Candidate]) -> Candidate:
+    """Choose the manifest that at least twice as many peers announce as any other; raise an error if none is."""
     first, *others = sorted(candidates, key=lambda one: (-len(one.authors), one.manifest.swarm()))
     if not others:
         return first
     if len(first.authors) >= 2 * len(others[0].authors):
         log.warning(
-            "%d peers tell of %s of %s; %d other manifests are ignored",
+            "%d peers announce %s of %s; %d other manifests are ignored",
             len(first.authors),
             first.manifest.name,
             first.manifest.peer_id,
             len(others),
         )
         return first
-    told_of = (first, *others)[:MAX_SHOWN]
-    listed = ", ".join(f"{one.manifest.name} of {one.manifest.peer_id}" for one in told_of)
+    shown = (first, *others)[:MAX_SHOWN]
+    listed = ", ".join(f"{one.manifest.name} of {one.manifest.peer_id}" for one in shown)
     raise NetworkError(
         f"There are several swarms among these peers: {listed}. Say whose is meant: SWARM_OWNER=…, or join at the "
-        "address "
-        "of one of its nodes."
+        "address of one of its nodes."
     )
 
 
 def manifests(engine: PeerEngine) -> dict[str, Candidate]:
-    """The manifests that peers have left notices of, by swarm."""
+    """Return the manifests that peers have left notices of, by swarm."""
     found = dict[str, Candidate]()
     try:
-        records = engine.find(key_of("", ""))
+        records = engine.find(MANIFESTS)
     except OSError:
         return found
     tries = 0
-    noticed = [acceptable(key_of("", ""), *record, engine.clock()) for record in records.items()]
-    notices = [notice for notice in noticed if notice is not None and notice.path == MANIFEST]
-    # Those with a manifest inside first: nobody has to be waited for.
+    noticed = [acceptable(MANIFESTS, *record, engine.clock()) for record in records.items()]
+    notices = [notice for notice in noticed if notice is not None and notice.key == MANIFEST]
+    # Those with a manifest inside first: they take no request.
     for notice in sorted(random.sample(notices, len(notices)), key=lambda one: not one.inside):
         if notice.swarm in found:
             found[notice.swarm].authors.add(notice.peer_id)
@@ -226,7 +228,7 @@ def manifests(engine: PeerEngine) -> dict[str, Candidate]:
         with suppress(OSError, Rejected):
             data = _body(engine, notice)
             manifest = unseal(data, Manifest)
-            if manifest.swarm() == notice.swarm:  # whoever hands it on, its owner signed it
+            if manifest.swarm() == notice.swarm:  # the owner signed it, whatever peer announces it
                 found[notice.swarm] = Candidate(manifest, data, {notice.peer_id})
     return found
 
@@ -234,7 +236,7 @@ def manifests(engine: PeerEngine) -> dict[str, Candidate]:
 def _body(engine: PeerEngine, notice: DhtRecord) -> bytes:
     if notice.inside:
         return notice.inside.encode()
-    data = engine.ask(notice.peer_id, notice.path.encode(), MAX_BYTES)
+    data = engine.ask(notice.peer_id, request_for(MANIFEST), MAX_BYTES)
     if data is None:
         raise FileNotFoundError(notice.path)
     return data

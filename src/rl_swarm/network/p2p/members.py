@@ -1,16 +1,13 @@
-"""Finds out who is here, in a swarm of any size, where there is no coordinator.
+"""Discovers the members of a swarm of any size, where there is no coordinator.
 
-Introductions lie in parts of the table: the first bits of a number made of a peer's id say in which. How many bits
-follows
-the size of the swarm, so that a part holds five to twelve, and a small swarm is one part. A node reads one part at a
-time,
-drawn at random, and keeps some in mind whom it met and who still answer; so what it reads does not grow with the swarm.
-Everybody guesses the size from what it reads, so a peer leaves its introduction one bit above and below its own guess,
-too.
+Introductions lie in parts of the DHT: the first bits of a number made of a peer's id say in which. The number of bits,
+the depth, follows the size of the swarm. So a part holds five to twelve introductions, and a small swarm is one part. A
+node reads one part at a time, drawn at random, and keeps some of the peers that it met and that still answer. So what
+it reads does not grow with the swarm. Every peer estimates the size from what it reads, and leaves its introduction
+one bit above and below its own estimate, too.
 
-To look for a part among many peers means to meet strangers, and that costs more than the part. So in a swarm that is
-too large
-to know everybody a part is read every fourth round, and by whoever knows too few.
+Finding a part among many peers means connecting to new ones, and that costs more than the part. So a node of a large
+swarm reads a part every fourth round, and more often while it knows too few members.
 """
 
 import logging
@@ -21,8 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from rl_swarm.network.p2p.documents import PeerFiles
-from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, DhtRecord, parts_of, subnet_of
+from rl_swarm.network.documents import PEERS
+from rl_swarm.network.layout import path_of
+from rl_swarm.network.p2p.documents import PeerStore
+from rl_swarm.network.p2p.records import DEEPEST, KEPT_SECONDS, DhtRecord, dht_key, parts_of, subnet_of
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rounds import PeerInfo
@@ -32,69 +31,68 @@ log = logging.getLogger(__name__)
 
 INTRODUCTION_BYTES = 8 << 10
 FULLEST, EMPTIEST = 12, 5  # introductions in a part, on average, beyond which it is halved or doubled
-LOOKS = 5  # whose median is the guess
+ESTIMATES = 5  # whose median is the size
 NEW = 3  # looks for which a peer counts as new
 MAX_OF_A_LOOK = 32  # introductions that are kept of one part, drawn at random
-MAX_MEMBERS = 1000  # that somebody keeps in mind who wants to see everybody
-COMPANY = 24  # others that a node keeps in mind, where there are several parts
-SELDOM = 4  # rounds from one look to the next of a node that cannot know everybody, and knows half of `COMPANY`
-MAX_WALKED = 256  # parts that somebody reads who wants to see everybody
+MAX_KNOWN = 1000  # members that an observer keeps
+MAX_CONTACTS = 24  # members that a node keeps, where there are several parts
+LOOK_ROUNDS = 4  # from one look to the next, of a node of a large swarm that knows half of `MAX_CONTACTS`
+MAX_WALKED = 256  # parts that an observer reads
 # Depths at which a newcomer looks. Peers are at three depths in a row, so one of these is among them.
 STEPS = range(0, DEEPEST + 1, 3)
 ENOUGH = 3  # introductions in a part that are no accident
 PROBE = 4  # looks, of which one is also at another depth: swarms that lost each other meet again
-COPIES = 3  # of an introduction, where there are several parts: whoever reads finds one at least
-FEW_COPIES = 2  # above and below, where nine of ten do
-VISITS = 16  # peers, about, that leave their introduction with others who are at another depth
+COPIES = 3  # of an introduction, where there are several parts: a reader finds at least one
+FEW_COPIES = 2  # above and below, where nine of ten readers find one
+VISITS = 16  # peers, about, that leave their introduction at another depth where there are peers
 
 
 @dataclass(frozen=True)
-class Met:
-    """Somebody whose introduction was read."""
+class KnownPeer:
+    """Holds what is known of a peer whose introduction was read."""
 
     info: PeerInfo
-    document: bytes  # in which it stands, signed
-    seen: float  # its last sign of life
-    where: str = ""  # the part of the internet from which it says to come
+    document: bytes  # the introduction, signed
+    seen: float  # its last heartbeat or answer
+    subnet: str = ""  # of the addresses in its notice
 
 
 class Members:
     def __init__(
         self,
-        files: PeerFiles,
+        store: PeerStore,
         manifest: Manifest,
         rng: random.Random | None = None,
         admits: Callable[[PeerInfo], bool] | None = None,
     ) -> None:
-        self.files, self.clock, self.rng = files, files.clock, rng or random.Random()
-        self.admits = admits  # where not everybody may take part; others are not even counted
-        self.swarm, self.me = manifest.swarm(), files.identity.peer_id
+        self.store, self.clock, self.rng = store, store.clock, rng or random.Random()
+        self.admits = admits  # where peers have to be invited; others are not even counted
+        self.swarm, self.me = manifest.swarm(), store.identity.peer_id
         self.timeout, self.interval = manifest.peer_timeout, manifest.round_interval
-        self.known = dict[str, Met]()
-        self.depth, self.size = 0, 1  # how many peers there are, about
-        self._sizes = deque[int](maxlen=LOOKS)
+        self.known = dict[str, KnownPeer]()
+        self.depth, self.size = 0, 1  # and how many peers there are, about
+        self._sizes = deque[int](maxlen=ESTIMATES)
         self._left = dict[int, float]()  # when this peer's introduction was left, by depth
-        self._elsewhere = set[int]()  # depths at which there are others who do not look at ours
+        self._elsewhere = set[int]()  # depths of peers that do not look at this one's
         self._looks = 0
         self._settled = 0  # looks since the depth has changed by more than one
         self._skipped = 0
-        self._most = COMPANY
-        self._unread = dict[int, list[int]]()  # parts of our depth, in the order in which they will be read
+        self._max_known = MAX_CONTACTS
+        self._unread = dict[int, list[int]]()  # parts of this depth, in the order in which they will be read
 
-    def others(self) -> int:
+    def count_others(self) -> int:
         return len(self.known.keys() - {self.me})
 
     def join(self, peer: PeerInfo, data: bytes) -> None:
-        """This peer itself is here, whatever it reads."""
-        self.known[self.me] = Met(peer, data, peer.timestamp)
+        """Add this peer itself, whatever it reads."""
+        self.known[self.me] = KnownPeer(peer, data, peer.timestamp)
 
-    def heard(self, peer_id: str) -> None:
-        """It has answered."""
+    def record_answer(self, peer_id: str) -> None:
         if peer_id in self.known:
             self.known[peer_id] = replace(self.known[peer_id], seen=self.clock())
 
     def latest(self, count: int) -> list[str]:
-        """Others who gave a sign of life last."""
+        """Return the other peers that were seen last."""
         others = [peer_id for peer_id in self.known if peer_id != self.me]
         return sorted(others, key=lambda peer_id: -self.known[peer_id].seen)[:count]
 
@@ -102,11 +100,14 @@ class Members:
         try:
             return self.known[peer_id].document
         except KeyError:
-            raise FileNotFoundError(f"peers/{peer_id}.json") from None
+            raise FileNotFoundError(path_of(PEERS.of(peer_id))) from None
 
     def places(self) -> Iterator[tuple[str, float, int]]:
-        """Where this peer's introduction has to be left now, for how long, and with how many: in its part, and in those
-        above and below before it is too old there; and once with others who have to hear of us."""
+        """Yield where this peer's introduction has to be left now, for how long, and how many copies.
+
+        It is left in its part, and in those above and below before it is too old there. It is left once at depths
+        of peers that have to learn of this one.
+        """
         parts, now = parts_of(self.swarm, self.me), self.clock()
         seldom = min(1.5 * self.timeout, KEPT_SECONDS / 3)
         often = seldom / 2 if self.depth else 0.0
@@ -119,13 +120,15 @@ class Members:
             self._elsewhere.discard(depth)
 
     def look(self) -> None:
-        """Reads a part, if it is time. Others of other depths, too, as long as this peer is new, when nobody is there,
-        when
-        somebody who is there lives at another depth, and now and then."""
+        """Read a part, if it is time.
+
+        Parts at other depths are read, too, while this peer is new, when its part is empty, when a peer in it looks at
+        another depth, and now and then.
+        """
         self._forget()
-        lasting = sum(met.seen >= self._oldest() + self.interval for met in self.known.values())
-        enough = self.size > COMPANY and self._settled >= NEW and lasting > COMPANY // 2
-        self._skipped = (self._skipped + 1) % SELDOM if enough else 0
+        lasting = sum(peer.seen >= self._oldest() + self.interval for peer in self.known.values())
+        enough = self.size > MAX_CONTACTS and self._settled >= NEW and lasting > MAX_CONTACTS // 2
+        self._skipped = (self._skipped + 1) % LOOK_ROUNDS if enough else 0
         if self._skipped:
             return
         counts = dict[int, int]()
@@ -139,16 +142,16 @@ class Members:
             if self._looks <= NEW or not counts[self.depth]:
                 more.update(STEPS)
             counts |= {depth: self._counted(depth)[0] for depth in more - {self.depth}}
-        except OSError as error:  # the network is down; whom it met is still in mind
-            log.debug("nobody can be looked for: %s", error)
+        except OSError as error:  # the network is down; known peers stay
+            log.debug("no members can be looked for: %s", error)
             return
         before = self.depth
-        self._judge(counts, depths)
+        self._estimate(counts, depths)
         self._settled = self._settled + 1 if abs(self.depth - before) <= 1 else 0
 
     def walk(self) -> None:
-        """Reads all parts: for somebody who wants to see everybody, once."""
-        self._most = MAX_MEMBERS
+        """Read all parts, once: for observers."""
+        self._max_known = MAX_KNOWN
         self.look()
         parts = [_part(number, self.depth) for number in range(1 << self.depth)]
         for part in self.rng.sample(parts, min(len(parts), MAX_WALKED)):
@@ -156,9 +159,10 @@ class Members:
                 self._read(part)
 
     def _counted(self, depth: int) -> tuple[int, list[int]]:
-        """How many others are in a part of some depth, and at which depths they look. Where that would change
-        everything,
-        two parts have to agree: somebody may have flooded one."""
+        """Return how many other peers are in a part of some depth, and at which depths they look.
+
+        Where the count would change the estimate much, two parts have to agree: an attacker may have flooded one.
+        """
         drawn = self._drawn(depth)
         count, depths = self._read(_part(drawn, depth))
         if depth and self._sizes and count << depth > 4 * self.size:
@@ -167,7 +171,7 @@ class Members:
         return count, depths
 
     def _drawn(self, depth: int) -> int:
-        """A part of this depth, by chance; of our own depth none again before all others, so that few are all met."""
+        """Draw a part of this depth; of the own depth all before any again, so that few members are all met."""
         if depth != self.depth:
             return self.rng.randrange(1 << depth)
         if not self._unread.get(depth):
@@ -175,10 +179,12 @@ class Members:
         return self._unread[depth].pop()
 
     def _read(self, part: str) -> tuple[int, list[int]]:
-        """How many others are in a part, and at which depths they look. As many as can be kept are met."""
+        """Return how many other peers are in a part, and at which depths they look. Keep as many as fit."""
         oldest = self._oldest()
         found = [
-            notice for notice in self.files.notices(part) if notice.peer_id != self.me and notice.timestamp >= oldest
+            notice
+            for notice in self.store.notices(dht_key(self.swarm, part))
+            if notice.peer_id != self.me and notice.timestamp >= oldest
         ]
         if self.admits is not None:
             found = [notice for notice in found if (peer := self._introduced(notice)) and self.admits(peer)]
@@ -188,33 +194,35 @@ class Members:
         return len(found), [notice.depth for notice in found]
 
     def _introduced(self, notice: DhtRecord) -> PeerInfo | None:
-        """Who introduces itself in a notice, if it is its author, of this swarm, and lately."""
+        """Return the introduction in a notice, if it is its author's, of this swarm, and recent."""
         try:
             peer = unseal(notice.inside.encode(), PeerInfo, INTRODUCTION_BYTES)
         except Rejected as error:
             log.debug("an introduction of %s is not used: %s", notice.peer_id, error)
             return None
-        # Documents are asked for by their author's id, so that nobody can take another's name.
+        # Documents are asked for by their author's id, so that no peer can take another's name.
         its_own = peer.peer_id == peer.node == notice.peer_id and peer.swarm == self.swarm
         return peer if its_own and peer.timestamp >= self._oldest() else None
 
     def _meet(self, peer: PeerInfo, notice: DhtRecord) -> None:
         before = self.known.get(peer.peer_id)
         if before is None or peer.timestamp > before.info.timestamp:
-            where = next(filter(None, map(subnet_of, notice.addresses)), "")
+            subnet = next(filter(None, map(subnet_of, notice.addresses)), "")
             seen = max(peer.timestamp, before.seen if before else 0.0)
-            self.known[peer.peer_id] = Met(peer, notice.inside.encode(), seen, where)
-        self.files.engine.introduce(notice.peer_id, notice.addresses)
+            self.known[peer.peer_id] = KnownPeer(peer, notice.inside.encode(), seen, subnet)
+        self.store.engine.introduce(notice.peer_id, notice.addresses)
 
     def _oldest(self) -> float:
         return self.clock() - 2 * self.timeout
 
-    def _judge(self, counts: dict[int, int], depths: list[int]) -> None:
-        """Guesses the size of the swarm from how many are in parts of some depths, and how deep to look from now on.
-        `depths` is where those look who are in our part."""
+    def _estimate(self, counts: dict[int, int], depths: list[int]) -> None:
+        """Estimate the size of the swarm from the counts of parts, by depth, and choose the depth to look at.
+
+        `depths` are those of the peers in the own part.
+        """
         seen = {d: n for d, n in counts.items() if n >= ENOUGH or (n and d == self.depth)}
         seen = seen or {d: n for d, n in counts.items() if n}
-        if not seen:  # alone, or lost: those who are meet where a small swarm is
+        if not seen:  # alone, or lost: lost peers meet where a small swarm is
             self.depth, self.size = 0, 1
             self._sizes.clear()
             return
@@ -229,7 +237,7 @@ class Members:
             wanted += 1
         while wanted > 0 and self.size < EMPTIEST << wanted:
             wanted -= 1
-        # Who is at the edge of where the others are sees too few of them, and follows them.
+        # A peer at the edge of the usual depths sees too few peers, and follows them.
         if len(self._sizes) > 1 and depths:
             usual = median_low(depths)
             if wanted <= self.depth < usual:
@@ -241,9 +249,9 @@ class Members:
             self._elsewhere.update(d for d, n in counts.items() if n and abs(d - self.depth) > 1)
 
     def _forget(self) -> None:
-        """Whoever has given no sign of life lately is gone; of too many, those who gave the last ones longest ago."""
+        """Drop peers that were not seen lately, and of too many those that were seen longest ago."""
         oldest = self._oldest()
-        most = self._most if self.depth else MAX_MEMBERS
+        most = self._max_known if self.depth else MAX_KNOWN
         for rank, peer_id in enumerate(self.latest(len(self.known))):
             if self.known[peer_id].seen < oldest or rank >= most - 1:
                 del self.known[peer_id]

@@ -1,15 +1,16 @@
-"""Signs notices in the DHT: a peer has a document, where it lies, how large it is, its digest."""
+"""Defines the signed notices in the DHT, by which a peer announces a document: its place, size and digest."""
 
 import hashlib
 import ipaddress
 import logging
-import re
 from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from rl_swarm.network.documents import DocumentKey, Kind
+from rl_swarm.network.layout import folder_of, key_at, path_of
 from rl_swarm.protocol.wire import Count, Id, Rejected, unseal
 
 log = logging.getLogger(__name__)
@@ -19,15 +20,15 @@ MAX_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 REPORT_SECONDS = 120.0  # the same of a round's reports, of which only the newest is renewed
 EARLIEST, LATEST = KEPT_SECONDS, 60.0  # seconds by which the clock of a notice's author may differ
-MAX_OF_AUTHOR_IN_KEY = 2  # notices of one author under one key; nobody needs more
+MAX_OF_AUTHOR_IN_KEY = 2  # notices of one author under one key; no node needs more
 REMEMBERED = 4096  # records that have been read, so that their signatures are not checked again
 DEEPEST = 12  # bits of the smallest part of the introductions
-REPORTS = re.compile(r"rewards/round_(0|[1-9][0-9]{0,8})/stage_(0|[1-9][0-9]{0,3})")
-OTHER_FOLDERS = ("", "peers", "state")  # in which there are documents that others have to find
+MANIFESTS = "rl-swarm/manifests"
+NOT_ANNOUNCED = (Kind.ROLLOUTS, Kind.ARCHIVE)  # which are asked for by their author's name
 
 
 class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A document that its author keeps."""
+    """Announces a document that its author keeps."""
 
     peer_id: Id = ""
     kind: Literal["notice"] = "notice"
@@ -43,57 +44,73 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     addresses: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=8)] = []
 
     @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
+    def key(self) -> DocumentKey | None:
+        """Return the key of the announced document; None where there is no such document."""
+        return key_at(self.path)
 
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
-
-    def where(self) -> list[str]:
-        """The keys under which it may lie."""
-        if self.folder == "peers":
-            return [key_of(self.swarm, part) for part in parts_of(self.swarm, self.peer_id)]
-        return [key_of(self.swarm, self.folder)]
+    def dht_keys(self) -> list[str]:
+        """Return the DHT keys under which it may lie."""
+        if self.key is None:
+            return []
+        if self.key.kind is Kind.PEER:
+            return [dht_key(self.swarm, part) for part in parts_of(self.swarm, self.peer_id)]
+        return [group_key(self.swarm, self.key)]
 
     def subkey(self) -> str:
-        return f"{self.peer_id}/{self.name}"
+        return f"{self.peer_id}/{self.path.rpartition('/')[2]}"
 
     def report_round(self) -> int | None:
-        """Says of which round it is a report, if it is one."""
-        found = REPORTS.fullmatch(self.folder)
-        return int(found[1]) if found else None
+        """Return the round of a report; None for any other document."""
+        return self.key.round if self.key is not None and self.key.kind is Kind.REPORT else None
 
     def latest_expiry(self) -> float:
-        """Says when it has to be gone, by the time that its author signed: anybody may choose a record's expiry."""
+        """Return when it has to expire, by the time that its author signed: a sender may choose any expiry."""
         return self.timestamp + (KEPT_SECONDS if self.report_round() is None else REPORT_SECONDS) + LATEST
 
 
-def key_of(swarm: str, folder: str) -> str:
-    """Where notices of a folder are. Those of manifests are where somebody finds them who knows no swarm yet."""
-    return f"rl-swarm/{swarm}/{folder}" if folder else "rl-swarm/manifests"
+def request_for(key: DocumentKey) -> bytes:
+    """Return what a peer is sent when it is asked for a document."""
+    return path_of(key).encode("ascii")
+
+
+def requested(request: bytes) -> DocumentKey | None:
+    """Return the document that a peer asks for; None where there is no such document."""
+    try:
+        return key_at(request.decode("ascii"))
+    except UnicodeDecodeError:
+        return None
+
+
+def group_key(swarm: str, key: DocumentKey) -> str:
+    """Return the DHT key of the records of a document's group."""
+    return dht_key(swarm, folder_of(key))
+
+
+def dht_key(swarm: str, part: str) -> str:
+    """Return the DHT key of a part of a swarm. Manifests have one key for all swarms: newcomers know no swarm yet."""
+    return f"rl-swarm/{swarm}/{part}" if part else MANIFESTS
 
 
 def parts_of(swarm: str, peer_id: str) -> list[str]:
-    """The parts of the introductions to which a peer belongs, from the whole to the smallest. Nobody chooses them."""
+    """Return the parts of the introductions to which a peer belongs, from the whole to the smallest. Its id decides."""
     place = int.from_bytes(hashlib.sha256(f"{swarm}/{peer_id}".encode()).digest()[:4], "big")
     bits = f"{place:032b}"
     return ["peers", *(f"peers/{bits[:depth]}" for depth in range(1, DEEPEST + 1))]
 
 
 def acceptable(key: str | None, subkey: str, value: bytes, now: float) -> DhtRecord | None:
-    """The notice in a record, if it is one: signed by whom it is of, where it belongs, of now."""
+    """Return the notice in a record if it is signed by its author, in its place, and of now; otherwise None."""
     notice = _unsealed(value)
-    if notice is None or notice.subkey() != subkey or (key is not None and key not in notice.where()):
+    if notice is None or notice.subkey() != subkey or (key is not None and key not in notice.dht_keys()):
         return None
-    if notice.folder not in OTHER_FOLDERS and notice.report_round() is None:
+    if notice.key is None or notice.key.kind in NOT_ANNOUNCED:
         return None
     return notice if now - EARLIEST <= notice.timestamp <= now + LATEST else None
 
 
 @lru_cache(REMEMBERED)
 def _unsealed(value: bytes) -> DhtRecord | None:
-    """Reads a notice whose signature is right. The same ones are read again at every look."""
+    """Read a notice whose signature is valid. The same ones are read again at every look."""
     try:
         return unseal(value, DhtRecord, MAX_NOTICE)
     except Rejected as error:
@@ -102,7 +119,7 @@ def _unsealed(value: bytes) -> DhtRecord | None:
 
 
 def subnet_of(address: str) -> str:
-    """The part of the internet that a multiaddress is in; nothing for one of a private network or through a relay."""
+    """Return the subnet of a multiaddress; nothing for one of a private network or through a relay."""
     kind, _, rest = address.lstrip("/").partition("/")
     host = rest.partition("/")[0]
     if kind not in ("ip4", "ip6") or "/p2p-circuit" in address:
