@@ -1,14 +1,8 @@
 """Reads and writes files below one root: the file system as a folder swarm sees it.
 
-<<<<<<< HEAD
-Everything the folder network does goes through these calls, so that another store (`network/remote.py`, or a test that
-behaves like a badly synced drive) can stand in. `LocalFiles` is also the only way to a directory that others can write
-to: logs, checkpoints and settings that a node copies there or reads from there pass through it (`beneath.py`).
-=======
-The folder network uses these calls alone, so that a bucket (`network/remote.py`), or a test that behaves like a badly synced
-drive, can stand in. `LocalFiles` is also the only way to a directory that other users can write to: logs, checkpoints
-and settings that a node copies there or reads from there pass through it (`beneath.py`).
->>>>>>> network
+The folder network uses these calls alone, so that a bucket (`network/remote.py`), or a test that behaves like a badly
+synced drive, can stand in. `LocalFiles` is also the only way to a directory that other users can write to: logs,
+checkpoints and settings that a node copies there or reads from there pass through it (`beneath.py`).
 """
 
 import copy
