@@ -191,7 +191,7 @@ def test_messages_do_no_harm_and_reach_every_verdict(tmp_path, monkeypatch):
         "accepted", "json", "gzip", "schema", "digest", "signature", "depth", "limits", "size",
     } <= reasons  # fmt: skip
     assert len(target.coverage.seen) > 200
-    assert len(target.verdicts) > 200
+    assert len(target.verdicts) > 150
 
 
 @pytest.mark.parametrize(
