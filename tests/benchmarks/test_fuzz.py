@@ -71,7 +71,7 @@ PLACES = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def memory_is_looked_at_seldom(monkeypatch):
     """Collecting garbage takes long in a process with as many modules as the tests have."""
     monkeypatch.setattr(fuzz_target, "SAMPLES", 2)
@@ -181,6 +181,7 @@ def test_any_record_survives_the_journey_and_no_byte_of_it_can_be_changed(record
             continue
 
 
+@pytest.mark.usefixtures("memory_is_looked_at_seldom")
 def test_messages_do_no_harm_and_reach_every_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(messages, "SLOWEST", math.inf)
     target = messages.Messages(seed=1)
@@ -206,6 +207,7 @@ def test_messages_do_no_harm_and_reach_every_verdict(tmp_path, monkeypatch):
         (lambda data: msgspec.structs.replace(REPORT, peer_id="x"), "was accepted"),
     ],
 )
+@pytest.mark.usefixtures("memory_is_looked_at_seldom")
 def test_a_reader_that_does_harm_is_noticed(harm, said, tmp_path, monkeypatch):
     monkeypatch.setitem(messages.READERS, "report", harm)
     result = fuzz(messages.Messages(seed=1), tmp_path, cases=300)
@@ -222,6 +224,7 @@ def test_a_message_that_takes_long_is_noticed(tmp_path, monkeypatch):
     assert all("s of processor time for one message" in failure for failure in result.failures)
 
 
+@pytest.mark.usefixtures("memory_is_looked_at_seldom")
 def test_the_same_seed_gives_the_same_run(tmp_path):
     targets = [messages.Messages(seed=4) for _ in range(2)]
     one, two = (fuzz(target, tmp_path, cases=200) for target in targets)
