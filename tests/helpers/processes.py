@@ -22,7 +22,7 @@ HAS_HIVEMIND = find_spec("hivemind") is not None  # there is a wheel for Linux o
 needs_hivemind = pytest.mark.skipif(not HAS_HIVEMIND, reason="hivemind is not installed")
 HELD_OUT = ["--set", "held_out_questions=8", "--set", "held_out_samples=1"]
 WHOLE = [*HELD_OUT, "--set", "checkpoint_every=5"]  # rounds as large as a user's
-FEW = [*HELD_OUT, "--set", "local_groups=2", "--set", "generations=4"]  # rounds of a fifth of a second
+FEW = [*HELD_OUT, "--set", "local_groups=2", "--set", "generations=4", "--set", "threads=1"]  # a fifth of a second
 QUICK = [*FEW, "--set", "checkpoint_every=5"]
 SMALL = [*FEW, "--no-web"]
 

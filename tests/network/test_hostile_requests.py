@@ -330,9 +330,14 @@ def test_a_peer_that_lies_in_the_table_is_left_out(swarm, attack):
         for number in range(5):
             swarm.report(number)
             until(lambda number=number: swarm.round() == number + 1)
+
+        def keepers_are_there(node):  # on a busy machine an honest one is silent for a moment
+            table = engine_of(node).table
+            keepers = engine_of(node)._call(table.keepers(dht_key("any", "peers")), 60)
+            return keepers and all(table._is_there(keeper) for keeper in keepers)
+
         for node in ("coordinator", "ann", "bob"):
-            keepers = engine_of(node)._call(engine_of(node).table.keepers(dht_key("any", "peers")), 60)
-            assert keepers and all(engine_of(node).table._is_there(keeper) for keeper in keepers)
+            until(lambda node=node: keepers_are_there(node))
 
 
 class Told:
