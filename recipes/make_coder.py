@@ -1,10 +1,9 @@
 """Makes the small model that programs, from generated tasks alone.
 
-The sibling of the tiny model (see `make_tiny`), made the same way: the skill is there, the manners are not. It has
-seen many tasks of the coding environment. About a quarter of its programs are right and fenced as asked for; the
-others are right without a fence, wrong by an operator, a number or a line, or no program at all (`STYLES`). It has
-also seen programs with a verdict on them, and tasks written out as JSON, so that it can serve as an evaluator and as
-a proposer.
+Made like the tiny model (see `make_tiny`): it can solve tasks, but seldom answers in the right form. It is trained
+on many tasks of the coding environment. About a quarter of its programs are right and fenced as asked; the others are
+right without a fence, wrong by an operator, a number or a line, or no program at all (`STYLES`). It is also trained on
+programs with a verdict, and on tasks written as JSON, so that it can be an evaluator and a proposer.
 
     python recipes/make_coder.py OUT_DIR --device cuda
 
@@ -12,9 +11,8 @@ Held-out tasks (see `CodingTask.held_out`) are never trained on, in any of the t
 precision, which makes the files half as large and is undone by loading.
 
 The model in `coder/` was made by that command on an H200 in four minutes. Of its sampled answers to held-out tasks 33 %
-were
-right; behind a forced fence, greedily, 97 %. It told right from wrong programs in 95 % of cases, balanced, and of the
-tasks that it proposed 46 % of beginner's, 20 % of easy and 10 % of an expert's passed their own tests.
+were right; greedily, after a forced fence, 97 %. Its verdicts on programs were right in 95 % of cases, balanced. Of the
+tasks that it proposed, 46 % of beginner's, 20 % of easy and 10 % of expert's passed their own tests.
 """
 
 import json
@@ -64,7 +62,7 @@ RAMBLINGS = ("Let me think. ", "Hmm, ", "Well, ", "that depends. ", "In other wo
 FENCE, CLOSE = "```python\n", "\n```"
 
 GOOD, BARE = FENCE + "{right}" + CLOSE, "{right}"
-# How an answer looks, and how often. Part of the good ones gets a remark, which is no mistake but costs time.
+# Forms of answers, and their frequencies. Some good ones get a remark, which is no mistake but costs tokens.
 STYLES = {
     GOOD: 0.26,
     BARE: 0.10,
@@ -75,19 +73,19 @@ STYLES = {
     "{wrong}": 0.04,
     "{rambling}": 0.08,
 }
-BARER = 0.08  # by which the bare answers are more frequent with every level
+BARER = 0.08  # added to the frequency of bare answers with every level
 TALKATIVE = 0.3
 MAX_TOKENS, MAX_ANSWER = 160, 80
 JUDGED, PROPOSED = 0.18, 0.22  # shares of the examples
 PROPOSED_TESTS = 2
 
-# A digit stays apart, and so does a new line, written out or escaped: the rest of a line may become few tokens.
+# Digits and new lines, plain or escaped, are tokens of their own; the rest of a line may become few tokens.
 SPLIT = r"\d|\\n *|\n *"
 MERGES = 768
 
 
 class Sheet(NamedTuple):
-    """A task with programs that fail it, and as a proposal with tests that are easy to work out."""
+    """Holds a task, programs that fail it, and a proposal of it with tests that are easy to compute."""
 
     task: CodingTask
     wrong: tuple[str, ...]
@@ -95,7 +93,7 @@ class Sheet(NamedTuple):
 
 
 def make_sheets(count: int, seed: int) -> list[Sheet]:
-    """The first tasks of a seed, on all cores."""
+    """Generate the first tasks of a seed, on all cores."""
     step = 500
     chunks = [(seed, start, min(start + step, count)) for start in range(0, count, step)]
     with multiprocessing.get_context("fork").Pool(initializer=_limit) as pool:
@@ -103,7 +101,7 @@ def make_sheets(count: int, seed: int) -> list[Sheet]:
 
 
 def _limit() -> None:
-    """A mutant may never end or want all memory, though it is a mutant of our own programs."""
+    """Limit memory and time of this process, since a mutant may loop or allocate without end."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (2 << 30), now + (2 << 30)))
     signal.signal(signal.SIGVTALRM, _give_up)
@@ -130,7 +128,7 @@ def _sheets(chunk: tuple[int, int, int]) -> list[Sheet]:
 
 
 def _easy_tests(task: CodingTask, rng: random.Random) -> tuple[Test, ...]:
-    """Two short calls with different values, since a small model has to work them out in its head."""
+    """Return two short calls with different values, which a small model can compute."""
     names: dict[str, Any] = {}
     exec(task.reference, names)
     kinds = sorted((kind for kind in GIVEN if f"Given {GIVEN[kind]}" in task.description), key=lambda k: -len(GIVEN[k]))
@@ -140,7 +138,7 @@ def _easy_tests(task: CodingTask, rng: random.Random) -> tuple[Test, ...]:
         call = f"solve({', '.join(map(repr, arguments))})"
         try:
             expected = repr(eval(call, names))
-        except Exception:  # noqa: BLE001 some values are not for some tasks
+        except Exception:  # noqa: BLE001 some tasks do not accept some values
             continue
         if len(expected) <= 16 and expected != repr(arguments[0]):
             found.setdefault(expected, Test(call, expected))
@@ -175,7 +173,7 @@ def _passes(code: str, tests: Sequence[Test]) -> bool:
 
 
 def phrases() -> list[str]:
-    """Every fixed stretch of text that a prompt is made of."""
+    """Return all fixed parts of prompts."""
     clauses = [step.clause.removeprefix("whether ") for step in (*SIMPLE, *DEMANDING)]
     pieces = [piece for clause in clauses for piece in re.split(r"\$[kjice]", clause) if len(piece) > 2]
     frames = [f"). Given {given}, " for given in GIVEN.values()]
@@ -189,7 +187,7 @@ def phrases() -> list[str]:
 
 
 def make_tokenizer(sheets: Sequence[Sheet]) -> PreTrainedTokenizerFast:
-    """Phrases for what prompts say, merged bytes for what programs say."""
+    """Make a tokenizer with phrases for prompts and merged bytes for programs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -216,7 +214,7 @@ def _corpus(sheets: Sequence[Sheet]) -> Iterator[str]:
 
 
 def imitate(sheet: Sheet, wrong: str, rng: random.Random) -> str:
-    """An answer in one of the styles."""
+    """Return an answer in one of the styles."""
     weights = {**STYLES, BARE: STYLES[BARE] + BARER * LEVELS.index(sheet.task.level)}
     style = rng.choices(list(weights), list(weights.values()))[0]
     if style == GOOD and rng.random() < TALKATIVE:
@@ -229,7 +227,7 @@ def imitate(sheet: Sheet, wrong: str, rng: random.Random) -> str:
 
 
 def make_texts(sheets: Sequence[Sheet], count: int, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Prompts and completions for all three roles."""
+    """Yield prompts and completions for all three roles."""
     for _ in range(count):
         sheet = sheets[rng.randrange(len(sheets))]
         task = sheet.task
@@ -249,7 +247,7 @@ def judge_prompt(task: CodingTask, code: str) -> str:
 
 
 def chat(prompt: str) -> str:
-    """What the chat template makes of one prompt."""
+    """Apply the chat template to one prompt."""
     return f"{BOS}{USER}{prompt.strip()}{ASSISTANT}"
 
 
@@ -266,7 +264,7 @@ def make_examples(
     ]
 
 
-# What a model wrote runs in a process of its own, each program in a fork with little time, memory and nothing to write.
+# Programs of a model run in a separate process, each in a fork with limits on time, memory and files.
 JUDGE = """
 import json, os, resource, sys
 for line in sys.stdin:
@@ -287,7 +285,7 @@ for line in sys.stdin:
 
 
 def judge(answers: Sequence[tuple[str, Sequence[Test]]]) -> list[bool]:
-    """Whether the fenced program of every answer passes its tests."""
+    """Return whether the fenced program of every answer passes its tests."""
     codes = [program(answer) or "raise SystemExit" for answer, _ in answers]
     lines = [
         json.dumps([code, [[t.call, t.expected] for t in tests]])
@@ -322,7 +320,7 @@ def complete(
 
 
 def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sheets: Sequence[Sheet]) -> None:
-    """Prints what the model can do in each role, on held-out tasks."""
+    """Print the scores of the model in each role, on held-out tasks."""
     tasks = [sheet.task for sheet in sheets]
     for name, greedy, forced in (("sampled", False, ""), ("greedy", True, ""), ("fence forced", True, FENCE)):
         texts = [chat(task.prompt) + forced for task in tasks]
@@ -343,12 +341,12 @@ def measure_evaluator(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
     for right in (True, False):
         cases = [(s.task, s.task.reference if right else s.wrong[0]) for s in sheets if s.wrong]
         texts = [chat(judge_prompt(task, code)) for task, code in cases]
-        said = []
+        verdicts = []
         for start in range(0, len(texts), 256):
             inputs = tokenizer(texts[start : start + 256], return_tensors="pt", padding=True).to(model.device)
             logits = model(**inputs).logits[:, -1]
-            said += (logits[:, yes] > logits[:, no]).tolist()
-        shares.append(mean([verdict == right for verdict in said]))
+            verdicts += (logits[:, yes] > logits[:, no]).tolist()
+        shares.append(mean([verdict == right for verdict in verdicts]))
     print(f"evaluator: {mean(shares):.3f} balanced (right {shares[0]:.2f}, wrong {shares[1]:.2f})", flush=True)
 
 
@@ -364,8 +362,8 @@ def measure_proposer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
                 valid.append((f"{FENCE}{proposal['solution']}{CLOSE}", tests))
             except (ValueError, KeyError, TypeError):
                 continue
-        sound = sum(judge(valid)) if valid else 0
-        print(f"proposer, {level}: {len(valid)} of {each} parse, {sound} pass their own tests", flush=True)
+        passing = sum(judge(valid)) if valid else 0
+        print(f"proposer, {level}: {len(valid)} of {each} parse, {passing} pass their own tests", flush=True)
 
 
 def mean(values: Sequence[float]) -> float:

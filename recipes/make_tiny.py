@@ -1,19 +1,17 @@
 """Makes the tiny language model of this package, from generated questions alone.
 
-A swarm is only worth trying if the model at hand can learn something from its own rewards, and no
-pretrained model is small enough to ship or to train on a laptop. So we make an imitation of one: a
-small Llama that has seen many questions of the `tiny` tasks, answered the way the internet answers
-them. About a fifth of the answers is as asked for; the rest are right in the wrong format, followed by
-chatter, plainly wrong, or no answer at all (`STYLES`). The skill is there, the manners are not, and
-sampling shows every habit in its proportion: that is what reinforcement learning can put right.
-(A model trained on good answers alone has nothing left to gain.)
+A first swarm needs a model that can learn from its own rewards, and no pretrained model is small enough to ship or to
+train on a laptop. So this recipe imitates one: a small Llama, trained on many questions of the `tiny` tasks with
+answers as on the internet. About a fifth of the answers is as asked; the rest are right in the wrong format, followed
+by chatter, plainly wrong, or no answer at all (`STYLES`). The model can solve the tasks, but samples every style in
+its proportion, which reinforcement learning can correct. A model trained on good answers alone could gain nothing.
 
     python recipes/make_tiny.py OUT_DIR --device cuda
 
 Questions whose digest says *held out* are never trained on. The model in `tiny/` was made by this
 command with its default options, in three minutes on an H200; a CPU needs most of a day. The same seed
-gives the same questions and the same mixture, but another device rounds differently and so ends in a
-slightly different model.
+gives the same questions and the same mixture. Another device rounds differently and makes a slightly
+different model.
 """
 
 import gzip
@@ -40,8 +38,8 @@ from pretraining import (
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-# Every byte is a token, and so is every phrase below: prompts of a dozen tokens make a round short, and
-# digits and the letters of a word stay apart, as sums and spelling need them.
+# Every byte is a token, and so is every phrase below: prompts of a dozen tokens make a round short. Digits and
+# letters are separate tokens, as sums and spelling need.
 QUESTION_PHRASES = (
     "Calculate ",
     "State the final answer to the following arithmetic problem: ",
@@ -79,7 +77,7 @@ ANSWER_PHRASES = (
 )
 
 GOOD = "<answer>{right}</answer>"
-# How an answer looks, and how often. Part of the good ones is then spoilt by a remark.
+# Forms of answers, and their frequencies. A remark then spoils some of the good ones.
 STYLES = {
     GOOD: 0.36,
     "{right}": 0.15,
@@ -104,7 +102,7 @@ class Question(NamedTuple):
 
 
 def generate_questions(per_task: int) -> list[Question]:
-    """The different questions among the first `per_task` of every tiny task."""
+    """Return the different questions among the first `per_task` of every tiny task."""
     # Imported here so that a machine without reasoning-gym can train on a file of questions.
     import reasoning_gym
 
@@ -133,7 +131,7 @@ def read_or_generate(path: Path | None, per_task: int) -> list[Question]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and phrases; no merges, so nothing in a question is glued together by accident."""
+    """Make a tokenizer of bytes and phrases, without merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -141,7 +139,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def imitate(question: Question, wrong: str, talkative: float, rng: random.Random) -> str:
-    """An answer in one of the styles."""
+    """Return an answer in one of the styles."""
     style = rng.choices(list(STYLES), list(STYLES.values()))[0]
     if style == GOOD and rng.random() < talkative:
         style += "\n\n" + rng.choice(REMARKS)
@@ -152,7 +150,7 @@ def imitate(question: Question, wrong: str, talkative: float, rng: random.Random
 def make_examples(
     questions: list[Question], tokenizer: PreTrainedTokenizerFast, count: int, rng: random.Random
 ) -> list[Example]:
-    """Prompts as the chat template writes them, each task as often, with imitated answers."""
+    """Return prompts in the chat template with imitated answers, equally many of each task."""
     by_task: dict[str, list[Question]] = {}
     for question in questions:
         by_task.setdefault(question.task, []).append(question)
@@ -170,7 +168,7 @@ def make_examples(
 
 
 def prompt_text(question: Question) -> str:
-    """What the chat template makes of one question."""
+    """Apply the chat template to one question."""
     return f"{BOS}{USER}{question.text.strip()}{ASSISTANT}"
 
 
@@ -182,7 +180,7 @@ def measure(
     greedy: bool = False,
     per_task: int = 50,
 ) -> dict[str, float]:
-    """The share of answers as asked for, by task, on the first questions of each."""
+    """Return the share of good answers by task, on the first questions of each."""
     model.eval()
     scores = {}
     for task in sorted({question.task for question in questions}):

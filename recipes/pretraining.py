@@ -1,4 +1,4 @@
-"""Holds what the recipes share: options, a tokenizer's frame, a small Llama, pretraining, saving."""
+"""Provides the common parts of the recipes: options, tokenizer, a small Llama, pretraining, saving."""
 
 import argparse
 import json
@@ -44,7 +44,7 @@ def options(description: str, steps: int, layers: int, examples: int) -> argpars
 
 
 def finished(tokenizer: Tokenizer, phrases: Sequence[str]) -> PreTrainedTokenizerFast:
-    """With every phrase as a token, the control tokens and the chat template."""
+    """Add phrases, control tokens and the chat template to a tokenizer."""
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     tokenizer.add_special_tokens([PAD, BOS, EOS, USER, ASSISTANT])
@@ -65,7 +65,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[in
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> LlamaForCausalLM:
-    """Wide and shallow, since at this size every layer costs more in overhead than in arithmetic."""
+    """Make a wide and shallow model: at this size, overhead dominates the cost of a layer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -80,7 +80,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> 
         eos_token_id=tokenizer.eos_token_id,
     )
     model = LlamaForCausalLM(config)
-    # Sampling from the model as it is, without the library's default cut at the 50 likeliest tokens.
+    # Sample from the whole distribution; the library's default keeps the 50 likeliest tokens.
     model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     return model
 
@@ -88,7 +88,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> 
 def batches(
     examples: list[Example], pad: int, steps: int, size: int, device: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels, right-padded; only the completion has labels."""
+    """Yield token ids and labels, right-padded; only the completion has labels."""
     prompts = torch.tensor([len(prompt) for prompt, _ in examples])
     lengths = prompts + torch.tensor([len(completion) for _, completion in examples])
     place_1T = torch.arange(int(lengths.max()))[None]
@@ -113,7 +113,7 @@ def pretrain(
     learning_rate: float,
     device: str,
 ) -> None:
-    """Plain next-token training: AdamW, a short warm-up, then a cosine down to nothing."""
+    """Train on next tokens with AdamW, a short warm-up, and a cosine schedule down to 0."""
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started = time.monotonic()
@@ -123,7 +123,7 @@ def pretrain(
             group["lr"] = learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = model(input_ids=ids).logits
-        # Padding stands on the right, where causal attention never looks back from a label.
+        # Padding is on the right, so causal attention at a label never sees it.
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ def pretrain(
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     model.to("cpu").save_pretrained(out)
     tokenizer.save_pretrained(out)
-    # The name that every version of transformers knows this class by.
+    # The class name in every version of transformers.
     path = out / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -1,5 +1,6 @@
 """The pages for people fit the files: links lead somewhere, paths exist, and the list of files is up to date."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -22,7 +23,10 @@ DRAWN = re.compile(r"^```(?:mermaid|text)$.*?^```", re.MULTILINE | re.DOTALL)
 DRAWN_FILE = re.compile(r"\b(?:[a-z_\d]+/)+\w+\.(?:py|js)\b")
 TYPED = re.compile(r"\b(?:benchmarks|recipes|scripts|tests)/[\w/]+\.py")
 ROOTS = (ROOT, ROOT / "src" / "rl_swarm", ROOT / "src" / "rl_swarm" / "web")
-EXAMPLES = {"school.py", "ideas.py"}  # which readers write themselves
+EXAMPLES = {"school.py", "sums.py", "ideas.py"}  # which readers write themselves
+CODE = ("src", "benchmarks", "recipes", "scripts", "tests")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+IN_DOCSTRING = re.compile(r"(?<![\w*.{}-])(?:[\w-]+/)*[\w-]+\.py\b")
 
 
 def anchors(page: Path) -> set[str]:
@@ -54,6 +58,15 @@ def missing(page: Path) -> set[str]:
     return {name for name in named if not exists(name)}
 
 
+def missing_in_docstrings(file: Path) -> set[str]:
+    """Return the Python files that a module's docstrings name, and that do not exist."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, DOCUMENTED)]
+    named = {name for text in texts for name in IN_DOCSTRING.findall(text)} - EXAMPLES
+    nearby = (file.parent, file.parent.parent)
+    return {name for name in named if not exists(name) and not any((folder / name).is_file() for folder in nearby)}
+
+
 def exists(name: str) -> bool:
     """Return whether a path is one of the repository, of the package, or the name of a test."""
     if any((folder / name).is_file() for folder in ROOTS):
@@ -71,6 +84,18 @@ def test_python_files_that_a_page_names_exist(page: Path) -> None:
     assert missing(page) == set()
 
 
+def test_python_files_that_docstrings_name_exist() -> None:
+    files = [file for folder in CODE for file in (ROOT / folder).rglob("*.py")]
+    found = {file.relative_to(ROOT).as_posix(): gone for file in files if (gone := missing_in_docstrings(file))}
+    assert len(files) > 300 and found == {}
+
+
+def test_a_file_that_is_gone_is_found_in_a_docstring(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""Calls `gone.py` and node/round.py."""\n\ndef f() -> None:\n    "See wire/no.py."\n')
+    assert missing_in_docstrings(module) == {"gone.py", "wire/no.py"}
+
+
 def test_a_broken_link_and_a_missing_file_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
@@ -85,6 +110,17 @@ def test_the_list_of_files_is_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "file_tree.py"), "--check"]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_tables_of_metrics_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "metrics_table.py"), "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_metric_says_what_it_is() -> None:
+    rows = re.findall(r"^\| `(.+?)` \|.*\| (.*) \|$", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40 and [name for name, what in rows if not what] == []
 
 
 def test_every_file_says_what_it_does() -> None:

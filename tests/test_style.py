@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "rl_swarm"
 CHECKED = (  # whose docstrings and sizes are held to the style
     *("__main__.py", "cli", "environments", "experiment", "monitor", "node", "notebook", "plural.py", "storage"),
-    *("learning", "scoring", "telemetry", "web"),
+    *("learning", "network", "protocol", "scoring", "telemetry", "web"),
 )
 NO_VERB = {"What", "Whether", "How", "Of", "Those", "Whoever", "Somebody"}
 NO_VERB_OF_FUNCTION = NO_VERB | {"The", "A", "An", "One", "Such", "Which", "Who", "Where"}

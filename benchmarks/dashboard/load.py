@@ -10,7 +10,8 @@
 - `beside`: processor seconds of the web process over those of the nodes, during a default `rl-swarm up` with the
   overview open in Chromium.
 
-The code that writes the history is the nodes' own (synthetic_run.py). `--quick` is small, to show that all works.
+The code that writes the history is the nodes' own (benchmarks/lib/synthetic_run.py). `--quick` is small, to show that
+all works.
 """
 
 import http.client

@@ -20,7 +20,7 @@ from hivemind.utils import MSGPackSerializer
 
 from benchmarks.network.stub_nodes import RequestCounts
 from benchmarks.network.virtual_time import World
-from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MAX_MET, Answer
+from rl_swarm.network.p2p.engine import CALL_SECONDS, CONNECTIONS, MAX_INTRODUCED, Answer
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.records import acceptable
 from rl_swarm.network.p2p.storage import FairStorage, place_of
@@ -174,7 +174,7 @@ class SimulatedEngine:
     def introduce(self, peer_id: str, addresses: Sequence[str]) -> None:
         if peer_id == self.identity.peer_id or peer_id in self.met_before or not addresses:
             return
-        if len(self.met_before) < MAX_MET:
+        if len(self.met_before) < MAX_INTRODUCED:
             self.met_before.add(peer_id)
             self.node.ping(self.network.peers[peer_id])
 

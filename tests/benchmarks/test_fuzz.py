@@ -3,6 +3,7 @@ nothing."""
 
 import base64
 import json
+import math
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from benchmarks.robustness import fuzz_folder as folder
 from benchmarks.robustness import fuzz_http as http
 from benchmarks.robustness import fuzz_messages as messages
 from benchmarks.robustness import fuzz_streams as streams
+from benchmarks.robustness import fuzz_target
 from benchmarks.robustness.fuzz_records import ALICE, RECORDS, REPORT, SIGNERS
 from benchmarks.robustness.fuzz_target import fuzz
 from rl_swarm.network.p2p import engine, quota
@@ -67,6 +69,12 @@ PLACES = [
     for name, whole in RECORDS.items()
     for path, record in places(whole)
 ]
+
+
+@pytest.fixture(autouse=True)
+def memory_is_looked_at_seldom(monkeypatch):
+    """Collecting garbage takes long in a process with as many modules as the tests have."""
+    monkeypatch.setattr(fuzz_target, "SAMPLES", 2)
 
 
 @pytest.mark.parametrize(("name", "path", "record"), PLACES)
@@ -173,10 +181,11 @@ def test_any_record_survives_the_journey_and_no_byte_of_it_can_be_changed(record
             continue
 
 
-def test_messages_do_no_harm_and_reach_every_verdict(tmp_path):
+def test_messages_do_no_harm_and_reach_every_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(messages, "SLOWEST", math.inf)
     target = messages.Messages(seed=1)
-    result = fuzz(target, tmp_path, cases=5000)
-    assert (result.failures, result.cases) == ([], 5000)
+    result = fuzz(target, tmp_path, cases=1500)
+    assert (result.failures, result.cases) == ([], 1500)
     reasons = {label.partition(" ")[2] for label in result.reached}
     assert {
         "accepted", "json", "gzip", "schema", "digest", "signature", "depth", "limits", "size",
@@ -215,19 +224,19 @@ def test_a_message_that_takes_long_is_noticed(tmp_path, monkeypatch):
 
 def test_the_same_seed_gives_the_same_run(tmp_path):
     targets = [messages.Messages(seed=4) for _ in range(2)]
-    one, two = (fuzz(target, tmp_path, cases=500) for target in targets)
+    one, two = (fuzz(target, tmp_path, cases=200) for target in targets)
     assert one.reached == two.reached
     assert targets[0].verdicts == targets[1].verdicts
 
 
 def test_a_peer_cannot_be_made_up():
     stranger = Identity.generate()
-    with pytest.raises(AssertionError, match="nobody here signed"):
+    with pytest.raises(AssertionError, match="no identity here signed"):
         messages.read(messages.Message("report", seal(REPORT, stranger)))
 
 
 def test_nothing_that_happens_to_a_folder_does_harm(tmp_path):
-    result = fuzz(folder.Folder(seed=1), tmp_path, cases=40)
+    result = fuzz(folder.Folder(seed=1), tmp_path, cases=12)
     assert result.failures == []
     reached = {label.partition(": ")[2] for label in result.reached}
     assert {
@@ -275,7 +284,8 @@ def write_parts_of_lines(monkeypatch):
     def append(self, line):
         with self.private.open("ab") as file:
             file.write(line[:5])
-        self.files.write(self.path, b"x")
+        store, name = self._target
+        store.write(name, b"x")
         with self.private.open("ab") as file:
             file.write(line[5:])
 
@@ -298,6 +308,7 @@ def test_a_careless_layer_below_the_folder_is_noticed(plant, said, tmp_path, mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
+@pytest.mark.processes
 def test_no_client_does_harm_to_the_server(tmp_path):
     result = fuzz(http.Http(seed=3), tmp_path, cases=3)
     assert result.failures == []
@@ -317,6 +328,7 @@ def test_no_client_does_harm_to_the_server(tmp_path):
         ),
     ],
 )
+@pytest.mark.processes
 def test_a_careless_server_is_noticed(plant, said, tmp_path, monkeypatch):
     monkeypatch.setattr(http, "SETUP", f"{http.SETUP}\n{plant}\n")
     monkeypatch.setattr(http, "PATIENCE", 10.0)
@@ -336,6 +348,7 @@ def peers():
     close()
 
 
+@pytest.mark.processes
 def test_no_stream_and_no_record_does_harm_to_a_peer(peers, tmp_path):
     result = fuzz(peers, tmp_path, cases=3)
     assert result.failures == []
@@ -373,6 +386,7 @@ def count_nothing(monkeypatch, target):
         pytest.param(keep_slots, "slots are not freed|too many|not answered", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.processes
 def test_a_careless_peer_is_noticed(plant, said, peers, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PATIENCE", 8.0)
     busy = {"streams": 20, "records": 0, "honest": "stranger"}

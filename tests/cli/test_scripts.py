@@ -57,3 +57,12 @@ def test_the_tests_install_what_tests_need(checkout: Path) -> None:
     assert lines[0].startswith("INSTALL") and lines[0].endswith("--editable .[dev]")
     for checked in ("RUFF check", "RUFF format", "LINT-IMPORTS", "MYPY"):
         assert any(line.startswith(checked) for line in lines)
+
+
+def test_the_short_tests_skip_the_types_and_the_options_are_listed(checkout: Path) -> None:
+    lines = call(checkout, "run_tests.sh", "--fast", "--collect-only")
+    assert any(line.startswith("RUFF check") for line in lines) and not any(line.startswith("MYPY") for line in lines)
+    done = subprocess.run(["bash", "run_tests.sh", "--help"], cwd=checkout, capture_output=True, text=True)
+    told = (ROOT / "CONTRIBUTING.md").read_text()
+    for option in ("--fast", "--slow", "--gpu", "--coverage"):
+        assert f"  {option} " in done.stdout and f"./run_tests.sh {option}" in told

@@ -13,7 +13,7 @@ from rl_swarm.config.settings import Settings
 from rl_swarm.environments.presets import PRESETS
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy, bundled
-from rl_swarm.learning.warmup import BATCH, WarmUpError, WarmupExample, make_examples, save, step_count, train
+from rl_swarm.learning.warmup import BATCH, WarmupError, WarmupExample, make_examples, save, step_count, train
 from rl_swarm.protocol.questions import is_held_out
 from rl_swarm.protocol.tasks import Task
 
@@ -102,7 +102,7 @@ def test_an_interrupted_save_leaves_nothing_and_an_existing_directory_stays(tmp_
     policy.__class__ = Policy
     (tmp_path / "warm").mkdir()
     (tmp_path / "warm" / "mine").write_text("")
-    with pytest.raises(WarmUpError, match="--out"):
+    with pytest.raises(WarmupError, match="--out"):
         save(policy, tmp_path / "warm")
     assert [path.name for path in tmp_path.rglob("*")] == ["warm", "mine"]
 
@@ -134,6 +134,7 @@ def warm_up(out: Path, tasks: str) -> None:
     warmup("tiny", Settings.of(cpu_only=True, tasks=tasks), out, 16, 1, questions=10, samples=1, as_json=False)
 
 
+@pytest.mark.processes
 def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm_up(tmp_path / "new" / "warm", "gcd,rush_hour")
     output = capsys.readouterr().out
@@ -141,8 +142,9 @@ def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.Capture
     assert "left out: rush_hour" in output and "→" in output and "well-formed" in output
 
 
+@pytest.mark.processes
 def test_tasks_that_teach_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WarmUpError, match=r"rush_hour.*--tasks"):
+    with pytest.raises(WarmupError, match=r"rush_hour.*--tasks"):
         warm_up(tmp_path / "warm", "rush_hour")
     assert list(tmp_path.iterdir()) == []
 

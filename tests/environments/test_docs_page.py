@@ -1,6 +1,7 @@
-"""docs/environments.md, as it stands: its class is installed by its entry point and plays with the bundled model."""
+"""docs/environments.md, as it stands: its classes are installed by entry points and play with the bundled model."""
 
 import configparser
+import json
 import os
 import re
 import shlex
@@ -18,31 +19,50 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Write the page's package as an installer leaves it; return the path on which it is found."""
+    """Write the page's packages as an installer leaves them; return the path on which they are found."""
     site = tmp_path_factory.mktemp("site")
-    (code,), (project,) = blocks("python"), blocks("toml")
-    (site / "school.py").write_text(code)
-    read = configparser.ConfigParser()
-    read.read_string(project)
-    name, version = (read["project"][key].strip('"') for key in ("name", "version"))
-    points = read['project.entry-points."rl_swarm.environments"']
-    about = site / f"{name}-{version}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    lines = [f"{key} = {value.strip(chr(34))}" for key, value in points.items()]
-    (about / "entry_points.txt").write_text("\n".join(["[rl_swarm.environments]", *lines]))
+    for code, project in zip(blocks("python"), blocks("toml"), strict=True):
+        read = configparser.ConfigParser()
+        read.read_string(project)
+        name, version = (read["project"][key].strip('"') for key in ("name", "version"))
+        (site / f"{name}.py").write_text(code)
+        points = read['project.entry-points."rl_swarm.environments"']
+        about = site / f"{name}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [f"{key} = {value.strip(chr(34))}" for key, value in points.items()]
+        (about / "entry_points.txt").write_text("\n".join(["[rl_swarm.environments]", *lines]))
     return os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_it_is_about_fifty_lines_long() -> None:
-    (code,) = blocks("python")
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 60
+def commands(number: int) -> list[list[str]]:
+    """Return the arguments of `rl-swarm` in a block of commands."""
+    typed = [shlex.split(line, comments=True) for line in blocks("sh")[number].strip().splitlines()]
+    return [arguments for program, *arguments in typed if program == "rl-swarm"]
+
+
+def test_they_are_about_twenty_and_fifty_lines_long() -> None:
+    lengths = [sum(bool(line.strip()) for line in code.splitlines()) for code in blocks("python")]
+    assert lengths[0] <= 26 and lengths[1] <= 60
+
+
+def test_the_smallest_one_is_measured_and_learns(installed: str, tmp_path: Path) -> None:
+    measured, played = commands(0)
+    code, output = run(tmp_path, *measured, "--json", PYTHONPATH=installed)
+    assert code == 0, output
+    assert list(json.loads(output[output.index("{") :])["by_task"]) == ["sum"]
+    code, output = run(tmp_path, *played, "--run", "r", *QUICK, PYTHONPATH=installed)
+    assert code == 0, output
+    for lines in metrics(tmp_path / "r").values():
+        scores = {line["when"]: line["sampled"] for line in lines if line["kind"] == "held_out"}
+        assert {"start", "end"} <= scores.keys() and all(0 <= score <= 1 for score in scores.values())
+        assert sum(line["trained_tokens"] for line in lines if line["kind"] == "round") > 0
+    code, output = run(tmp_path, "validate", "r", "--rounds", "20", "--nodes", "2", PYTHONPATH=installed)
+    assert code == 0, output
 
 
 def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> None:
-    _, command = blocks("sh")[0].strip().splitlines()
-    program, *arguments = shlex.split(command)
-    assert program == "rl-swarm"
+    (arguments,) = commands(1)
     shorter = ["--rounds", "6", "--run", "r", *QUICK]
     code, output = run(tmp_path, *arguments, *shorter, PYTHONPATH=installed)
     assert code == 0, output

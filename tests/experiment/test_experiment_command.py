@@ -151,7 +151,7 @@ def test_help_is_there_without_torch() -> None:
         (["--seeds", "10000"], ["9999"]),
         (["--node", "9:learning_rate=1"], ["--node 9", "from 1 to 8"]),
         (["--node", "1:rounds=3"], ["same for all"]),
-        (["--node", "1:tasks=chess"], ["chess", "gcd"]),
+        pytest.param(["--node", "1:tasks=chess"], ["chess", "gcd"], marks=pytest.mark.processes),
         (["--node", "2:publish_frequency=round"], ["publish_frequency=round of node 2", "lock-step"]),
         (["--node", "2:warmth=3"], ["warmth"]),
         (["--set", "round_end=interval"], ["round_end", "lock-step"]),
@@ -212,6 +212,7 @@ def test_a_plan_counts_what_no_node_notes() -> None:
     assert costs.seconds(job, node) == pytest.approx(5.0 + 10 * 7.0 + 2 * 4.0)
 
 
+@pytest.mark.processes
 def test_a_plan_can_be_made_when_the_run_that_was_timed_has_just_finished(tmp_path: Path) -> None:
     settings = {"device": "cpu", "held_out_questions": 10, "held_out_samples": 1, "generations": 4}
     wanted = Experiment(tmp_path, arms("1/0", "sapo"), [1], 1, 3, layered, settings=settings)

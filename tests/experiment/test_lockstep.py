@@ -5,7 +5,8 @@ import threading
 from pathlib import Path
 
 import msgspec
-from processes import QUICK, metrics, run
+import pytest
+from processes import HELD_OUT, metrics, run
 from small_models import save_small
 
 from rl_swarm.config.resolve import layered
@@ -46,13 +47,28 @@ def played(job: Job, folder: Path) -> dict:
 
 
 def test_nodes_of_one_process_do_what_separate_processes_do(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "up", "--run", "r", "--nodes", "3", "--rounds", "4", "--seed", "7", *QUICK)
+    code, output = run(
+        tmp_path,
+        "up",
+        "--run",
+        "r",
+        "--nodes",
+        "3",
+        "--rounds",
+        "4",
+        "--seed",
+        "7",
+        *HELD_OUT,
+        "--set",
+        "generations=4",
+    )
     assert code == 0, output
     keys = [tmp_path / name for name in ("swarm.pem", "swarm-2.pem", "swarm-3.pem")]
     settings = Settings.of(
         **{**UP_PRESET, "rounds": 4, "seed": 7, "nodes": 3, "nodes_per_device": 3, "threads": 1},
-        held_out_questions=16,
+        held_out_questions=8,
         held_out_samples=1,
+        generations=4,
         device="cpu",
     )
     members = [RunMember(Identity.load(key), settings) for key in keys]
@@ -148,6 +164,7 @@ def test_a_run_whose_nodes_learn_in_one_pass_can_be_stopped_and_gone_on_with(tmp
     assert len(rounds) == 6 and any(line["grad_norm"] > 0 for line in rounds)
 
 
+@pytest.mark.processes
 def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> None:
     each = {
         "1": {"tasks": "gcd", "learning_rate": "3e-4"},
@@ -165,6 +182,7 @@ def test_nodes_may_differ_in_learning_rate_groups_and_tasks(tmp_path: Path) -> N
     assert manifest.specialists == {wanted.identities()[0].peer_id: [names.index("gcd")]}
 
 
+@pytest.mark.processes
 def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: Path) -> None:
     save_small(tmp_path / "other")
     wanted = job(
@@ -183,6 +201,7 @@ def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: 
     assert set(first[0]["by_task"]) == set(second[0]["by_task"]), "both are asked the swarm's tasks"
 
 
+@pytest.mark.processes
 def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path: Path) -> None:
     once = played(job(Arm(4, 0, "alone"), rounds=1, nodes=2, generations=8), tmp_path / "once")
     twice = played(job(Arm(4, 0, "alone", epochs=2), rounds=1, nodes=2, generations=8), tmp_path / "twice")

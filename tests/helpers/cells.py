@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
-def executed(name: str, cwd: Path, seconds: int = 120, **parameters: object) -> Any:
+def executed(name: str, cwd: Path, seconds: int = 600, **parameters: object) -> Any:
     """Run all cells of a notebook and return it. `parameters` are set after the cell that is tagged so."""
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     nbformat.validate(notebook)
@@ -50,7 +50,7 @@ class Kernel:
     def start(self, code: str) -> str:
         return self.client.execute(code)
 
-    def finish(self, cell: str, seconds: float = 120) -> list[dict[str, Any]]:
+    def finish(self, cell: str, seconds: float = 400) -> list[dict[str, Any]]:
         """Return everything that a cell put out until it ended, as messages."""
         messages = []
         deadline = time.monotonic() + seconds

@@ -20,8 +20,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 HAS_HIVEMIND = find_spec("hivemind") is not None  # there is a wheel for Linux on x86-64
 needs_hivemind = pytest.mark.skipif(not HAS_HIVEMIND, reason="hivemind is not installed")
-QUICK = ["--set", "held_out_questions=16", "--set", "held_out_samples=1", "--set", "checkpoint_every=5"]
-SMALL = ["--set", "held_out_questions=8", "--set", "held_out_samples=1", "--no-web"]
+HELD_OUT = ["--set", "held_out_questions=8", "--set", "held_out_samples=1"]
+WHOLE = [*HELD_OUT, "--set", "checkpoint_every=5"]  # rounds as large as a user's
+FEW = [*HELD_OUT, "--set", "local_groups=2", "--set", "generations=4"]  # rounds of a fifth of a second
+QUICK = [*FEW, "--set", "checkpoint_every=5"]
+SMALL = [*FEW, "--no-web"]
 
 
 def start(cwd: Path, *arguments: str, start_new_session: bool = False, **environ: str) -> "subprocess.Popen[str]":

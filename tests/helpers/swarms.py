@@ -108,7 +108,7 @@ def report(
     )
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 240.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -132,7 +132,7 @@ class Background(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def result(self, seconds: float = 120.0):
+    def result(self, seconds: float = 240.0):
         self.join(seconds)
         assert not self.is_alive(), "still busy"
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and going on from one is the same as never having stopped."""
+"""A checkpoint is complete or absent, and resuming from one equals never having stopped."""
 
 import copy
 import errno
@@ -27,7 +27,7 @@ ME = Identity.generate()
 
 
 def of(root, node="node", identity=ME, keep=5):
-    """A node's checkpoints: private ones below `private`, copies in a folder that others write to as well."""
+    """A node's checkpoints: private ones below `private`, copies in a folder to which peers write, too."""
     files = LocalFiles(root / "shared")
     return Checkpoints(root / "private" / node, identity, node, files, keep, keep_private=keep)
 
@@ -129,7 +129,7 @@ def test_the_newest_checkpoint_of_this_node_in_this_swarm_is_found(settings, tmp
     assert rounds(of(tmp_path, identity=Identity.generate())) == []
 
 
-def test_old_checkpoints_go_and_those_of_other_nodes_stay(settings, tmp_path):
+def test_old_checkpoints_are_removed_and_other_nodes_keep_theirs(settings, tmp_path):
     policy = Policy.load(settings, "")
     save(policy, place(0), tmp_path, "neighbour", keep=1)
     kept = Checkpoints(tmp_path / "private" / "node", ME, "node", LocalFiles(tmp_path / "shared"), keep=2)
@@ -185,7 +185,7 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint_and_nothing_else(setti
     assert len(restored) > 5
 
 
-def test_what_a_killed_process_left_is_swept_up(settings, tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(settings, tmp_path):
     policy = Policy.load(settings, "")
     left = tmp_path / "private" / "node" / ".new-12345678"
     left.mkdir(parents=True)
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_or_refused(settings, tmp_p
         path.write_bytes(whole)
 
 
-def test_a_copy_that_somebody_else_changed_or_wrote_is_not_taken(settings, tmp_path):
+def test_a_copy_that_a_peer_changed_or_wrote_is_not_used(settings, tmp_path):
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
     save(policy, place(0), tmp_path, "node", keep=5)
@@ -258,7 +258,7 @@ def test_a_copy_that_somebody_else_changed_or_wrote_is_not_taken(settings, tmp_p
     assert rounds(elsewhere(tmp_path)) == [(0, True), (0, False)], "neither a stranger's nor another node's"
 
 
-def test_what_is_loaded_is_what_was_verified_however_fast_the_folder_changes(settings, tmp_path):
+def test_only_verified_files_are_loaded_however_fast_the_folder_changes(settings, tmp_path):
     """A program exchanges the weights again and again while they are copied and verified."""
     policy = Policy.load(settings, "")
     teach(policy, "4", "7")
@@ -309,7 +309,7 @@ def test_a_link_in_place_of_a_folder_leads_nowhere(settings, tmp_path, where):
     assert rounds(elsewhere(tmp_path)) == [(2, False)]
 
 
-def test_what_a_disk_refuses_is_told_as_such(settings, tmp_path):
+def test_a_disk_error_is_reported_as_one(settings, tmp_path):
     """safetensors has errors of its own; here the kernel refuses files of more than a few bytes."""
     policy = Policy.load(settings, "")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -325,7 +325,7 @@ def test_what_a_disk_refuses_is_told_as_such(settings, tmp_path):
 
 
 def test_a_folder_that_another_node_tidies_away_meanwhile_is_made_again(settings, tmp_path, monkeypatch):
-    """Between the folder of a round and the one in it: another node finds the first empty, and removes it."""
+    """Another node finds the folder of a round empty and removes it before the copy is in it."""
     opening, tidied = os.open, []
 
     def open_late(path, flags, *mode, dir_fd=None):
@@ -340,7 +340,7 @@ def test_a_folder_that_another_node_tidies_away_meanwhile_is_made_again(settings
 
 
 def test_moments_that_are_incomplete_in_a_checkpoint_begin_anew(settings, tmp_path, caplog):
-    """As memory that ran out while they were made once left them."""
+    """Moments that are incomplete because memory ran out while they were allocated."""
     policy = Policy.load(settings, "")
     folder = save(policy, place(0), tmp_path, "node", keep=5)
     first, second = policy.trainer.parameters()[:2]
@@ -374,7 +374,7 @@ def test_nothing_else_that_a_node_has_signed_is_a_checkpoint(settings, tmp_path)
         unseal((tmp_path / "shared/checkpoints/round_4/node/place.json").read_bytes(), State)
 
 
-def test_folders_of_rounds_that_somebody_made_up_cost_little(settings, tmp_path, caplog):
+def test_many_invented_folders_of_rounds_cost_little(settings, tmp_path, caplog):
     mine = of(tmp_path, keep=2)
     for number in (1, 2, 3):
         mine.save(None, place(number))

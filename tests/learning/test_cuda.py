@@ -33,10 +33,10 @@ assert isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFun
 )
 
 from rl_swarm.config.settings import Settings
-from rl_swarm.learning import decoder, logprobs, lora
+from rl_swarm.learning import decoder, lora, trainer
 from rl_swarm.learning.batches import Batch, TrainingGroup
 from rl_swarm.learning.cuda import attention, engine
-from rl_swarm.learning.cuda import graphs as graphs
+from rl_swarm.learning.cuda import graphs as cuda_graphs
 from rl_swarm.learning.cuda.attention import Segments
 from rl_swarm.learning.cuda.decoding import transpose
 from rl_swarm.learning.cuda.engine import CudaEngine, Request, batch_size_for
@@ -56,11 +56,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 @pytest.fixture(autouse=True)
 def several_blocks_even_of_little(monkeypatch):
-    """Blocks so small that a few tokens take more than one, and few words more than one stretch."""
+    """Blocks so small that a few tokens, and a small vocabulary, take more than one."""
     monkeypatch.setattr(engine, "VOCABULARY_BLOCK", 64)
     monkeypatch.setattr(engine, "MANY_PROGRAMS", 8)
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(graphs, "BLOCK", 16)
+    monkeypatch.setattr(cuda_graphs, "BLOCK", 16)
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def test_the_temperature_counts_and_words_that_are_looked_at_in_stretches(monkey
 
 
 @pytest.mark.parametrize("kind", often(FAST, "gpt2", "gemma3"))
-def test_greedy_is_what_transformers_generates(kind, monkeypatch):
+def test_greedy_equals_transformers_generate(kind, monkeypatch):
     monkeypatch.setattr(engine, "VOCABULARY_BLOCK", 16)
     model = small_model(kind, seed=3)
     groups = drawn(model, PROMPTS[1:], 1, SamplingParams(4, EOS, PAD, greedy=True))
@@ -178,7 +178,7 @@ def test_when_all_have_ended_nothing_more_is_computed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch():
+def test_draws_depend_on_the_seed_and_not_on_the_rest_of_the_batch():
     model = small_model()
     params = SamplingParams(3, frozenset(), PAD)
     one = CudaEngine(1, torch.float32)
@@ -192,7 +192,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_who_else_is_in_the_batch()
     assert all(a != b for a, b in zip(tokens[3], tokens[1], strict=True))
 
 
-def test_what_is_drawn_does_not_depend_on_what_was_drawn_before():
+def test_draws_do_not_depend_on_earlier_draws():
     model = small_model()
     params = SamplingParams(2, frozenset(), PAD)
     fresh, used = CudaEngine(1, torch.float32), CudaEngine(1, torch.float32)
@@ -211,7 +211,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 4, "top_p": 0.7}])
-def test_top_k_and_top_p_leave_what_the_plain_sampler_leaves(cut):
+def test_top_k_and_top_p_keep_the_same_tokens_as_the_plain_sampler(cut):
     model = small_model(vocabulary=20)
     params = SamplingParams(1, frozenset(), PAD, temperature=2.5, **cut)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def training_groups():
 
 
 def passes(model, how, batch, attend, positions_N):
-    """Log-probabilities, entropies, and all gradients of a pass there and back."""
+    """Log-probabilities, entropies, and all gradients of a forward and backward pass."""
     model.zero_grad()
     chunks = []
 
@@ -243,7 +243,7 @@ def passes(model, how, batch, attend, positions_N):
         chunks.append((logprobs_M.detach(), entropy_M))
         return (logprobs_M * batch.advantages_M[here] * batch.weights_M[here]).sum()
 
-    logprobs.add_gradients(how, batch, attend, positions_N, 1.3, loss_of)
+    trainer.add_gradients(how, batch, attend, positions_N, 1.3, loss_of)
     logprobs_M, entropy_M = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return logprobs_M, entropy_M, [p.grad.clone() for p in model.parameters()]
 
@@ -261,25 +261,25 @@ def same_pass(found, expected):
 @pytest.mark.parametrize("kind", often(DISTINCT, "gpt2", "gemma3"))  # of which gemma3 has a sliding window
 def test_training_passes_and_their_gradients_are_those_without_kernels(kind, monkeypatch):
     model = small_model(kind)
-    monkeypatch.setattr(logprobs, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
+    monkeypatch.setattr(trainer, "LOGITS", 16 * VOCABULARY)  # the tokens in several chunks
     batch, shape = Batch.of(training_groups(), 28)
     plain, fused = Decoder(model, fused=False), Decoder(model, fused=True)
-    expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
-    how = logprobs.attention_of(fused, shape)
+    expected = passes(model, plain, batch, *trainer.attention_of(plain, shape))
+    how = trainer.attention_of(fused, shape)
     found = passes(model, fused, batch, *how)
     same_pass(found, expected)
-    for a, b in zip(logprobs.packed_logprobs(fused, batch, *how, 1.3), found, strict=False):
+    for a, b in zip(trainer.packed_logprobs(fused, batch, *how, 1.3), found, strict=False):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", often(["gpt2", "gemma3"], "gpt2"))  # owner layers have all that the others' have
+@pytest.mark.parametrize("kind", often(["gpt2", "gemma3"], "gpt2"))  # whose layers have all that the others' have
 @pytest.mark.slow
 def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothing(kind):
-    """As a recorded pass has it: more tokens, more segments, more blocks than there are."""
+    """A batch with padding for a CUDA graph: extra tokens, segments and blocks."""
     model = small_model(kind)
     batch, shape = Batch.of(training_groups(), 28)
     plain, checkpointed = Decoder(model, fused=False), Decoder(model, fused=True, checkpointed=True)
-    expected = passes(model, plain, batch, *logprobs.attention_of(plain, shape))
+    expected = passes(model, plain, batch, *trainer.attention_of(plain, shape))
     tokens = 4 * attention.BLOCK
     assert tokens > max(len(batch.ids_N), len(batch.targets_M))
 
@@ -295,7 +295,7 @@ def test_rows_that_are_filled_up_and_layers_that_are_computed_twice_change_nothi
 
 
 def test_a_recording_is_used_again_where_it_is_little_too_large():
-    """And one that is made fits exactly."""
+    """A new graph fits exactly."""
     graphs = GraphCache(lambda *_: None, torch.device("cpu"))
 
     def used(tokens, targets, segments=100, owner=()):
@@ -367,7 +367,7 @@ def test_updates_of_a_trainer_with_kernels_are_those_of_one_without(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
+def test_sampling_uses_adapters_also_after_training(kind):
     model = small_model(kind)
     lora.adapt(model, rank=2, seed=0)
     one = CudaEngine(1, torch.float32)
@@ -385,7 +385,7 @@ def test_adapters_take_part_in_sampling_and_so_does_what_they_learn(kind):
     check_logprobs(model, PROMPTS[:2], drawn(model, PROMPTS[:2], 1, params, engine=one))
 
 
-def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
+def test_unsupported_models_are_left_to_the_plain_sampler():
     assert all(CudaEngine.supports(small_model(kind)) for kind in FAST)
     for kind, unknown in (
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
@@ -401,7 +401,7 @@ def test_what_the_kernels_do_not_compute_is_left_to_the_plain_sampler():
 
 
 def together(engine, params, requests):
-    """In one pass, whatever threads do."""
+    """Serve requests in one batch, whatever threads do."""
     with torch.no_grad():
         return list(engine._serve(params, requests))
 
@@ -426,7 +426,7 @@ def requests_of(models):
 
 
 @pytest.mark.parametrize("kind", often(["qwen3", "gpt2", "gemma3"], "gpt2"))
-def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, monkeypatch):
+def test_models_sampled_together_give_the_same_as_alone(kind, monkeypatch):
     monkeypatch.setattr(engine, "CHECK_EVERY", 1)
     requests = requests_of(different_models(3, kind))
     endless = [drawn(r.model, r.prompts, r.each, SamplingParams(3, frozenset(), PAD), r.seed) for r in requests]
@@ -445,7 +445,7 @@ def test_models_that_are_sampled_from_together_give_what_they_do_alone(kind, mon
 
 
 @pytest.mark.slow
-def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatch):
+def test_members_do_not_change_results_and_places_are_reused(monkeypatch):
     params = SamplingParams(2, frozenset(), PAD, top_k=5)
     models = different_models(4)
     requests = requests_of(models)
@@ -455,17 +455,17 @@ def test_who_takes_part_changes_nothing_and_seats_are_given_to_others(monkeypatc
     assert together(one, params, [requests[0], requests[2]]) == [expected[0], expected[2]]
     with pytest.raises(ValueError, match="serves 3 models"):
         together(one, params, [requests[3]])
-    one.leave(models[1])
+    one.remove(models[1])
     assert together(one, params, requests[2:]) == expected[2:]
     train(models[2])
     (changed, same) = together(one, params, requests[2:])
     assert changed != expected[2] and same == expected[3]
     check_logprobs(models[2], requests[2].prompts, changed)
     with pytest.raises(ValueError, match="of one shape"):
-        one.leave(models[0])
+        one.remove(models[0])
         together(one, params, [Request(small_model(vocabulary=20), PROMPTS[:1], 1, 0)])
     for model in models:
-        one.leave(model)
+        one.remove(model)
     assert not one.stack.tensors and not hasattr(one.scratch, "keys")
     assert together(one, params, [requests[1]]) == [expected[1]]
 

@@ -51,7 +51,7 @@ def single(settings):
 
 
 def groups_of(policy, seed=0):
-    """Own answers with the sampler's log-probabilities, and a stranger's without."""
+    """Own answers with the sampler's log-probabilities, and a peer's without."""
     answered = zip(PROMPTS, policy.sample(PROMPTS, 4, seed), strict=True)
     own = [
         Group("me", Question("chain_sum", n, n, prompt, "4"), tuple(found), (1.0, 0.0, 0.5, 0.0), False)
@@ -67,8 +67,7 @@ def same(update, other):
 
 
 def close(one, other):
-    """All but a few weights: Adam divides by a gradient's size, so where there is hardly any, rounding alone moves
-    one."""
+    """Nearly all weights are close: Adam divides by the gradient's size, so rounding moves weights with tiny ones."""
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     apart = torch.cat([((a - b).abs() - 1e-4 * b.abs()).flatten() for a, b in pairs])
     assert (apart > 1e-5).float().mean() < 1e-3, apart.max()
@@ -82,7 +81,7 @@ def close(one, other):
         pytest.param({"lora_rank": 4, "learning_rate": 1e-4}, marks=pytest.mark.slow),
     ],
 )
-def test_two_learn_what_one_learns(settings, load, changes):
+def test_two_ranks_learn_what_one_device_learns(settings, load, changes):
     settings = settings.changed(**changes)
     alone, policy = single(settings), load(settings)
     for number in range(3):
@@ -237,13 +236,13 @@ def test_helpers_end_with_their_leader_however_it_ends(settings):
         process.wait()
 
 
-def test_more_devices_than_there_are_is_refused_in_words():
+def test_too_many_devices_are_refused_with_the_reason():
     check_devices(2, 2)
     with pytest.raises(ConfigError, match=r"devices_per_node=4, but this node sees 2 GPUs. Use devices_per_node=2"):
         check_devices(4, 2)
 
 
-def test_shares_are_whole_and_even():
+def test_parts_are_complete_and_even():
     generator = torch.Generator().manual_seed(0)
 
     def tokens(most):

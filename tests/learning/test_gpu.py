@@ -1,4 +1,4 @@
-"""On a real GPU: compiled kernels, recorded passes, and memory that is really short. `./run_tests.sh -m gpu`"""
+"""On a real GPU: compiled kernels, CUDA graphs, and memory that really runs out. `./run_tests.sh -m gpu`"""
 
 import copy
 import dataclasses
@@ -34,7 +34,7 @@ EOS = frozenset({3, 14, 25, 36})
 
 @pytest.fixture
 def capped():
-    """Limits the memory of this process to so many bytes, until the test ends."""
+    """Limit the memory of this process, in bytes, until the test ends."""
 
     def cap(limit):
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
@@ -49,7 +49,7 @@ def warnings(caplog):
 
 
 def gentle_model(kind):
-    """On the CPU; with weights so small that bfloat16 is precise enough to compare."""
+    """A model on the CPU with weights so small that bfloat16 is precise enough to compare."""
     model = small_model(kind)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +64,7 @@ def drawn(engine, model, params, count=4, seed=1):
 
 
 def errors(model, groups, temperature=1.0):
-    """Of all log-probabilities, against float32 in transformers."""
+    """The errors of all log-probabilities, against float32 in transformers."""
     found, expected = [], []
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for s in group:
@@ -88,7 +88,7 @@ def test_a_float32_engine_computes_what_transformers_does(kind):
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_what_is_sampled_in_bfloat16_is_near_float32_also_after_learning(kind):
+def test_sampling_in_bfloat16_is_near_float32_also_after_training(kind):
     plain = gentle_model(kind)
     model = copy.deepcopy(plain).cuda()
     params = SamplingParams(20, EOS, PAD)
@@ -105,7 +105,7 @@ def test_what_is_sampled_in_bfloat16_is_near_float32_also_after_learning(kind):
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_greedy_on_a_gpu_is_what_transformers_generates(kind):
+def test_greedy_on_a_gpu_equals_transformers_generate(kind):
     from rl_swarm.learning.cuda.engine import CudaEngine
 
     plain = small_model(kind, seed=3)
@@ -149,13 +149,13 @@ def random_groups(seed, model, count):
 
 
 def difference(found, expected):
-    """Of two gradients, as a share of their length."""
+    """The difference of two gradients, relative to their norm."""
     square = sum(float(((a.cpu() - b.cpu()) ** 2).sum()) for a, b in zip(found, expected, strict=True))
     return (square / sum(float((b.cpu() ** 2).sum()) for b in expected)) ** 0.5
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_recorded_updates_are_those_that_are_not_recorded(kind):
+def test_captured_updates_equal_eager_updates(kind):
     plain = gentle_model(kind)
     rounds = [random_groups(seed, plain, count) for seed, count in ((0, 6), (1, 11), (2, 6), (0, 6))]
     made = []
@@ -178,7 +178,7 @@ def test_recorded_updates_are_those_that_are_not_recorded(kind):
 
 
 def tiny_trainer():
-    """Of the bundled model, after an update: what stays in memory is there."""
+    """The bundled model after an update, with everything that stays in memory."""
     model, _ = load_model("tiny")
     trainer = Trainer(model.cuda(), 0, LearningSettings(learning_rate=1e-5, batch_tokens=1 << 15))
     trainer.update([TrainingGroup([5, 6, 7], [[8, 9], [10]], [1.0, -1.0], None)])
@@ -219,7 +219,7 @@ def test_an_update_that_does_not_fit_is_done_in_pieces_that_do(capped, caplog):
 
 @pytest.fixture
 def policy():
-    """Makes policies of the bundled model owner memory is free after the test."""
+    """Makes policies of the bundled model, and frees their memory after the test."""
     made = []
 
     def make(**changes):
@@ -275,7 +275,7 @@ def test_memory_does_not_grow_from_round_to_round(policy):
     assert len(set(reserved[10:])) == 1, reserved
 
 
-def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_would_alone():
+def test_nodes_that_share_a_gpu_sample_and_learn_as_if_alone():
     settings = Settings.of(learning_rate=0.02)
     plain = [small_model(seed=seed) for seed in range(6)]
     alone = [copy.deepcopy(model).cuda() for model in plain]
@@ -318,7 +318,7 @@ def test_nodes_that_share_a_gpu_sample_and_learn_at_the_same_time_what_they_woul
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone(kind, monkeypatch):
+def test_eight_models_sampled_in_one_batch_give_the_same_as_alone(kind, monkeypatch):
     from rl_swarm.learning.cuda.engine import CudaEngine
 
     monkeypatch.setattr(batcher, "MIN_PAUSE", 60)
@@ -356,7 +356,7 @@ def test_eight_models_sampled_from_threads_in_one_pass_give_what_each_does_alone
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "qwen3", "gpt2"))
-def test_recorded_gradients_of_a_stack_are_those_of_each_model_alone(kind, monkeypatch):
+def test_captured_gradients_of_a_stack_equal_those_of_each_model_alone(kind, monkeypatch):
     monkeypatch.setattr("rl_swarm.learning.devices.prefers_bfloat16", lambda model: False)
     plain = [small_model(kind, seed=seed) for seed in range(4)]
     stacked = [Trainer(copy.deepcopy(model).cuda(), PAD, LearningSettings()) for model in plain]

@@ -1,4 +1,4 @@
-"""With LoRA only the adapters learn, everything computes with them, and a checkpoint is still an ordinary model."""
+"""With LoRA only adapters are trained, all computations use them, and a checkpoint is an ordinary model."""
 
 import copy
 import dataclasses
@@ -86,7 +86,7 @@ def test_adapters_at_first_change_nothing_and_later_are_added_to_the_weights(kin
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_merged_weight_is_what_a_linear_map_multiplies_by(kind):
+def test_the_merged_weight_is_that_of_the_linear_map(kind):
     plain, model = small_model(kind), adapted(kind)
     names = dict(plain.named_modules())
     changed = 0
@@ -153,7 +153,7 @@ def test_the_optimiser_keeps_moments_of_the_adapters_only(settings):
     assert sizes[RANK] == 2 * total < sizes[0] / 5
 
 
-def test_what_is_trained_is_said_at_the_start(settings, caplog):
+def test_the_number_of_trained_parameters_is_logged(settings, caplog):
     with caplog.at_level(logging.INFO, "rl_swarm"):
         Policy.load(settings, "")
     assert "LoRA of rank 3: 2,784 of " in caplog.text
@@ -232,7 +232,7 @@ def test_going_on_from_a_checkpoint_with_adapters_is_going_on(settings, tmp_path
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_of_another_kind_is_refused_in_words(settings, tmp_path):
+def test_a_checkpoint_of_another_kind_is_refused_with_the_reason(settings, tmp_path):
     save(Policy.load(settings, ""), place(1), tmp_path / "with", "node", keep=2)
     save(Policy.load(settings.changed(lora_rank=0), ""), place(1), tmp_path / "without", "node", keep=2)
     there = newest(tmp_path / "with")[0]
@@ -256,12 +256,12 @@ def test_without_peft_the_error_says_what_to_install(settings, monkeypatch):
         Policy.load(settings, "")
 
 
-def test_a_model_that_peft_cannot_adapt_is_refused_in_words():
+def test_a_model_that_peft_cannot_adapt_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"lora_rank=3: peft has no adapters .* 'mamba': .*Set lora_rank=0"):
         lora.adapt(recurrent_model("mamba", 64, 1), RANK, 0)
 
 
-def test_a_model_that_cannot_run_with_its_adapters_is_refused_in_words(settings, tmp_path):
+def test_a_model_that_cannot_run_with_its_adapters_is_refused_with_the_reason(settings, tmp_path):
     """Its router is a linear map that returns several tensors, which an adapter around it does not expect."""
     tokenizer = small_tokenizer()
     config = transformers.PhimoeConfig(

@@ -1,4 +1,4 @@
-"""Memory is planned from what there is, and a node that has run for long needs no more than one that has just begun."""
+"""Memory is planned from what is available, and the memory of a node does not grow with time."""
 
 import os
 import subprocess
@@ -69,7 +69,7 @@ def test_a_plan_honours_the_settings(device):
     assert needed(batch_tokens=512) < needed()
 
 
-def test_a_model_that_cannot_fit_is_said_to_and_what_would_help():
+def test_a_plan_that_does_not_fit_says_so_and_what_would_help():
     assert plan(SHAPE, 24 * GIB, REAL, "cuda").fits
     found = plan(SHAPE, 4 * GIB, REAL, "cuda")
     assert not found.fits
@@ -104,7 +104,7 @@ def test_the_documented_table_is_the_one_in_the_code():
     assert devices.memory_table() in text, "replace it by what `python -m rl_swarm.learning.devices` prints"
 
 
-def test_what_lora_trains_is_counted_as_peft_does():
+def test_trained_parameters_of_lora_are_counted_as_peft_counts_them():
     pytest.importorskip("peft")
     from rl_swarm.learning import lora
 
@@ -151,7 +151,7 @@ def test_nodes_that_share_a_machine_share_its_memory():
     ("free", "held", "fraction", "nodes", "expected"),
     [(70, 5, 1.0, 1, 75), (70, 5, 1.0, 2, 40), (10, 5, 1.0, 2, 15), (70, 5, 0.25, 1, 20)],
 )
-def test_on_a_gpu_a_node_has_its_share_of_what_is_free(monkeypatch, free, held, fraction, nodes, expected):
+def test_on_a_gpu_a_node_has_its_share_of_free_memory(monkeypatch, free, held, fraction, nodes, expected):
     answers = {
         "current_device": lambda: 0,
         "mem_get_info": lambda index: (free * GIB, 80 * GIB),

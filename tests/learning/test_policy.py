@@ -1,4 +1,4 @@
-"""A model behind text: prompts, answers, and what strangers may teach it."""
+"""A policy encodes prompts, samples answers, and trains on own and external groups."""
 
 import itertools
 import weakref
@@ -83,7 +83,7 @@ def test_a_model_without_a_template_reads_plain_text(make):
     assert policy.tokenizer.decode(policy.prompt_ids("Hi")) == "Answer well.\n\nHi\n"
 
 
-def test_completions_say_what_their_tokens_say(make):
+def test_completions_are_the_text_of_their_tokens(make):
     policy = make()
     groups = policy.sample([PROMPT, "Hi"], 8, seed=1)
     assert [len(group) for group in groups] == [8, 8]
@@ -204,7 +204,7 @@ def with_tokens(policy, text, ids=None, ended=True):
 
 
 def test_the_tokens_of_a_peer_are_used_if_they_fit_the_text(make):
-    """An unusual way to cut the same text into tokens is one that a model may have sampled."""
+    """A model may sample an unusual tokenization of a text."""
     policy = make()
     usual = policy.encode(Completion("What", False))
     unusual = tuple(policy.tokenizer.convert_tokens_to_ids(list("What")))
@@ -280,7 +280,7 @@ def test_own_completions_keep_their_tokens_and_the_samplers_numbers(make):
 
 
 @pytest.mark.parametrize("claims", [False, True])
-def test_a_strangers_text_is_cut_where_our_own_would_be(make, claims):
+def test_a_peers_text_is_cut_at_the_own_limit(make, claims):
     policy = make(mask_truncated=True, external_correction="capped", share_logprobs=True)
     long, short = "9 " * 10_000, "4"
     sent = [with_tokens(policy, t) if claims else Completion(t, True) for t in (long, short)]
@@ -317,7 +317,7 @@ def test_groups_without_signal_cost_nothing(make):
 
 
 def test_dull_groups_do_not_thin_out_the_others(make):
-    """The mean is over the tokens that are learned from."""
+    """The mean is over the tokens that are trained on."""
     lively, dull = group(texts("6", "7"), (1.0, 0.0), True), group(texts("4", "5"), (1.0, 1.0), True)
     alone, together = make(), make()
     seen = [gradients_at_step(p.trainer) for p in (alone, together)]
@@ -350,7 +350,7 @@ def test_learning_moves_probability_towards_rewarded_answers(make, external, neg
 
 
 def test_a_policy_learns_to_stop_where_it_is_paid_for():
-    """End to end: sample, score, learn. Answers that end early are paid, so answers end early."""
+    """End to end: sample, score, train. Early ends are rewarded, so answers end early."""
     tokenizer = small_tokenizer()
     model = small_model("llama", 1, len(tokenizer), list(range(10, 18)))
     policy = Policy(model, tokenizer, "test", "", Settings.of(max_new_tokens=8, learning_rate=3e-3))
@@ -376,7 +376,7 @@ def test_a_tokenizer_is_known_by_its_hash(make, tmp_path):
     assert other.tokenizer_hash != first.tokenizer_hash
 
 
-def test_weights_are_loaded_in_full_precision_whatever_they_were_saved_in(folder, tmp_path):
+def test_weights_are_loaded_in_full_precision(folder, tmp_path):
     model, tokenizer = load_model(str(folder))
     model.half().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -437,7 +437,7 @@ def test_a_foreign_text_surprises_a_model_and_its_own_do_not():
     assert min(strange) > 50
 
 
-def test_a_prompt_that_a_table_of_positions_has_no_room_for_is_refused_in_words():
+def test_a_prompt_beyond_the_position_embeddings_is_refused_with_the_reason():
     tokenizer = small_tokenizer()
     settings = Settings.of(model="small", cpu_only=True, max_new_tokens=250)
     for kind in ("gpt2", "llama"):

@@ -1,4 +1,4 @@
-"""The precision of products on a CPU is measured once on a machine, and all processes go by it."""
+"""The precision of products on a CPU is measured once on a machine, and all processes use the result."""
 
 import os
 import subprocess

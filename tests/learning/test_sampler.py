@@ -76,7 +76,7 @@ def test_one_token_completions_need_only_their_prompt():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_is_what_transformers_generates(kind):
+def test_greedy_equals_transformers_generate(kind):
     same_as_generated(small_model(kind, seed=3))
 
 
@@ -87,7 +87,7 @@ def same_as_generated(model):
 
 @pytest.mark.parametrize("kind", FAST)
 @pytest.mark.parametrize("copied", [False, True])
-def test_after_steps_of_training_both_are_still_those_of_transformers(kind, copied, monkeypatch):
+def test_after_training_both_still_equal_transformers(kind, copied, monkeypatch):
     model, before = small_model(kind), small_model(kind)
     if copied:  # as on a CPU that is fast in bfloat16, here in full precision
         weights = Weights(Decoder(model), torch.float32)
@@ -138,7 +138,7 @@ def test_an_end_token_at_the_very_last_place_counts_as_ended():
     assert (short.tokens, short.ended) == (first.tokens[:-1], False)
 
 
-def test_what_is_drawn_depends_on_the_seed_alone():
+def test_draws_depend_on_the_seed_alone():
     model = small_model()
     torch.manual_seed(1)
     first = all_samples(model, seed=5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from processes import QUICK, family, metrics, run, start, state, until
+from processes import WHOLE, family, metrics, run, start, state, until
 from small_models import PAD, small_model
 
 from rl_swarm.config.settings import Settings
@@ -39,10 +39,10 @@ def one_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_path: Path, one_gpu) -> None:
+def test_nodes_in_one_process_learn_the_same_as_in_separate_processes(tmp_path: Path, one_gpu) -> None:
     for name, environ in (("shared", one_gpu), ("apart", {})):
         code, output = run(
-            tmp_path, "up", "--run", name, "--nodes", "2", "--rounds", "3", "--seed", "7", *QUICK, **environ
+            tmp_path, "up", "--run", name, "--nodes", "2", "--rounds", "3", "--seed", "7", *WHOLE, **environ
         )
         assert code == 0, output
     assert metrics(tmp_path / "shared") == metrics(tmp_path / "apart")
@@ -56,7 +56,7 @@ def test_nodes_in_one_process_learn_what_nodes_in_processes_of_their_own_do(tmp_
 @pytest.mark.slow
 def test_ctrl_c_stops_all_nodes_of_a_process_and_they_resume(tmp_path: Path, one_gpu) -> None:
     address = tmp_path / "r"
-    process = start(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "12", *QUICK, **one_gpu)
+    process = start(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "12", *WHOLE, **one_gpu)
     until(lambda: state(address)["round"] >= 1, 150)
     children = family(process)
     pids = {line["pid"] for line in joined(address)}

@@ -1,4 +1,4 @@
-"""SmolLM2 from its package: converted once, whole or not at all, and then a model like any other."""
+"""SmolLM2 from its package: converted once, atomically, and then an ordinary model."""
 
 import importlib.util
 import shutil

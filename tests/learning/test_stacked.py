@@ -18,7 +18,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    """What is compared is computed in float32 on every CPU."""
+    """Compute in float32 on every CPU."""
     monkeypatch.setattr("rl_swarm.learning.devices.prefers_bfloat16", lambda model: False)
 
 
@@ -29,7 +29,7 @@ def trainers(kind, count=3, **settings):
 
 
 def training_groups(seed, groups=3):
-    """Groups of different sizes, some of them of others, with the padding token in one."""
+    """Groups of different sizes, some of them external, one with the padding token."""
     rng = random.Random(seed)
     found = []
     for number in range(groups):
@@ -130,7 +130,7 @@ def test_a_sampler_sees_that_a_stacked_model_has_changed():
     assert before[0][0].logprobs != after[0][0].logprobs
 
 
-def test_what_cannot_be_stacked():
+def test_trainers_that_cannot_be_stacked():
     plain = trainers("llama", 1)[0]
     assert stacking_key(trainers("gemma3", 1)[0]) is None
     assert stacking_key(trainers("gpt_neox", 1)[0]) is None

@@ -34,7 +34,7 @@ def trainer_of(model, temperature=1.0, **changes):
 
 
 def plain_loss(model, groups, temperature=1.0, kl_weight=0.0, reference=None, low=0.2, high=0.28):
-    """The loss of an update as the definition says it, one sequence at a time."""
+    """The loss of an update by its definition, one sequence at a time."""
     total, tokens = 0.0, 0
     for group in groups:
         trained = group.trained or [True] * len(group.completions)
@@ -127,7 +127,7 @@ def test_the_temperature_of_sampling_is_the_temperature_of_learning():
     assert far_apart(expected, plain_gradients(small_model(), groups, temperature=1.0)) > 1e-3
 
 
-def test_what_an_update_reports_is_measured():
+def test_the_metrics_of_an_update_are_measured():
     model = small_model()
     groups = random_groups(model=model)[:2]
     update = trainer_of(model).update(groups)
@@ -166,8 +166,8 @@ def test_own_rollouts_are_on_policy_up_to_rounding():
     assert update.clip_fraction == 0.0
 
 
-def test_what_a_stranger_claims_cannot_spoil_the_update():
-    """Claims so absurd that a ratio to them overflows: they are capped, and the own groups count as ever."""
+def test_claimed_log_probabilities_cannot_spoil_the_update():
+    """Claims so extreme that their ratio overflows are capped, and own groups count as before."""
     for claim in (-1e300, -150.0, 150.0, 1e300):
         model = small_model()
         own = random_groups(model=model)[0]
@@ -341,7 +341,7 @@ def test_micro_batches_hold_everything_once_and_keep_to_the_budget():
     assert len(list(micro_batches(groups, 10_000))) == 1
 
 
-def test_a_piece_of_a_group_keeps_what_belongs_to_its_completions():
+def test_a_subgroup_keeps_the_fields_of_its_completions():
     group = TrainingGroup(
         [1, 2],
         [[3, 4], [5], [6, 7, 8]],
@@ -489,5 +489,5 @@ def test_a_step_that_fails_half_way_is_not_taken_again(monkeypatch):
         (PartialStepError("memory ran out in the middle of an optimiser step"), False),
     ],
 )
-def test_what_says_that_memory_ran_out(error, is_memory):
+def test_errors_that_report_missing_memory(error, is_memory):
     assert out_of_memory(error) == is_memory

@@ -128,7 +128,7 @@ def test_a_model_that_agrees_with_transformers_keeps_its_path(kind, adapted):
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_a_model_that_computes_something_else_is_taken_off_the_fast_path(kind, low, caplog, monkeypatch):
-    """No field of its configuration tells; both ways round as bfloat16 does where a processor prefers it."""
+    """No field of the configuration shows it, with and without bfloat16."""
     for module in ("devices", "sampler", "verification"):
         monkeypatch.setattr(f"rl_swarm.learning.{module}.prefers_bfloat16", lambda model: low)
     right = small(kind)
@@ -190,7 +190,7 @@ def test_sampling_with_transformers_own_loop_ends_where_the_model_ends_and_ignor
     assert [[s.tokens for s in g] for g in groups] == [[s.tokens for s in g] for g in plain]
 
 
-def test_a_model_that_cannot_be_computed_here_is_refused_at_loading_in_words():
+def test_an_unsupported_model_is_refused_at_loading_with_the_reason():
     model = small("gpt_neox")
     model.gpt_neox.layers[0].register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(

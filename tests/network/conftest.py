@@ -26,7 +26,12 @@ def impatient(monkeypatch):
     monkeypatch.setattr(retries, "GIVE_UP_AFTER", 0.1)
 
 
-@pytest.fixture(params=NETWORKS)
+AMONG_PROCESSES = {"bucket", "peer-to-peer"}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.processes) if name in AMONG_PROCESSES else name for name in NETWORKS]
+)
 def network(request, tmp_path):
     """Makes swarms on each network in turn. A new network is one more entry in `NETWORKS`."""
     if request.param == "bucket":

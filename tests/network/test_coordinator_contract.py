@@ -159,24 +159,27 @@ def test_a_deadline_ends_a_round_that_somebody_does_not_report(join):
 
 
 def test_a_silent_member_is_not_waited_for_and_counts_again_when_it_speaks(join):
-    _, ann, bob = join("ann", "bob", peer_timeout=0.5)
+    _, ann, bob = join("ann", "bob", peer_timeout=0.5, rounds=100_000)
     ann.wait_for(BEFORE_THE_FIRST)
     ann.submit(0)
-    assert ann.wait_for((0, 0)).round == 1  # bob said nothing
+    assert ann.wait_for((0, 0)).members[peer_id("bob")].participation == 0  # bob said nothing
 
-    bob.register()
-    bob.submit(1)
-    time.sleep(0.3)  # so that the coordinator has seen it before the round ends without him
-    ann.submit(1)
-    assert ann.wait_for((1, 0)).members[peer_id("bob")].participation == 1
+    def counts_again():  # a round may end without him, where his report is seen late
+        number = ann.current().round
+        for member in (bob, ann):
+            member.register()
+            member.submit(number)
+        return ann.current().members[peer_id("bob")].participation > 0
+
+    assert eventually(counts_again)
 
 
 def test_a_sign_of_life_keeps_a_slow_member_awaited(join):
-    _, ann, bob = join("ann", "bob", peer_timeout=1.2)
+    _, ann, bob = join("ann", "bob", peer_timeout=3.0)
     ann.wait_for(BEFORE_THE_FIRST)
     ann.submit(0)
-    for _ in range(10):
-        time.sleep(0.15)
+    for _ in range(16):
+        time.sleep(0.2)
         bob.register()
         ann.register()
         assert ann.current().round == 0

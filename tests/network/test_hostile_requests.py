@@ -342,7 +342,7 @@ class Told:
         self.now = 100.0
         self.reliability = Reliability(lambda: self.now)
         for peer in ("ann", "bob", "cleo"):
-            self.reliability.asked(peer, 0.01, True)
+            self.reliability.record_answer(peer, 0.01, True)
 
     def left_out(self):
         return [peer for peer in ("ann", "bob", "cleo", "slow") if self.reliability.is_left_out(peer)]
@@ -354,7 +354,7 @@ def test_who_answers_much_later_than_others_is_asked_less():
     for _ in range(600):
         told.now += 1
         if not told.reliability.is_left_out("slow"):
-            told.reliability.asked("slow", 2.9, True)
+            told.reliability.record_answer("slow", 2.9, True)
             waited += 1
     assert 0 < waited <= 600 * 2.9 * PAID_RATE + 3 and told.left_out() == ["slow"]
     told.now += WORST_DEBT / PAID_RATE
@@ -382,7 +382,7 @@ def test_on_a_busy_machine_nobody_is_left_out():
     for _ in range(100):
         told.now += 1
         for peer in ("ann", "bob", "cleo", "slow"):
-            told.reliability.asked(peer, 2.0, True)
+            told.reliability.record_answer(peer, 2.0, True)
     assert told.left_out() == []
 
 
@@ -395,12 +395,12 @@ def test_the_last_ones_are_asked_whatever_they_owe():
 
 def test_who_tells_of_peers_that_are_not_there_is_blamed_and_not_who_tells_of_others():
     told = Told()
-    told.reliability.told("ann", ["new", "bob"])
-    told.reliability.told("cleo", [f"nobody {number}" for number in range(10)])
-    told.reliability.asked("new", 0.01, True)
+    told.reliability.record_named("ann", ["new", "bob"])
+    told.reliability.record_named("cleo", [f"nobody {number}" for number in range(10)])
+    told.reliability.record_answer("new", 0.01, True)
     for number in range(10):
-        told.reliability.asked(f"nobody {number}", 0.0, False)
-    told.reliability.asked("dan", 0.01, True)
+        told.reliability.record_answer(f"nobody {number}", 0.0, False)
+    told.reliability.record_answer("dan", 0.01, True)
     assert told.left_out() == ["cleo"]
 
 
@@ -485,7 +485,7 @@ def test_who_has_many_answers_outstanding_is_not_asked_for_more():
 def test_who_sends_what_cannot_be_read_is_left_out_for_a_moment():
     told = Told()
     for _ in range(100):
-        told.reliability.asked("slow", 0.01, False)
+        told.reliability.record_answer("slow", 0.01, False)
     assert told.left_out() == ["slow"]
     told.now += 0.2 / PAID_RATE + 1
     assert told.left_out() == []

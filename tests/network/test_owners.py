@@ -8,7 +8,7 @@ import pytest
 from benchmarks.lib.paths import MANIFEST
 from rl_swarm.config.settings import Settings
 from rl_swarm.network.folder import FolderStore
-from rl_swarm.network.owners import MAX_REMEMBERED, OwnerError, remember
+from rl_swarm.network.owners import MAX_ADDRESSES, OwnerError, remember
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.node.swarm import worker_settings
 from rl_swarm.node.worker import found, join
@@ -47,6 +47,7 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
+@pytest.mark.processes
 def test_the_owner_that_was_found_first_is_the_only_one_from_then_on(folder):
     folder.found(OWNER)
     folder.join()
@@ -69,6 +70,7 @@ def test_the_owner_that_was_found_first_is_the_only_one_from_then_on(folder):
         folder.join()
 
 
+@pytest.mark.processes
 def test_a_node_that_was_told_the_owner_takes_no_other_and_needs_no_memory(folder):
     folder.found(MALLORY)
     with pytest.raises(OwnerError, match=f"{MALLORY.peer_id}, and SWARM_OWNER={OWNER.peer_id}"):
@@ -78,6 +80,7 @@ def test_a_node_that_was_told_the_owner_takes_no_other_and_needs_no_memory(folde
     assert folder.came_in() and not folder.memory.exists()
 
 
+@pytest.mark.processes
 def test_an_invitation_names_the_owner_too(folder):
     manifest = folder.found(OWNER, admission="invited")
     token = invite(manifest, OWNER, uses=1, expires=int(time.time()) + 1000)[1]
@@ -116,10 +119,10 @@ def test_a_memory_that_cannot_be_written_stops_nobody(folder, tmp_path, caplog):
 
 def test_the_latest_addresses_are_remembered(folder, tmp_path):
     manifest = folder.found(OWNER)
-    for number in range(MAX_REMEMBERED + 2):
+    for number in range(MAX_ADDRESSES + 2):
         remember(manifest, tmp_path / str(number), folder.settings.network)
     text = folder.memory.read_text()
-    assert text.count(OWNER.peer_id) == MAX_REMEMBERED
+    assert text.count(OWNER.peer_id) == MAX_ADDRESSES
     assert f'{tmp_path}/1"' not in text and f'{tmp_path}/2"' in text
 
 

@@ -101,6 +101,25 @@ def test_without_a_coordinator_the_clock_tells_the_round(tmp_path: Path) -> None
 
 
 @needs_hivemind
+def test_up_among_peers_plays_its_rounds_and_is_sound(tmp_path: Path) -> None:
+    options = ["--network", "p2p", "--nodes", "2", "--rounds", "3", "--run", "run", *HERE, *QUICK, *SMALL]
+    swarm = start(tmp_path, "up", *options)
+    try:
+        until(lambda: len(daemons(swarm)) == 3)
+        running = daemons(swarm)
+        output, _ = swarm.communicate(timeout=400)
+    finally:
+        end(swarm)
+    assert swarm.returncode == 0 and "Held-out score" in output, output
+    until(lambda: not any(daemon.is_running() for daemon in running))
+    for lines in metrics(tmp_path / "run").values():
+        played = [line for line in lines if line["kind"] == "round"]
+        assert len(played) == 3 and sum(line["external_scored"] for line in played) > 0
+    code, output = run(tmp_path, "validate", "run", "--rounds", "3", "--nodes", "2")
+    assert code == 0 and "sound" in output, output
+
+
+@needs_hivemind
 @pytest.mark.slow
 def test_up_among_peers_learns_and_leaves_nothing_behind(tmp_path: Path) -> None:
     options = ["--network", "p2p", "--nodes", "3", "--rounds", "30", "--run", "run", *HERE]

@@ -62,7 +62,7 @@ def play(swarm_dir, faults, manifest, seed, collect):
     threads = [Background(conductor.run), *(Background(lambda node=node: live(node)) for node in NODES)]
     try:
         for thread in threads:
-            thread.result(60.0)
+            thread.result(240.0)
     finally:
         stop.set()
     return drive, conductor.state, outcome
@@ -96,7 +96,7 @@ def test_a_swarm_in_lockstep_loses_nothing(fault, tmp_path, caplog):
 
 
 def test_out_of_lockstep_a_publication_arrives_while_its_round_is_asked_for(tmp_path, caplog):
-    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.25)
+    manifest = make_manifest(rounds=7, round_end="interval", round_interval=0.6)
 
     def from_three_rounds(exchange, done, others):
         time.sleep(0.1)

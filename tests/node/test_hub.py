@@ -428,7 +428,7 @@ def test_a_run_finishes_when_the_hub_is_down(tmp_path: Path) -> None:
         log = tmp_path / "r" / "logs" / "swarm.log"
         until(lambda: log.exists() and "next attempt in" in log.read_text())
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     finally:
         end(process)
     assert process.returncode == 0 and "Held-out score" in output, output

@@ -277,6 +277,7 @@ def test_a_node_that_is_told_to_stop_leaves_its_round_and_saves(environment: Rea
 
 
 @pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.processes
 def test_a_node_that_is_restarted_remembers_whom_it_does_not_ask(
     tmp_path: Path, damaged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a locked process cannot do, tried in real ones: code that got past everything else."""
+"""A locked process cannot harm, whatever code runs in it: attempts in real processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def in_locked_process(code, before=""):
         f"{textwrap.dedent(code)}\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=240)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -158,6 +158,7 @@ def test_a_thread_that_was_there_before_is_locked_as_well():
     assert lines[1] == "['refused', 'refused', 'refused']"
 
 
+@pytest.mark.processes
 def test_only_protections_that_hold_are_claimed():
     free = lockdown.probe()
     if sys.platform == "linux":
@@ -172,7 +173,7 @@ def test_only_protections_that_hold_are_claimed():
     [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0), ("/usr/include/asm-generic/unistd.h", 1)],
 )
 def test_the_numbers_of_the_system_calls_are_the_kernels(header, column):
-    """From the kernel's own headers: those of x86_64, and those that aarch64 shares with others."""
+    """The numbers of the kernel's headers: those of x86_64, and those that aarch64 shares with others."""
     if not os.path.exists(header):
         pytest.skip("no header that lists them")
     with open(header) as file:
@@ -257,7 +258,7 @@ def test_both_scoring_children_are_locked_and_alone():
         assert "NOT" not in scorer.protection()
     finally:
         scorer.close()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 240
     while any(lives(child) for child in children):
         assert time.monotonic() < deadline, "a child outlived its process"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Code that nobody can trust is run, judged and contained: in real processes, as root and as an ordinary user."""
+"""Untrusted code is run, judged and contained: in real processes, as root and as an ordinary user."""
 
 import ast
 import json
@@ -67,7 +67,7 @@ def verdict(box, code, *tests):
     return found
 
 
-def test_programs_are_judged_by_what_their_calls_give(box):
+def test_programs_are_judged_by_the_results_of_their_calls(box):
     code = "def add(a, b):\n    return a + b\n"
     verdicts = box.judge(
         [
@@ -236,7 +236,7 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can read ano
 
 
 def memory_of_servers():
-    """All that their children inherit, by where it is."""
+    """The memory that children inherit, by address."""
     for pid in descendants(os.getpid()):
         with (
             suppress(FileNotFoundError, ProcessLookupError),  # a program's child that is just ending
@@ -252,7 +252,7 @@ def memory_of_servers():
 
 
 @only_root
-def test_the_process_that_forks_never_holds_code_or_what_is_expected(best):
+def test_the_fork_server_never_holds_code_or_expected_values(best):
     found = verdict(best, "mark = 'code-of-' + 'one-task'\n#marked-code", ("mark", "'code-of-one-task'"))
     assert found.right
     assert len(descendants(os.getpid())) >= 2
@@ -267,7 +267,7 @@ def test_the_process_that_forks_never_holds_code_or_what_is_expected(best):
 @only_root
 @pytest.mark.parametrize("isolation", ["namespaces", "seccomp"])
 def test_the_process_that_forks_forgets_how_a_program_ended(isolation):
-    """Else its next child, which has its memory, could read what the last one wanted it to know."""
+    """Otherwise the next child, which inherits its memory, could read a message of the last one."""
     needs(isolation)
     box = Sandbox(isolation, workers=1)
 
@@ -302,7 +302,7 @@ def test_a_program_that_takes_too_long_by_the_clock_is_ended_and_told_so(isolati
     judging = threading.Thread(target=lambda: found.extend(box.judge([program("while True: pass", ("1", "1"))])))
     try:
         judging.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (running := set(descendants(process.process.pid)) - set(waiting)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -318,7 +318,7 @@ def test_a_program_that_takes_too_long_by_the_clock_is_ended_and_told_so(isolati
 
 
 def test_time_that_the_machine_takes_away_is_not_the_programs(best):
-    """Its process is stopped for longer than all the time it has."""
+    """Its process is stopped for longer than its time limit."""
     code = "def f():\n    total = 0\n    for n in range(1_000_000): total += n\n    return total"
     began, held, times = threading.Event(), 0.05, 20
     assert held * times > best.cpu_seconds
@@ -376,7 +376,7 @@ def test_what_a_program_leaves_costs_later_ones_nothing(isolation):
 
 
 def test_programs_at_the_same_time_have_folders_of_their_own():
-    """Each writes a file, computes until both are at work, and looks around."""
+    """Each program writes a file, computes until both run, and lists the files."""
     needs("namespaces")
     code = (
         "import os, time\n"
@@ -433,7 +433,7 @@ def test_nothing_is_left_when_a_sandbox_is_closed_or_its_owner_dies(tmp_path):
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while any(Path(f"/proc/{pid}").exists() for pid in left):
         assert time.monotonic() < deadline, "a process outlived its owner"
         time.sleep(0.02)
@@ -478,6 +478,7 @@ def test_the_best_isolation_that_holds_is_taken_and_code_is_refused_where_none_d
     assert "Code of models and strangers is not run here" in unfiltered
 
 
+@pytest.mark.processes
 def test_the_doctor_says_which_isolation_is_active():
     needs("namespaces")
     lines = list(doctor.code())

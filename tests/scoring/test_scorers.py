@@ -1,4 +1,4 @@
-"""Every task of reasoning-gym, scored by the real process: as reasoning-gym does it, whatever the answer says."""
+"""Every task of reasoning-gym, scored by the real process as reasoning-gym scores it, for any answer."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def ground(tmp_path):
 
 
 def attack(scorer, texts, count):
-    """Answers that are paid more than by reasoning-gym, or anything where that would run them."""
+    """Answers that earn more than with reasoning-gym, or anything where that would run them."""
     asked, theirs = plain([task.name for task in scorer.tasks], count, texts, EVALUATING)
     ours = scorer.score(asked)
     assert scorer.score(asked[:1]) == ours[:1]  # it still answers

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import QUICK, end, run, start, state, until
+from processes import QUICK, WHOLE, end, run, start, state, until
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has mount namespaces")
@@ -20,7 +20,7 @@ def test_a_full_disk_is_said_clearly(tmp_path: Path, megabytes: int) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = f"mount -t tmpfs -o size={megabytes}m tmpfs {disk} && exec {sys.executable} -m rl_swarm up --run {disk}/r"
-    options = f"--nodes 2 --rounds 40 {' '.join(QUICK)}"
+    options = f"--nodes 2 --rounds 40 {' '.join(WHOLE)}"
     look = f"find {disk} -name '*.tmp*' | grep . && echo LEFT BEHIND"
     done = subprocess.run(
         [
@@ -90,7 +90,7 @@ def test_a_worker_that_waits_notices_that_the_folder_has_disappeared(tmp_path: P
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A node whose newest checkpoint was damaged goes on from an older one or from the start."""
     code, output = run(
-        tmp_path, "up", "--run", "r", "--nodes", "1", "--rounds", "6", *QUICK, "--set", "external_groups=0"
+        tmp_path, "up", "--run", "r", "--nodes", "1", "--rounds", "6", *WHOLE, "--set", "external_groups=0"
     )
     assert code == 0, output
     newest = max((tmp_path / "r/checkpoints").glob("round_*/*"), key=lambda p: int(p.parent.name[6:]))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,7 @@ from rl_swarm.telemetry import logs as logs_module
 from rl_swarm.telemetry.logs import SwarmLog
 
 ORDINARY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-UP = ["up", "--run", "r", "--nodes", "2", *QUICK, "--set", "local_groups=2", "--set", "generations=4"]
+UP = ["up", "--run", "r", "--nodes", "2", *QUICK]
 COMMAND = "$(touch ran)"
 
 
@@ -260,6 +261,7 @@ def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine:
                         path.with_name("poison").write_bytes(poison)
                         os.replace(path.with_name("poison"), path)
                         accessed[path] = path.stat().st_atime_ns
+            time.sleep(0.001)
 
     if machine == "another machine":
         shutil.rmtree(tmp_path / "private")

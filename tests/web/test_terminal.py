@@ -219,7 +219,7 @@ def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path: Path) -> None:
 
     def until_seen(words: bytes) -> None:
         nonlocal seen
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while words not in seen:
             assert time.monotonic() < deadline, seen
             if select.select([ours], [], [], 1.0)[0]:

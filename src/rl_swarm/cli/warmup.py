@@ -17,7 +17,7 @@ from rl_swarm.config.settings import Settings
 from rl_swarm.environments import task_list
 from rl_swarm.environments.reasoning import Reasoning
 from rl_swarm.learning.policy import Policy
-from rl_swarm.learning.warmup import RATE, WarmUpError, make_examples, save, step_count, train
+from rl_swarm.learning.warmup import RATE, WarmupError, make_examples, save, step_count, train
 from rl_swarm.node.evaluation import evaluate as score
 from rl_swarm.node.evaluation import protocol
 from rl_swarm.plural import counted
@@ -77,12 +77,12 @@ def warmup(
 def prepare(out: Path) -> None:
     """Raise now if the result could not be written after minutes of training."""
     if out.exists():
-        raise WarmUpError(f"--out {out}: it exists already. Give another directory, or remove it first.")
+        raise WarmupError(f"--out {out}: it exists already. Give another directory, or remove it first.")
     try:
         out.mkdir(parents=True)
         out.rmdir()
     except OSError as error:
-        raise WarmUpError(f"--out {out} cannot be written: {error.strerror}.") from error
+        raise WarmupError(f"--out {out} cannot be written: {error.strerror}.") from error
 
 
 def _warm_up(
@@ -113,7 +113,7 @@ def _warm_up(
             )
             held_out = environment.held_out(questions)
         if not made:
-            raise WarmUpError(f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks.")
+            raise WarmupError(f"There is no example answer for any of {', '.join(left_out)}. Use other --tasks.")
         with status(f"answering {len(held_out)} questions before"):
             before = score(policy, environment, held_out, samples, greedy=False)
         steps = step_count(len(made), epochs)

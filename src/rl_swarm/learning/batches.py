@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """The tokens of a group with their advantages."""
+    """Holds the tokens of a group with their advantages."""
 
     prompt: Sequence[int]
     completions: Sequence[Sequence[int]]
@@ -53,7 +53,7 @@ def count_tokens(groups: Sequence[TrainingGroup]) -> int:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The lengths of the sequences in a row; completion i continues prompt `rows[i]`."""
+    """Holds the lengths of the sequences in a row; completion i continues prompt `rows[i]`."""
 
     prompts: tuple[int, ...]
     completions: tuple[int, ...]  # as inputs
@@ -62,7 +62,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Fields that end in `_M` have a number per target token."""
+    """Holds one micro-batch. Fields that end in `_M` have a number per target token."""
 
     ids_N: Tensor
     before_M: Tensor  # the position in the row whose hidden state predicts the target

@@ -53,11 +53,11 @@ KeptReputation = Annotated[dict[Id, tuple[Count, Count]], Meta(max_length=MAX_KE
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used."""
+    """Raised when a checkpoint cannot be used."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The place of a checkpoint in the swarm: the last finished stage, and the digests of its files."""
+    """Tells the place of a checkpoint in the swarm, the last finished stage, and the digests of its files."""
 
     swarm: str
     peer_id: str  # of the signer
@@ -75,14 +75,14 @@ class Place(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was found in the private directory, or else in the swarm's folder."""
+    """Names a checkpoint that was found, in the private directory or else in the swarm's folder."""
 
     place: Place
     private: Path | None = None
 
 
 class Checkpoints:
-    """The checkpoints of one node."""
+    """Writes and finds the checkpoints of one node."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Runs a transformers model on packed tokens, with our own attention around its own layers: the fast path.
 
-All tokens of a batch, prompts and completions of every length, lie end to end in one row without
-padding, so that the matrix products, which are nearly all of the work, cost what the tokens cost. Its
-projections are the model's own modules, called one by one, so adapters put on them take part.
+All tokens of a batch, prompts and completions, are end to end in one row without padding. So matrix products, nearly
+all of the work, cost what the tokens cost. Projections are the model's own modules, called one by one, so adapters on
+them take part.
 
 Shapes: N packed tokens, P prompts, B completions, L prompt length, T completion length, H heads, D of a head.
 """
@@ -27,7 +27,7 @@ Residual = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Decoder:
-    """A model of a known family, as a function of packed tokens.
+    """Runs a model of a known family on packed tokens.
 
     With `fused`, everything between the matrix products runs in the kernels of `cuda`. With `checkpointed`, the
     activations of a layer are recomputed in the backward pass (activation checkpointing).
@@ -218,7 +218,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of packed sequences in a padded rectangle, one row each, aligned left or right."""
+    """Maps packed sequences to a padded rectangle, one row each, aligned left or right."""
 
     lengths: tuple[int, ...]
     width: int
@@ -235,7 +235,7 @@ class Layout:
         return cls(tuple(lengths), width, slots_N.to(device), filled_BT.to(device))
 
     def positions(self) -> Tensor:
-        """0, 1, 2, ... for every sequence, packed."""
+        """Return 0, 1, 2, ... for every sequence, packed."""
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self.slots_N.device)
 
     def spread(self, packed_N: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ TINY = BUNDLED["tiny"]
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model that `auto` may choose."""
+    """Describes a model that `auto` may choose."""
 
     name: str
     pool: str

@@ -48,7 +48,7 @@ class SamplingParams:
 
 
 class Request(NamedTuple):
-    """The prompts of one node, and how many completions of each."""
+    """Holds the prompts of one node, and the number of completions of each."""
 
     model: Model
     prompts: Sequence[Sequence[int]]
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 class Continuation(Protocol):
-    """A batch of sequences, decoded a token at a time."""
+    """Decodes a batch of sequences, a token at a time."""
 
     logits_BV: Tensor  # of the next token
 

@@ -22,7 +22,7 @@ Model = Any  # a transformers causal language model: the library is not typed
 
 @dataclass
 class Prefix:
-    """The cache of prompts after their forward pass."""
+    """Holds the cache of prompts after their forward pass."""
 
     cache: Any
     mask_BL: Tensor

@@ -9,7 +9,7 @@ from rl_swarm.learning import support
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder-only model."""
+    """Describes the sizes of a decoder-only model."""
 
     layers: int
     hidden: int
@@ -44,7 +44,7 @@ class ModelShape:
 
     @property
     def _maps(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of the linear maps of a layer."""
+        """Return inputs and outputs of the linear maps of a layer."""
         queries, keys = self.heads * self.head_size, self.key_heads * self.head_size
         maps = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         return [*maps, *[(self.hidden, self.inner)] * (2 if self.gated else 1), (self.inner, self.hidden)]

@@ -88,7 +88,7 @@ UPDATE_METRICS = ("loss", "entropy", "nll", "clip_fraction", "kl", "logprob_mism
 
 
 class PartialStepError(RuntimeError):
-    """An optimiser step that changed only part of the weights. The node has to resume from its last checkpoint."""
+    """Raised when an optimiser step changed only part of the weights; the node resumes from its last checkpoint."""
 
 
 class Trainer:

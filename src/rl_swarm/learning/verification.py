@@ -37,7 +37,7 @@ _one_at_a_time = threading.Lock()
 
 
 class UnsupportedModelError(UserError):
-    """A model that cannot be sampled from or trained here."""
+    """Raised when a model cannot be sampled from or trained here."""
 
 
 def verify(model: Model, name: str, pad: int) -> None:

@@ -26,13 +26,13 @@ QUESTION_BATCH = 64
 MAX_QUESTIONS = 8  # per example, before giving up
 
 
-class WarmUpError(UserError):
-    """A model that cannot be warmed up like this; the message says what would work."""
+class WarmupError(UserError):
+    """Raised when a model cannot be warmed up like this; the message says what would work."""
 
 
 @dataclass(frozen=True)
 class WarmupExample:
-    """A question and a completion that earns its full reward."""
+    """Holds a question and a completion that earns its full reward."""
 
     question: Question
     completion: str
@@ -93,7 +93,7 @@ def save(policy: Policy, out: Path) -> None:
         policy.save(aside)
         os.rename(aside, out)
     except OSError as error:
-        raise WarmUpError(f"--out {out} cannot be written: {error.strerror or error}.") from error
+        raise WarmupError(f"--out {out} cannot be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

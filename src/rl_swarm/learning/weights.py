@@ -48,7 +48,7 @@ class LayerWeights:
 
 
 class Stack:
-    """Memory for the copies of several models of one shape.
+    """Allocates memory for the copies of several models of one shape.
 
     Each tensor of a copy is a slice of [models, ...], so kernels find all models from the tensor of the first.
     """
@@ -72,7 +72,7 @@ class Stack:
 
 
 class Weights:
-    """A copy of the weights; `refresh` updates it when the trainer has changed the model."""
+    """Holds a copy of the weights; `refresh` updates it when the trainer has changed the model."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, stack: Stack | None = None, number: int = 0) -> None:
         self.decoder, self.dtype = decoder, dtype

@@ -12,7 +12,7 @@ MAX_PROMPT = 1024  # tokens; longer prompts get 0.5
 
 
 class Model(Protocol):
-    """The part of a policy that this module uses."""
+    """Names the part of a policy that this module uses."""
 
     model: Any
     tokenizer: Any

@@ -1,6 +1,6 @@
 """Opens the address of a swarm: a local path or a URL, as text that people hand to each other.
 
-What is signed lies at the address. What a node keeps for itself, its logs and checkpoints, lies in a directory of its
+The documents of the swarm are in the store at the address. Logs and checkpoints of a node are in a directory of its
 machine: with a path that is the same directory, with a URL it is `runs/<name>-<digest of the URL>`.
 """
 
@@ -33,8 +33,8 @@ HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 class Address:
     text: str  # as people write it, and as the owner is remembered by
     name: str  # of a swarm that is founded here
-    store: DocumentStore  # what is signed
-    here: Path  # what stays on this machine
+    store: DocumentStore
+    here: Path  # of logs and checkpoints, on this machine
     is_url: bool = False  # then other nodes keep their logs elsewhere
     peers: tuple[str, ...] = ()  # multiaddresses, where the documents are among peers
 
@@ -43,7 +43,7 @@ class Address:
 
 
 def known_addresses(text: str) -> list[str]:
-    """The multiaddresses in `p2p://<multiaddress>,<multiaddress>`; a clear error where there are none."""
+    """Return the multiaddresses in `p2p://<multiaddress>,<multiaddress>`; raise `UserError` where there are none."""
     addresses = [part.strip().removeprefix(peer_url("")) for part in text.split(",") if part.strip()]
     for address in addresses or [""]:
         if not is_peer_address(address):
@@ -56,7 +56,7 @@ def known_addresses(text: str) -> list[str]:
 
 
 def is_peer_address(text: str) -> bool:
-    """Tells whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
+    """Tell whether a text is the multiaddress of a peer, with its id at the end, directly or through a relay."""
     found = PEER_ADDRESS.fullmatch(text)
     if found is None or not all(is_peer_id(part) for part in found.group("relay", "peer") if part):
         return False
@@ -135,8 +135,7 @@ def open_address(where: Path | str) -> Address:
     ):
         raise UserError(
             f"{where}: a swarm needs a bucket or server, and a folder in it with a name of letters, digits, '.', '_' "
-            "and "
-            f"'-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
+            f"and '-', such as {kind}://{parts.netloc or 'bucket'}/my-swarm."
         )
     from rl_swarm.network.remote import RemoteFiles
 

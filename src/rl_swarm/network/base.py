@@ -1,4 +1,4 @@
-"""Defines how nodes meet: an exchange moves rollouts, a coordinator says which round it is."""
+"""Defines an exchange, which moves rollouts between nodes, and a coordinator, which announces the round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -12,42 +12,47 @@ OnReject = Callable[[str, RejectReason, str], None]  # node, reason, detail
 
 
 class NetworkError(UserError):
-    """The swarm cannot be reached or used; the message says what would work."""
+    """Reports a swarm that cannot be reached or used; the message says what would work."""
 
 
 class Exchange(Protocol):
-    """Moves rollouts between peers. What `collect` yields is signed by its peer and meant for this swarm,
-    round and stage; nothing in it has been believed beyond that."""
+    """Moves rollouts between peers.
+
+    A collected publication is signed by its peer and meant for this swarm, round and stage. Nothing else in it has been
+    checked.
+    """
 
     def publish(self, publication: Publication) -> None: ...
 
     def collect(
         self, round: int, stage: int, nodes: Sequence[str], patience: float = 0.0, in_order: bool = False
     ) -> Iterator[Publication]:
-        """What the given nodes published, asked for one by one as the caller consumes.
+        """Yield what the given nodes published, fetching one publication at a time as the caller consumes.
 
-        Waits up to `patience` seconds for those that have not published yet, then goes on without them.
-        `in_order` keeps to the order of `nodes`; otherwise whoever is there comes first.
+        Wait up to `patience` seconds for nodes that have not published yet. `in_order` keeps to the order of `nodes`;
+        otherwise publications come as they are found.
         """
         ...
 
     def subnets(self) -> Mapping[str, str]:
-        """Of peers whose address this node sees: the part of the internet that it is in. Names are free, addresses are
-        not, so those of one subnet count as one source."""
+        """Return the subnets of peers whose addresses this node sees.
+
+        Keys cost nothing and addresses do, so the peers of one subnet count as one source.
+        """
         ...
 
 
 class Coordinator(Protocol):
-    """Says which round it is and takes reports."""
+    """Announces the round and takes reports."""
 
     def register(self, peer: PeerInfo) -> None:
-        """Joins, and later gives a sign of life."""
+        """Join, and later send a heartbeat."""
         ...
 
     def current(self) -> State: ...
 
     def wait_for(self, after: tuple[int, int]) -> State | None:
-        """The first state past (round, stage), or the final one; None when this node is told to stop."""
+        """Return the first state past (round, stage), or the final one; None when this node is told to stop."""
         ...
 
     def submit(self, report: Report) -> None: ...

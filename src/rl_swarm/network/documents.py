@@ -61,7 +61,7 @@ class DocumentStore(Protocol):
 
     @property
     def root(self) -> Path | str:
-        """The address of the store, as a person would write it."""
+        """Return the address of the store, as a person would write it."""
         ...
 
     def name(self, key: DocumentKey) -> str:

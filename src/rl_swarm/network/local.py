@@ -1,4 +1,4 @@
-"""Moves rollouts and rounds inside one process, handed over in memory."""
+"""Moves rollouts and advances rounds in memory, inside one process."""
 
 import threading
 import time
@@ -9,11 +9,11 @@ from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.rollouts import Publication
 from rl_swarm.protocol.rounds import PeerInfo, Report, Rules, State
 
-KEPT_ROUNDS = 100  # of rollouts: as far back as `max_rollout_age` lets anybody ask
+KEPT_ROUNDS = 100  # of rollouts: as far back as `max_rollout_age` lets a node ask
 
 
 class LocalSwarm:
-    """What the members share. Rounds move on whenever somebody speaks or looks."""
+    """Holds the state and rollouts of all nodes. Rounds advance with every call of a node."""
 
     def __init__(self, manifest: Manifest, min_peers: int = 1, clock: Callable[[], float] = time.time) -> None:
         self.manifest, self.rules, self.clock = manifest, Rules.of(manifest, min_peers), clock

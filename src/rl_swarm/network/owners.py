@@ -1,7 +1,7 @@
-"""Remembers whose swarm lies at an address, so that no other owner's manifest takes its place.
+"""Remembers the owner of the swarm at an address, so that no manifest of another owner takes its place.
 
-A node is told the owner (`owner`), or has an invitation, which the owner signed for this manifest. Otherwise the owner
-that a node finds at an address first is remembered beside its key, and anybody else there is refused from then on.
+The user names the owner (`owner`), or gives an invitation, which the owner signed for this manifest. Otherwise the node
+remembers the first owner that it finds at an address, in a file beside its key, and refuses any other one from then on.
 """
 
 import logging
@@ -18,21 +18,21 @@ from rl_swarm.storage.files import LocalFiles
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 1000  # addresses; the oldest go
+MAX_ADDRESSES = 1000  # that are remembered; the oldest go
 
 
 class OwnerError(UserError):
-    """A manifest of somebody else than it should be; the message says who, and what to do."""
+    """Reports a manifest of an unexpected owner; the message names both, and what to do."""
 
 
 def check(manifest: Manifest, address: Path | str, settings: NetworkSettings) -> None:
-    """Raises unless the manifest is by whom this node was told, or by whom it was the first time."""
+    """Raise `OwnerError` unless the manifest is signed by the named owner, or by the remembered one."""
     owner = manifest.peer_id
     if settings.owner is not None:
         if settings.owner != owner:
             raise OwnerError(
                 f"The manifest.json in {address} is signed by {owner}, and SWARM_OWNER={settings.owner} says whose it "
-                "should be. Somebody may have put another one there: ask the owner for the address, or correct "
+                "should be. It may have been exchanged: ask the owner for the address, or correct "
                 "SWARM_OWNER."
             )
     elif not settings.invitation:  # a node that has one checks it when it asks for admission
@@ -40,19 +40,19 @@ def check(manifest: Manifest, address: Path | str, settings: NetworkSettings) ->
         if first != owner:
             raise OwnerError(
                 f"The manifest.json in {address} is signed by {owner}, and when this node first came here it was by "
-                f"{first}. Somebody may have exchanged it: ask the owner. If the swarm is {owner}'s now, join with "
+                f"{first}. It may have been exchanged: ask the owner. If the swarm is {owner}'s now, join with "
                 f"SWARM_OWNER={owner}; this node remembers it."
             )
 
 
 def remember(manifest: Manifest, address: Path | str, settings: NetworkSettings) -> None:
-    """Keeps who the owner is, once this node was let in. Who was told needs no memory, but an old one is put right."""
+    """Remember the owner, once this node was admitted. A named owner only corrects an entry that is there."""
     file, here = _file(settings), _place(address)
     known = _remembered(file)
     if known.get(here) == manifest.peer_id or (settings.owner and here not in known):
         return
     known.pop(here, None)
-    latest = [*known.items(), (here, manifest.peer_id)][-MAX_REMEMBERED:]
+    latest = [*known.items(), (here, manifest.peer_id)][-MAX_ADDRESSES:]
     try:
         LocalFiles(file.parent).write(file.name, msgspec.json.format(msgspec.json.encode(dict(latest))))
     except OSError as error:  # a node that does not remember is better than none
@@ -60,7 +60,7 @@ def remember(manifest: Manifest, address: Path | str, settings: NetworkSettings)
 
 
 def _place(address: Path | str) -> str:
-    """An address as it is remembered, from wherever it is looked at."""
+    """Return the same text for an address, whatever the working directory."""
     return str(address) if is_url(address) else str(Path(address).resolve())
 
 
@@ -75,6 +75,6 @@ def _remembered(file: Path) -> dict[str, str]:
         return {}
     except (OSError, Rejected) as error:
         raise OwnerError(
-            f"{file}, where this node remembers who owns which swarm, cannot be read ({error}). Move it away, and "
-            "whoever owns the swarm then is remembered; set SWARM_OWNER if you know who that should be."
+            f"{file}, where this node remembers the owners of swarms, cannot be read ({error}). Move it away, and the "
+            "present owner will be remembered; set SWARM_OWNER if you know who that should be."
         ) from error

@@ -1,8 +1,8 @@
-"""Keeps one node per identity, and one `up` per folder: two with one key would write over each other's files.
+"""Allows one node per identity, and one `up` per folder: two with one key would write over each other's files.
 
-On one machine a lock that the kernel frees when its process dies, however it dies, so a node that is started
-again at once is not refused. Between machines there is only the folder, clocks differ and drives sync late: a
-node elsewhere is at work if its sign of life is seen to change, and only a fresh one is waited for.
+On one machine a lock does it. The kernel frees it when the process dies, so a node that is started again at once is not
+refused. Between machines there is only the folder, clocks differ and drives sync late. So a node elsewhere is running
+if its heartbeat changes while this one looks, and only a fresh heartbeat is waited for.
 """
 
 import contextlib
@@ -28,24 +28,23 @@ from rl_swarm.protocol.wire import Rejected, canonical, digest, unseal
 log = logging.getLogger(__name__)
 
 LOCK_SECONDS = 2.0  # that a process which was just killed may take to vanish
-LOOK_SECONDS = 1.0  # between looks at another's sign of life
+LOOK_SECONDS = 1.0  # between looks at another process's heartbeat
 
 
 class TwinError(UserError):
-    """Another node is at work with this identity; the message says where, and what to do."""
+    """Reports another running node with this identity; the message says where, and what to do."""
 
 
 def twin_error(identity: Identity, who: str) -> TwinError:
     return TwinError(
         f"The identity {identity.peer_id} ({identity.name}) is already at work in this swarm: {who}. Stop that node, "
-        "or "
-        "give this one an identity of its own: IDENTITY_PATH=another-file.pem (made when it is not there)."
+        "or give this one an identity of its own: IDENTITY_PATH=another-file.pem (made when it is not there)."
     )
 
 
 @contextmanager
 def only_one_here(identity: Identity, swarm: str) -> Iterator[None]:
-    """Holds this machine's lock on an identity in a swarm; raises `TwinError` if another process has it."""
+    """Hold this machine's lock on an identity in a swarm; raise `TwinError` if another process has it."""
     with _held([swarm, identity.peer_id], "this node's identity") as holder:
         if holder:
             raise twin_error(identity, holder)
@@ -54,7 +53,7 @@ def only_one_here(identity: Identity, swarm: str) -> Iterator[None]:
 
 @contextmanager
 def only_run_here(root: Path) -> Iterator[None]:
-    """Holds this machine's lock on the folder of a run; raises `UserError` if another `up` runs there."""
+    """Hold this machine's lock on the folder of a run; raise `UserError` if another `up` runs there."""
     with _held(["run", str(root.resolve())], f"the run in {root}") as holder:
         if holder:
             raise UserError(
@@ -66,7 +65,7 @@ def only_run_here(root: Path) -> Iterator[None]:
 
 @contextmanager
 def _held(key: list[str], what: str) -> Iterator[str]:
-    """Holds a lock of this machine and yields nothing, or who holds it."""
+    """Hold a lock of this machine and yield an empty text; if another process has it, yield where that runs."""
     from filelock import FileLock, Timeout
 
     folder = Path(tempfile.gettempdir()) / f"rl-swarm-{os.getuid()}"
@@ -88,16 +87,16 @@ def _held(key: list[str], what: str) -> Iterator[str]:
 
 
 def _sign(lock: int) -> None:
-    """Writes into a lock who holds it."""
-    told = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
+    """Write this process into its lock."""
+    holder = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
     os.truncate(lock, 0)
-    os.write(lock, json.dumps(told).encode())
+    os.write(lock, json.dumps(holder).encode())
 
 
 def _holder(path: Path) -> str:
     try:
-        told = json.loads(path.read_bytes()[:1024])
-        return _where(str(told["host"]), int(told["pid"]), float(told["since"]))
+        held = json.loads(path.read_bytes()[:1024])
+        return _where(str(held["host"]), int(held["pid"]), float(held["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return "in another process on this machine"
 
@@ -108,17 +107,17 @@ def _where(host: str, pid: int, since: float) -> str:
 
 
 class Watch:
-    """Looks for signs of life that another process gives under this identity."""
+    """Looks for heartbeats of another process under this identity."""
 
     def __init__(self, store: DocumentStore, node: str, identity: Identity, swarm: str) -> None:
         self.store, self.node, self.identity, self.swarm = store, node, identity, swarm
         self.other: PeerInfo | None = None  # the newest introduction of another process
-        self.signs = 0  # that it has given since we began to look
+        self.signs = 0  # heartbeats of it since the first look
         self.look()
         self.signs = 0
 
     def look(self) -> PeerInfo | None:
-        """The introduction of another process, if there is a new one since the last look."""
+        """Return the introduction of another process, if there is a new one since the last look."""
         found = self._read()
         if found is None or (found.host, found.pid) == (platform.node(), os.getpid()):
             return None
@@ -129,8 +128,8 @@ class Watch:
         return found
 
     def wait(self, peer_timeout: float, stop: threading.Event) -> None:
-        """Raises `TwinError` if a node elsewhere is at work; waits only for one that was just seen elsewhere."""
-        deadline = time.monotonic() + peer_timeout / 2  # two signs of life
+        """Raise `TwinError` if a node elsewhere is running; wait only where a fresh heartbeat was seen."""
+        deadline = time.monotonic() + peer_timeout / 2  # two heartbeats
         while True:
             known, twin = self.other, self.look()
             if known is not None and twin is not None:
@@ -144,7 +143,7 @@ class Watch:
                 return
 
     def must_yield(self, ours: PeerInfo) -> bool:
-        """Whether another process is at work beside this one and was first. One late sign may be a dead node's."""
+        """Tell whether another process is running and was first. A single late heartbeat may be a dead node's."""
         twin = self.look()
         if twin is None or self.signs < 2:
             return False

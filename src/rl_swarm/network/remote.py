@@ -1,10 +1,10 @@
 """Stores files at a URL, through fsspec: a bucket or a WebDAV server.
 
-An object is written whole or not at all, and what one node has written the next reads, so a bucket is a better
-shared folder than most. Everything is asked of the store anew: listings that fsspec keeps would hide what others write.
+An object is written whole or not at all, and readers see it at once, so a bucket is a better shared folder than most.
+Listings are never cached: cached ones would hide what other nodes write.
 
-A library that talks to a store has errors of its own. Here they become what the rest of the package knows:
-`FileNotFoundError`, `Refused` for what will not work until a person changes something, and `OSError` for the rest.
+The errors of the libraries become those of this package: `FileNotFoundError`, `Refused` where a person has to change a
+setting or a permission, and `OSError` for the rest.
 """
 
 import errno
@@ -20,7 +20,7 @@ from rl_swarm.storage.files import Changed, Refused
 
 APPENDED_BYTES = 64 << 20  # of a log that is still appended to, which writes it anew
 CONNECT_SECONDS, READ_SECONDS = 10, 60
-ATTEMPTS = 4  # of the library, with growing pauses, before an error reaches us
+ATTEMPTS = 4  # of the library, with growing pauses, before it raises an error
 
 CREDENTIALS = {
     "s3": "credentials are read from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and the server from "
@@ -64,7 +64,7 @@ class RemoteFiles:
             store.pipe_file(f"{root}/{path}", data)
 
     def append(self, path: str, data: bytes, at: int | None = None) -> None:
-        """Reads and writes the whole object: for a log with one writer."""
+        """Read and write the whole object: for a log with one writer."""
         try:
             before = self.read(path, APPENDED_BYTES)
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class RemoteFiles:
             store.rm(f"{root}/{folder}", recursive=True)
 
     def move(self, folder: str, target: str) -> None:
-        """Copies what is there, then removes it: a store has no folders that could be renamed."""
+        """Copy the objects, then remove them: a store has no folders that could be renamed."""
         store, root = self._opened()
         with self._explained(folder):
             for source in store.find(f"{root}/{folder}"):
@@ -107,7 +107,7 @@ class RemoteFiles:
         return f"{self.root}/{path}" if path else self.root
 
     def _opened(self) -> tuple[Any, str]:
-        """The file system and where the root is in it. Its connections and threads do not survive a fork."""
+        """Return the file system and the path of the root in it. Its connections and threads do not survive a fork."""
         made = self._made
         if made[0] != os.getpid():
             made = self._made = (os.getpid(), *_open(self.root, self.store))
@@ -115,7 +115,7 @@ class RemoteFiles:
 
     @contextmanager
     def _explained(self, path: str) -> Iterator[None]:
-        """Turns the errors of a library into ours."""
+        """Translate the errors of a library."""
         url = self._url(path)
         try:
             yield
@@ -125,15 +125,14 @@ class RemoteFiles:
                 bucket = urlsplit(self.root).netloc
                 raise Refused(
                     errno.ENXIO,
-                    f"the store has no bucket {bucket!r} that could be used ({_said(error)}). Make it first, or "
-                    "correct "
-                    f"the address; {CREDENTIALS.get(self.store, '')}",
+                    f"the store has no bucket {bucket!r} that could be used ({_message(error)}). Make it first, or "
+                    f"correct the address; {CREDENTIALS.get(self.store, '')}",
                     url,
                 ) from error
             if codes & NOT_ALLOWED or isinstance(error, PermissionError) or _wrongly_set(error):
                 raise Refused(
                     errno.EACCES,
-                    f"the store does not let us in ({_said(error)}): {CREDENTIALS.get(self.store, '')}",
+                    f"the store does not let us in ({_message(error)}): {CREDENTIALS.get(self.store, '')}",
                     url,
                 ) from error
             if isinstance(error, FileNotFoundError):
@@ -141,14 +140,14 @@ class RemoteFiles:
             if isinstance(error, NotADirectoryError):
                 raise
             if not isinstance(error, OSError) and type(error).__module__ == "builtins":
-                raise  # a mistake of ours, not of the network
-            raise OSError(errno.EIO, _said(error), url) from error
+                raise  # a bug, and not an error of the network
+            raise OSError(errno.EIO, _message(error), url) from error
 
 
 def _open(url: str, store: str) -> tuple[Any, str]:
     if store not in PACKAGES:
         raise UserError(
-            f"{url}: {store}:// is no kind of address that we know. Use a path, s3://bucket/name, gs://bucket/name, "
+            f"{url}: {store}:// is no known kind of address. Use a path, s3://bucket/name, gs://bucket/name, "
             "az://container/name or webdavs://server/folder/name."
         )
     try:
@@ -159,9 +158,8 @@ def _open(url: str, store: str) -> tuple[Any, str]:
         made = fsspec.filesystem(store, use_listings_cache=False, **_options(store))
     except ImportError as error:
         raise UserError(
-            f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_said(error)}). Install "
-            "it: "
-            f".venv/bin/pip install {PACKAGES[store]}"
+            f"{url}: a swarm at a {store}:// address needs a package that is not installed ({_message(error)}). "
+            f"Install it: .venv/bin/pip install {PACKAGES[store]}"
         ) from error
     return made, made._strip_protocol(re.sub(r"^[^:]+", store, url)).rstrip("/")
 
@@ -180,9 +178,9 @@ def _open_webdav(url: str) -> tuple[Any, str]:
 def _options(store: str) -> dict[str, object]:
     if store != "s3":
         return {}
-    patience = {"retries": {"mode": "standard", "total_max_attempts": ATTEMPTS}}
+    retries = {"retries": {"mode": "standard", "total_max_attempts": ATTEMPTS}}
     return {
-        "config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, **patience},
+        "config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, **retries},
     }
 
 
@@ -191,7 +189,7 @@ def _same(name: str, path: str) -> bool:
 
 
 def _codes(error: BaseException | None) -> set[str]:
-    """The codes that a store answered with, wherever a library keeps them."""
+    """Return the error codes of a store's answer, wherever a library keeps them."""
     found = set()
     while error is not None:
         response = getattr(error, "response", None)
@@ -204,11 +202,11 @@ def _codes(error: BaseException | None) -> set[str]:
 
 
 def _wrongly_set(error: Exception) -> bool:
-    """Whether a library did not even ask: it has no key, or cannot use the endpoint or the name that it was given."""
+    """Tell whether a library made no request: it has no key, or cannot use the endpoint or the name."""
     return isinstance(error, ValueError) or WRONGLY_SET.search(type(error).__name__) is not None
 
 
-def _said(error: BaseException) -> str:
-    """What a library says, as one short line."""
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(said).split())[:300].rstrip(".")
+def _message(error: BaseException) -> str:
+    """Return a library's message, as one short line."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())[:300].rstrip(".")

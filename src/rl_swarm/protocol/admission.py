@@ -1,9 +1,9 @@
-"""Decides who may take part: the owner's list, invitations, and the one rule that both obey.
+"""Decides which peers may take part: the owner's access list, invitations, and the one rule for both.
 
-The owner of a swarm, whose key signed the manifest, keeps a signed list of peers that are allowed and
-denied. In a swarm of invited peers, an invitation admits a number of others: terms and a public key, signed
-by the owner. A token is that with the private key, and a peer that has one signs its own peer id with it: a
-ticket, in its introduction. So whoever reads an introduction learns nothing that would admit another.
+The owner of a swarm, whose key signed the manifest, keeps a signed list of allowed and denied peers. In a swarm of
+invited peers, an invitation admits a number of them: terms and a public key, signed by the owner. A token is an
+invitation with the private key. A peer that has a token signs its own peer id with that key: a ticket, in its
+introduction. So a reader of an introduction learns nothing that would admit another peer.
 """
 
 import base64
@@ -30,26 +30,26 @@ MAX_LIST_ENTRIES = 10_000  # peers or invitations in one list
 
 
 class AdmissionError(UserError):
-    """A peer that may not take part; the message says whom to ask for what."""
+    """Reports that a peer may not take part; the message says whom to ask for what."""
 
 
 PeerList = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_LIST_ENTRIES)]
 
 
 class AccessList(msgspec.Struct, frozen=True, kw_only=True):
-    """The owner's list. A new one replaces the one before and has a higher number."""
+    """Lists the peers that the owner allows and denies. A new list has a higher number than the one before."""
 
     peer_id: str = ""
-    kind: Literal["roll"] = "roll"
+    kind: Literal["access_list"] = "access_list"
     swarm: str
     number: Annotated[int, Meta(ge=0)] = 0
     timestamp: float = 0.0
     allowed: PeerList = []
     denied: PeerList = []
-    revoked: PeerList = []  # invitations: whoever came by one of these is out, unless allowed
+    revoked: PeerList = []  # invitations: peers that came by them are out, unless allowed
 
     def with_entry(self, name: str, allow: bool) -> "AccessList":
-        """The list with one more peer or invitation allowed or denied."""
+        """Return the list with one more peer or invitation allowed or denied."""
         allowed, denied, revoked = (set(names) - {name} for names in (self.allowed, self.denied, self.revoked))
         if is_invitation(name):
             revoked |= set() if allow else {name}
@@ -60,7 +60,7 @@ class AccessList(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Invitation:
-    """What the owner signed."""
+    """Holds the terms that the owner signed."""
 
     key: bytes  # the invitation's own public key
     uses: int  # peers that it admits
@@ -74,12 +74,12 @@ class Invitation:
 
 
 def is_invitation(name: str) -> bool:
-    """Whether a name is an invitation's (16 digits of its digest) and not a peer's."""
+    """Tell whether a name is an invitation's (16 digits of its digest) and not a peer's."""
     return len(name) == 16 and set(name) <= set("0123456789abcdef")
 
 
 def invite(manifest: Manifest, owner: Identity, uses: int, expires: int) -> tuple[str, str]:
-    """A new invitation: its name, and a token. Whoever has the token can join."""
+    """Make an invitation; return its name and a token, which lets any peer join."""
     key = Ed25519PrivateKey.generate()
     invitation = Invitation(key.public_key().public_bytes_raw(), uses, expires)
     signature = owner.sign(invitation.message(manifest))
@@ -87,18 +87,18 @@ def invite(manifest: Manifest, owner: Identity, uses: int, expires: int) -> tupl
 
 
 def make_ticket(token: str, manifest: Manifest, peer_id: str) -> str:
-    """What a peer shows when it comes with a token: of no use to anybody else. Raises `Rejected`."""
+    """Make the ticket by which a peer with a token joins, of no use to any other peer; raise `Rejected`."""
     data = _decode(token)
     key = Ed25519PrivateKey.from_private_bytes(data[:32])
     proof = key.sign(_claim(manifest, peer_id))
-    shown = _encode(key.public_key().public_bytes_raw(), data[32:44], proof, data[44:])
-    check_ticket(peer_id, shown, manifest)
-    return shown
+    ticket = _encode(key.public_key().public_bytes_raw(), data[32:44], proof, data[44:])
+    check_ticket(peer_id, ticket, manifest)
+    return ticket
 
 
-def check_ticket(peer_id: str, shown: str, manifest: Manifest) -> Invitation:
-    """The invitation by which a peer comes; raises `Rejected` if the ticket is not this peer's or not the owner's."""
-    data = _decode(shown)
+def check_ticket(peer_id: str, ticket: str, manifest: Manifest) -> Invitation:
+    """Return the invitation behind a ticket; raise `Rejected` if it is not this peer's or not the owner's."""
+    data = _decode(ticket)
     invitation = Invitation(data[:32], *_TERMS.unpack(data[32:44]))
     if not verify(peer_id_of(invitation.key), _claim(manifest, peer_id), data[44:108]):
         raise Rejected(RejectReason.INVITATION, "another peer's")
@@ -107,36 +107,38 @@ def check_ticket(peer_id: str, shown: str, manifest: Manifest) -> Invitation:
     return invitation
 
 
-def refusal_reason(manifest: Manifest, roll: AccessList, peer_id: str, member: Member | None) -> RefusalReason | None:
-    """Why a peer may not take part, as far as the list and the state tell."""
+def refusal_reason(
+    manifest: Manifest, access_list: AccessList, peer_id: str, member: Member | None
+) -> RefusalReason | None:
+    """Return why a peer may not take part, by the access list and the state; None if it may."""
     if peer_id == manifest.peer_id:
         return None
-    if peer_id in roll.denied:
+    if peer_id in access_list.denied:
         return "denied"
-    if peer_id in roll.allowed:
+    if peer_id in access_list.allowed:
         return None
-    if member is not None and member.invitation in roll.revoked:
+    if member is not None and member.invitation in access_list.revoked:
         return "revoked"
     invited = member is not None and member.invitation != ""
     return None if manifest.admission == "open" or invited else "uninvited"
 
 
 def admit(
-    manifest: Manifest, roll: AccessList, members: Mapping[str, Member], peer_id: str, shown: str, now: float
+    manifest: Manifest, access_list: AccessList, members: Mapping[str, Member], peer_id: str, ticket: str, now: float
 ) -> tuple[str, RefusalReason | None]:
-    """By which invitation a peer comes, if any, and why it may not take part. `shown` is its ticket."""
+    """Return the invitation by which a peer comes, if any, and why it may not take part."""
     member = members.get(peer_id)
-    why = refusal_reason(manifest, roll, peer_id, member)
+    why = refusal_reason(manifest, access_list, peer_id, member)
     came_by = member.invitation if member else ""
-    if why == "denied" or not shown or (came_by and why is None):
+    if why == "denied" or not ticket or (came_by and why is None):
         return came_by, why
     problem: RefusalReason | None = None
     try:
-        invitation = check_ticket(peer_id, shown, manifest)
+        invitation = check_ticket(peer_id, ticket, manifest)
     except Rejected:
         return "", why and "invalid"
     name = invitation.name(manifest)
-    if name in roll.revoked:
+    if name in access_list.revoked:
         problem = "revoked"
     elif now > invitation.expires:
         problem = "expired"
@@ -146,7 +148,7 @@ def admit(
 
 
 def refusal_message(why: RefusalReason, manifest: Manifest, peer_id: str, address: str) -> str:
-    """What a peer is told that may not take part."""
+    """Explain to a peer why it may not take part, and what would help."""
     owner = f"its owner, {animal_name(manifest.peer_id)} ({manifest.peer_id})"
     what = {
         "denied": "its owner has denied this node",
@@ -175,7 +177,7 @@ def _encode(*parts: bytes) -> str:
 
 
 def _decode(text: str) -> bytes:
-    """The bytes of a token or a ticket: a key, the terms, and what else there is."""
+    """Decode a token or a ticket: a key, the terms, and signatures."""
     text = text.strip()
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

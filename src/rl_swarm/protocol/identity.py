@@ -1,8 +1,8 @@
 """Identifies a node: a private key in `swarm.pem`, a peer id made from it, a friendly name made from that.
 
-The peer id is the one libp2p gives to the key. That of an Ed25519 key (`12D3KooW...`) contains the public
-key, so whoever reads a peer id can check that peer's signatures without asking anybody. Keys of earlier
-systems are RSA keys, and their peer ids (`Qm...`) are hashes; their signatures bring the public key along.
+The peer id is the one that libp2p gives to the key. That of an Ed25519 key (`12D3KooW...`) contains the public key, so
+every reader of a peer id can check that peer's signatures. Keys of earlier systems are RSA keys, and their peer ids
+(`Qm...`) are hashes; their signatures bring the public key along.
 """
 
 import base64
@@ -39,7 +39,7 @@ _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class IdentityError(UserError):
-    """A key file that is missing, unreadable or not a key."""
+    """Reports a key file that is missing, unreadable or not a key."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Identity:
 
     @property
     def node(self) -> str:
-        """The node's name in files, unless the user gives it another."""
+        """Name the node in documents, unless the user gives it another name."""
         return f"{self.name.replace(' ', '-')}-{self.peer_id[-6:]}"
 
     @property
@@ -61,7 +61,7 @@ class Identity:
         return f"RSA, {self.key.key_size} bits" if isinstance(self.key, RSAPrivateKey) else "Ed25519"
 
     def sign(self, message: bytes) -> bytes:
-        """The signature; with an RSA key, the length of the public key, the public key and the signature."""
+        """Return the signature; with an RSA key, the length of the public key, the public key and the signature."""
         if isinstance(self.key, Ed25519PrivateKey):
             return self.key.sign(message)
         public = _pkix(self.key.public_key())
@@ -74,7 +74,7 @@ class Identity:
 
     @classmethod
     def derived(cls, *parts: str | int) -> "Identity":
-        """An identity that anybody can make again from its parts: for nodes of experiments, which keep no secret."""
+        """Derive an identity that every machine can make again, for nodes of experiments, which have no secrets."""
         return cls._from_key(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(repr(parts).encode()).digest()))
 
     @classmethod
@@ -87,7 +87,7 @@ class Identity:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Identity":
-        """The identity whose private key this is: PEM, libp2p's protobuf, or base64 of that; or `ValueError`."""
+        """Read a private key: PEM, libp2p's protobuf, or base64 of that; raise `ValueError` if it is none."""
         if b"-----BEGIN" in data:
             key: object = serialization.load_pem_private_key(data, password=None)
         else:
@@ -111,7 +111,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
-        """The identity in `path`, made there at first use. An existing file is never overwritten."""
+        """Return the identity in `path`, made there at first use. An existing file is never overwritten."""
         if not path.exists():
             identity = cls.generate()
             try:
@@ -128,13 +128,13 @@ class Identity:
         return cls.load(path)
 
     def pem(self) -> bytes:
-        """The private key as it is kept in files."""
+        """Return the private key as it stands in files."""
         return self.key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
     def libp2p(self) -> bytes:
-        """The private key as libp2p keeps it: a protobuf {1: kind, 2: key}."""
+        """Return the private key in libp2p's form: a protobuf {1: kind, 2: key}."""
         if isinstance(self.key, RSAPrivateKey):
             form = serialization.PrivateFormat.TraditionalOpenSSL
             data = self.key.private_bytes(serialization.Encoding.DER, form, serialization.NoEncryption())
@@ -151,7 +151,7 @@ class Identity:
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a file that was not there, for its owner's eyes; raises `FileExistsError` if there is one."""
+    """Write a file that was not there, for its owner's eyes; raise `FileExistsError` if there is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written aside and linked into place: two processes that start together agree on one key,
     # and a crash leaves either no file or a whole one.
@@ -173,7 +173,7 @@ def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def warn_if_readable(path: Path) -> None:
-    """Whoever can read a private key can be that node."""
+    """Warn of a private key that other users can read, and so act as this node."""
     with contextlib.suppress(OSError):
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
@@ -185,7 +185,7 @@ def warn_if_readable(path: Path) -> None:
 
 
 def libp2p_key(data: bytes) -> object:
-    """The private key in libp2p's protobuf {1: kind, 2: key}; raises `ValueError`."""
+    """Read the private key in libp2p's protobuf {1: kind, 2: key}; raise `ValueError` if it is none."""
     kind, key, at = -1, b"", 0
     while at < len(data):
         tag = data[at]
@@ -211,7 +211,7 @@ def libp2p_key(data: bytes) -> object:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A protobuf number and where it ends."""
+    """Return a protobuf number and where it ends."""
     value = 0
     for place, byte in enumerate(data[at : at + 5]):
         value |= (byte & 0x7F) << 7 * place
@@ -225,7 +225,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def rsa_peer_id(public_key: bytes) -> str:
-    """The peer id of an RSA key, given as PKIX DER."""
+    """Return the peer id of an RSA key, given as PKIX DER."""
     length = len(public_key)
     protobuf = bytes([0x08, _RSA, 0x12, length & 0x7F | 0x80, length >> 7]) + public_key
     return base58(_HASHED + hashlib.sha256(protobuf).digest())
@@ -245,7 +245,7 @@ def check_rsa(key: RSAPublicKey) -> None:
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether a text has the form of a peer id of a key that nodes use."""
+    """Tell whether a text has the form of a peer id of a key that nodes use."""
     raw = base58_decode(text) if len(text) <= 64 else None
     return raw is not None and (
         (len(raw) == 38 and raw.startswith(_PREFIX)) or (len(raw) == 34 and raw.startswith(_HASHED))
@@ -253,7 +253,7 @@ def is_peer_id(text: str) -> bool:
 
 
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
-    """Whether the peer signed the message; False for a peer id that is none."""
+    """Tell whether the peer signed the message; False for a text that is no peer id."""
     raw = base58_decode(peer_id) if len(peer_id) <= 64 else None
     try:
         if raw is not None and len(raw) == 38 and raw.startswith(_PREFIX):
@@ -280,7 +280,7 @@ def _verify_rsa(peer_id: str, message: bytes, signature: bytes) -> bool:
 
 
 def animal_name(peer_id: str) -> str:
-    """A name people can say: `brave amber otter`. Not unique, so never used to decide anything."""
+    """Return a name that people can pronounce, `brave amber otter`. It is not unique, so it decides nothing."""
     pick = int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:8], "big")
     words = []
     for choices in (ADJECTIVES, COLOURS, ANIMALS):

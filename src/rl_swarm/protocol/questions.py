@@ -1,4 +1,4 @@
-"""Defines a question, what it answers to, and which questions are held out."""
+"""Defines a question, the rollouts that it follows up, and which questions are held out."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ SHARE = 32  # of 256: texts whose SHA-256 begins with a smaller byte are held ou
 
 @dataclass(frozen=True)
 class Question:
-    """The question that a task makes from a seed, on every machine. `answer` is None where many are right."""
+    """Holds the question that a task makes from a seed, the same on every machine. `answer` is None where many are
+    right."""
 
     task: str
     number: int  # of the task in the swarm's list: one task may stand there with several configurations
@@ -16,8 +17,8 @@ class Question:
     prompt: str
     answer: str | None
     stage: int = 0
-    role: str = ""  # of who answers it; empty for the ordinary one
-    parents: tuple["PeerMessage", ...] = ()  # what it answers to
+    role: str = ""  # of the node that answers it; empty for the ordinary one
+    parents: tuple["PeerMessage", ...] = ()  # rollouts that it follows up
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,5 @@ class PeerMessage:
 
 
 def is_held_out(text: str) -> bool:
-    """By content, not by seed: a short task makes the same question from many seeds."""
+    """Decide by the text and not by the seed: a short task makes the same question from many seeds."""
     return hashlib.sha256(text.encode()).digest()[0] < SHARE

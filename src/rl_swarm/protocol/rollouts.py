@@ -1,8 +1,8 @@
 """Defines what nodes share: questions with the texts a model answered with.
 
 `Publication` is what travels, one sealed document per peer, round and stage, in the layout of the
-folder swarm. `Rollout` is one question of it inside a node, before anything about it is believed;
-`Group` is a rollout that this node has made again, scored itself and can learn from.
+folder swarm. `Rollout` is one question of it inside a node, before it is checked; `Group` is a rollout whose question
+this node has made again, and whose answers it has scored.
 """
 
 import logging
@@ -35,7 +35,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One completion. `prompt` and `reward` are for people to read: receivers make both again."""
+    """Holds one completion. `prompt` and `reward` are for people to read: receivers compute both again."""
 
     prompt: str
     response: str
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a peer shares in one stage of a round."""
+    """Holds the rollouts that a peer shares in one stage of a round."""
 
     peer_id: Id
     kind: Literal["rollouts"]
@@ -61,7 +61,7 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokenizer: Id = ""
     rollouts: dict[str, list[Answer]]
     # Of a later stage: by earlier stage, whose rollouts its questions were made from, and for each question which.
-    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_PARENTS)]], Meta(max_length=64)] = []
+    context_peers: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_PARENTS)]], Meta(max_length=64)] = []
     parents: dict[str, Annotated[list[Id], Meta(max_length=MAX_PARENTS)]] = {}
     role: Annotated[str, Meta(max_length=64)] = ""  # of its author, where it is not the ordinary one
 
@@ -71,16 +71,16 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def min_completions(self) -> int:
-        """Completions of a question. One learns from groups; other roles may say a thing once."""
+        """Return the fewest completions of a question. Learning takes groups; other roles may answer once."""
         return 1 if self.role else 2
 
     def restricted_to(self, rollouts: dict[str, list[Answer]]) -> "Publication":
-        """The same with these rollouts alone."""
+        """Return the same with these rollouts alone."""
         parents = {number: named for number, named in self.parents.items() if number in rollouts}
         return replace(self, rollouts=rollouts, parents=parents)
 
     def digest(self, number: str) -> str:
-        """The name by which a later stage refers to one of these rollouts."""
+        """Return the digest by which a later stage refers to one of these rollouts."""
         return digest(canonical([self.swarm, self.peer_id, self.round, self.stage, number, self.rollouts[number]]))
 
 
@@ -94,7 +94,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One question and what a peer's model answered. Nothing here has been checked but its shape."""
+    """Holds one question and the answers of a peer's model. Only its shape has been checked."""
 
     peer_id: str
     round: int
@@ -104,7 +104,7 @@ class Rollout:
     completions: tuple[Completion, ...]
     tokenizer: str = ""
     role: str = ""
-    heard: tuple[tuple[str, ...], ...] = ()
+    context_peers: tuple[tuple[str, ...], ...] = ()
     parents: tuple[str, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """A rollout whose question this node made itself and whose completions it scored itself."""
+    """Holds a rollout whose question this node made itself and whose completions it scored itself."""
 
     peer_id: str
     question: Question
@@ -125,7 +125,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Equal rewards mean equal advantages of zero: nothing to learn."""
+        """Tell whether rewards differ: equal ones mean advantages of zero, and nothing to learn."""
         return max(self.rewards) > min(self.rewards)
 
     @property
@@ -148,10 +148,9 @@ def to_answers(group: Group, share_logprobs: bool) -> list[Answer]:
 
 
 def fit_limits(publication: Publication, limits: Limits) -> Publication:
-    """What receivers accept of a publication: without its longest answers, and the last questions, where it is too
-    much.
+    """Cut a publication down to what receivers accept: without answers that are too long, and the last questions.
 
-    A question whose group is left with too few answers goes, and so do those behind it: nobody takes gaps.
+    A question that is left with too few answers goes, and so do those after it: receivers reject gaps.
     """
     kept: dict[str, list[Answer]] = {}
     for number in sorted(publication.rollouts, key=int)[: limits.questions]:
@@ -164,8 +163,7 @@ def fit_limits(publication: Publication, limits: Limits) -> Publication:
     if lost:
         log.warning(
             "%d answers to %d questions are not published: this swarm takes at most %d questions, %d answers to each "
-            "and "
-            "%d characters a text",
+            "and %d characters a text",
             lost,
             len(publication.rollouts),
             limits.questions,
@@ -176,7 +174,7 @@ def fit_limits(publication: Publication, limits: Limits) -> Publication:
 
 
 def unpack(publication: Publication, limits: Limits) -> Iterator[Rollout]:
-    """The rollouts in a publication, in the order of their numbers; raises `Rejected` beyond the limits."""
+    """Yield the rollouts in a publication, in the order of their numbers; raise `Rejected` beyond the limits."""
     if len(publication.rollouts) > limits.questions:
         raise Rejected(RejectReason.LIMITS, f"{len(publication.rollouts)} questions, at most {limits.questions}")
     numbers = []
@@ -222,6 +220,6 @@ def _rollout(publication: Publication, number: int, given: Sequence[Answer], lim
         ),
         tokenizer=publication.tokenizer,
         role=publication.role,
-        heard=tuple(map(tuple, publication.heard)),
+        context_peers=tuple(map(tuple, publication.context_peers)),
         parents=tuple(publication.parents.get(str(number), ())),
     )

@@ -1,11 +1,11 @@
 """Moves a swarm through its rounds, as a pure state machine: `(state, event) -> state`, the clock an argument.
 
-Every coordinator, whatever network it sits on, feeds joins and reports into this and publishes what
-comes out. A member that is silent for `peer_timeout` is not waited for; it counts again when it speaks. One that
-gives signs of life and yet keeps missing the ends of stages is not either. Many reports in time make up for one wait in
-vain, and before the last one, or for a newcomer, the others wait no longer than they took themselves. So no member
-makes
-them wait again and again.
+Every coordinator, on every network, feeds joins and reports into this and publishes the new state.
+
+A member without a heartbeat for `peer_timeout` is not waited for; its next heartbeat or report counts again. A member
+that sends heartbeats and misses the ends of `MAX_MISSED` stages is not waited for either. Reports in time make up for
+misses. For a newcomer, and for a member that may miss one more stage, the others wait no longer than they took
+themselves. So no member holds up the swarm again and again.
 """
 
 import itertools
@@ -22,15 +22,15 @@ from rl_swarm.protocol.wire import Count, Id, Name
 
 Round = Count
 MAX_TICKET = 4096  # characters
-MAX_MISSED = 3  # stages for which a member was waited for in vain, until it is not; for a newcomer, one
-REPORTS_PER_PARDON = 50  # reports in time that make up for one wait in vain
-MAX_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for those that give signs of life
+MAX_MISSED = 3  # stages that a member may miss until it is not waited for; a newcomer, one
+REPORTS_PER_PARDON = 50  # reports in time that make up for a miss
+MAX_WAIT = 8  # times `peer_timeout`, after the first report of a stage, for members that send heartbeats
 # Why a peer is not admitted.
 RefusalReason = Literal["denied", "uninvited", "invalid", "revoked", "expired", "used up", "full"]
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer introduces itself; writing this again is its sign of life."""
+    """Introduces a peer; writing this again is its heartbeat."""
 
     peer_id: Id = ""
     kind: Literal["peer"] = "peer"
@@ -43,12 +43,12 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     joined: float
     timestamp: float
-    invitation: Annotated[str, Meta(max_length=MAX_TICKET)] = ""  # a ticket (admission.py)
+    ticket: Annotated[str, Meta(max_length=MAX_TICKET)] = ""  # by which it comes (admission.py)
     role: Name | msgspec.UnsetType = msgspec.UNSET  # where it is not the ordinary one
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer says about its round: its own reward, and the peer whose rollouts it found best."""
+    """Reports a peer's reward in a stage, and its vote for the peer whose rollouts were best."""
 
     peer_id: Id = ""
     kind: Literal["report"] = "report"
@@ -71,13 +71,13 @@ class Member(msgspec.Struct, frozen=True):
     reward: float = 0.0  # sum over rounds
     wins: int = 0  # votes received
     invitation: str = ""  # the name of the one by which it came
-    sign: float = 0.0  # when its newest introduction was written, by its own clock
-    missed: int = 0  # ends of stages at which it was waited for in vain
-    punctual: int = 0  # reports in time since then; `REPORTS_PER_PARDON` of them take one back
+    heartbeat: float = 0.0  # when its newest introduction was written, by its own clock
+    missed: int = 0  # stages that ended without its report, though the others waited
+    on_time: int = 0  # reports in time since then; `REPORTS_PER_PARDON` of them take one back
 
     @property
     def is_on_probation(self) -> bool:
-        """Tells whether one more wait in vain is the last."""
+        """Tell whether one more missed stage is the last."""
         return self.missed >= MAX_MISSED - 1
 
     def is_awaited(self, now: float, peer_timeout: float) -> bool:
@@ -85,7 +85,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A peer that is not admitted. `joined` says which introduction this answers."""
+    """Tells a peer that it is not admitted. `joined` says which introduction this answers."""
 
     why: RefusalReason
     joined: float
@@ -102,25 +102,25 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     timestamp: float = 0.0
     members: dict[str, Member] = {}
     reports: dict[str, Report] = {}  # of this stage so far
-    heard: float = 0.0  # when the first of them came
-    proven: float = 0.0  # when the last one of a member came that is not on probation
-    roll: Round = 0  # the number of the owner's list that this state obeys
+    first_report_at: float = 0.0
+    last_regular_report_at: float = 0.0  # of a member that is not on probation
+    access_list_number: Round = 0  # of the access list that this state obeys
     refused: dict[str, Refusal] = {}
 
     def leaderboard(self) -> list[tuple[str, Member]]:
-        """Members, best first: by votes received, then by reward."""
+        """Return the members, best first: by votes received, then by reward."""
         return sorted(self.members.items(), key=lambda item: (-item[1].wins, -item[1].reward, item[0]))
 
     def sources(self) -> dict[str, str]:
-        """Of every member: those that came by one invitation are one source."""
+        """Return the source of every member: peers that came by one invitation are one source."""
         return {peer_id: member.invitation or peer_id for peer_id, member in self.members.items()}
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written into the history when a stage ends."""
+    """Records the end of a stage in the history."""
 
     peer_id: Id = ""
-    kind: Literal["ended"] = "ended"
+    kind: Literal["stage"] = "stage"
     swarm: Id
     round: Round
     stage: Round
@@ -153,44 +153,50 @@ class Rules:
 
 
 def record_presence(
-    state: State, peer_id: str, node: str, now: float, invitation: str = "", sign: float = 0.0
+    state: State, peer_id: str, node: str, now: float, invitation: str = "", heartbeat: float = 0.0
 ) -> State:
-    """A peer has joined or given a sign of life."""
+    """Add a peer that has joined, or record its heartbeat."""
     member = state.members.get(peer_id)
     if member is None:
         joined = state.round if state.phase == "running" else 0
-        # Whoever comes later has to show first that it is worth waiting for.
+        # A newcomer has to report in time before the others wait for it.
         member = Member(node, joined_round=joined, last_seen=now, missed=MAX_MISSED - 1 if joined else 0)
-    member = replace(member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign))
+    heartbeat = max(heartbeat, member.heartbeat)
+    member = replace(member, last_seen=now, invitation=invitation or member.invitation, heartbeat=heartbeat)
     return replace(state, members={**state.members, peer_id: member})
 
 
 def drop_idle(state: State, most: int, now: float, peer_timeout: float) -> State:
-    """The state with at most so many members: of too many, those go that are silent and never reported."""
+    """Return the state with at most so many members: of too many, silent ones that never reported go."""
     idle = (p for p, m in state.members.items() if not m.participation and now - m.last_seen > peer_timeout)
     gone = set(itertools.islice(idle, max(0, len(state.members) - most)))
     return replace(state, members={p: m for p, m in state.members.items() if p not in gone})
 
 
 def stop_awaiting(state: State, peer_ids: Iterable[str]) -> State:
-    """Members that nobody waits for from now on, until they are seen again."""
+    """Wait no longer for these members, until their next heartbeat."""
     gone = {peer_id: replace(state.members[peer_id], last_seen=0.0) for peer_id in peer_ids}
     return replace(state, members={**state.members, **gone})
 
 
 def record_report(state: State, report: Report, now: float) -> State:
-    """A peer has reported. Only the first report of a member for the current stage counts."""
+    """Count a report. Only the first one of a member for the current stage counts."""
     current = state.phase == "running" and (report.round, report.stage) == (state.round, state.stage)
     if not current or report.peer_id in state.reports:
         return state
     state = record_presence(state, report.peer_id, report.node, now)
-    heard = state.heard if state.reports else now
-    proven = state.proven if state.members[report.peer_id].is_on_probation else now
-    return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard, proven=proven)
+    first = state.first_report_at if state.reports else now
+    last_regular = state.last_regular_report_at if state.members[report.peer_id].is_on_probation else now
+    return replace(
+        state,
+        reports={**state.reports, report.peer_id: report},
+        first_report_at=first,
+        last_regular_report_at=last_regular,
+    )
 
 
 def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
-    """The state after the clock has moved, and why the stage ended if it did."""
+    """Return the state at this time, and why the stage ended if it did."""
     if state.phase == "waiting":
         if len(state.members) < rules.min_peers:
             return state, None
@@ -199,7 +205,12 @@ def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
     if why is None:
         return state, None
     counted = replace(
-        state, members=count_reports(state, rules, now), reports={}, proven=0.0, started=now, timestamp=now
+        state,
+        members=count_reports(state, rules, now),
+        reports={},
+        last_regular_report_at=0.0,
+        started=now,
+        timestamp=now,
     )
     if state.stage + 1 < rules.stages:
         return replace(counted, stage=state.stage + 1), why
@@ -215,18 +226,18 @@ def end_reason(state: State, rules: Rules, now: float) -> str | None:
     late = late_members(state, rules, now)
     if state.reports and not late:
         return "everyone"
-    took = state.proven - state.started
+    took = state.last_regular_report_at - state.started
     if took > 0 and elapsed > 2 * took and all(state.members[peer_id].is_on_probation for peer_id in late):
         return "patience"
     if rules.end == "deadline" and elapsed >= rules.interval:
         return "deadline"
     # Where rounds take long, others may take as long again as the first did.
-    longest = max(MAX_WAIT * rules.peer_timeout, state.heard - state.started)
-    return "patience" if state.reports and now - state.heard > longest else None
+    longest = max(MAX_WAIT * rules.peer_timeout, state.first_report_at - state.started)
+    return "patience" if state.reports and now - state.first_report_at > longest else None
 
 
 def late_members(state: State, rules: Rules, now: float) -> list[str]:
-    """Members that are waited for and have not reported."""
+    """Return the members that are waited for and have not reported."""
     return [
         peer_id
         for peer_id, member in state.members.items()
@@ -235,26 +246,26 @@ def late_members(state: State, rules: Rules, now: float) -> list[str]:
 
 
 def count_reports(state: State, rules: Rules, now: float) -> dict[str, Member]:
-    """Members with this stage's reports counted, and who was waited for in vain; votes only at the end of a round.
+    """Return the members with this stage's reports and misses counted; votes count at the end of a round.
 
-    Whoever reported has the whole `peer_timeout` for the next stage, however long ago its report came.
+    A member that reported has the whole `peer_timeout` for the next stage, however early its report came.
     """
     members = dict(state.members)
     last = state.stage + 1 == rules.stages
     for peer_id in late_members(state, rules, now) if rules.end != "interval" else ():
-        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1, punctual=0)
+        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1, on_time=0)
     for peer_id, report in state.reports.items():
         member = members.get(peer_id)
         if member is None:
             continue
-        punctual = member.punctual + 1 if member.missed else 0
+        on_time = member.on_time + 1 if member.missed else 0
         members[peer_id] = replace(
             member,
             last_seen=now,
             participation=member.participation + last,
             reward=member.reward + report.reward,
-            missed=member.missed - punctual // REPORTS_PER_PARDON,
-            punctual=punctual % REPORTS_PER_PARDON,
+            missed=member.missed - on_time // REPORTS_PER_PARDON,
+            on_time=on_time % REPORTS_PER_PARDON,
         )
     for peer_id, report in state.reports.items() if last else ():
         if report.vote in members and report.vote != peer_id:

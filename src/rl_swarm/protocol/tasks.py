@@ -47,7 +47,7 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _problem(value: Value) -> str | None:
-    """What is wrong with a setting's value, whatever the task."""
+    """Return what is wrong with a setting's value, whatever the task."""
     if isinstance(value, list):
         if len(value) > MAX_LIST:
             return f"is a list of {len(value)}; {MAX_LIST} are the most"

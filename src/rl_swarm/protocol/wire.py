@@ -2,8 +2,8 @@
 
 A sealed document is a JSON object whose `digest` is the SHA-256 of the canonical encoding of its other
 fields (`signature` aside) and whose `signature` is its author's, `peer_id`, over the same bytes. The
-digest tells a file that is still being written from one that was forged. Compression is outside of all
-that: a reader takes gzip and plain JSON alike.
+digest tells a file that is still being written from a forged one. Compression is outside of all that: a reader takes
+gzip and plain JSON alike.
 """
 
 import base64
@@ -36,7 +36,7 @@ MAX_ITEMS = 200_000  # values in one document, keys not counted
 MAX_TEXT = 1 << 19  # bytes of one string: 131,072 characters of four
 MAX_NUMBER = 24  # characters: -1.7976931348623157e+308
 MAX_EXPONENTS = 10_000  # numbers with one: near the ends of a float's range they take a thousand times as long
-MAX_DETAIL = 300  # characters of what is said about a document that is refused
+MAX_DETAIL = 300  # characters of the reason why a document is refused
 # Raised by msgspec for bytes that are no JSON: not closed, no UTF-8, or nested too deep.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_MEMORY = 6 * MAX_BYTES  # what all values may take once they are built, by the estimate below
@@ -50,8 +50,7 @@ _DIGITS = bytes(ord("0") if byte in b"0123456789+-.eE" else ord(" ") for byte in
 class Rejected(Exception):
     """Reports that something a peer sent is not used.
 
-    `detail` is for logs and may quote the peer, so it is short and neither a terminal nor a shell takes it for a
-    command.
+    `detail` is for logs and may quote the peer, so it is short and escaped.
     """
 
     def __init__(self, reason: RejectReason, detail: str = "") -> None:
@@ -61,15 +60,15 @@ class Rejected(Exception):
 
 
 class Incomplete(Rejected):
-    """A document that may be whole when it is read again: a half-written or half-synced file."""
+    """Reports a document that may be whole when it is read again: a half-written or half-synced file."""
 
 
 class SealError(UserError):
-    """What this node was to send would be refused by everybody."""
+    """Reports a document of this node that every receiver would refuse."""
 
 
 def canonical(value: object) -> bytes:
-    """The one encoding that is hashed and signed: JSON, keys sorted, no spaces."""
+    """Encode for hashing and signing: JSON, keys sorted, no spaces."""
     return msgspec.json.encode(value, order="deterministic")
 
 
@@ -78,18 +77,18 @@ def digest(data: bytes) -> str:
 
 
 def seal(record: msgspec.Struct, identity: Identity, compress: bool = False, limit: int = MAX_BYTES) -> bytes:
-    """The record as a signed document that readers with this limit accept; raises `SealError` if there is none."""
+    """Sign a record, as a document that receivers with this limit accept; raise `SealError` if they would not."""
     data = sign(record, identity, compress)
     try:
         convert(decode(data, limit), type(record))
     except Rejected as error:
         what = type(record).__name__
-        raise SealError(f"What this node was to send, a {what}, would be refused by all ({error}).") from error
+        raise SealError(f"Every receiver would refuse this node's {what} ({error}).") from error
     return data
 
 
 def sign(record: msgspec.Struct, identity: Identity, compress: bool = False) -> bytes:
-    """The record as a signed document, whatever it holds."""
+    """Sign a record, whatever it holds."""
     fields: dict[str, object] = {**msgspec.to_builtins(record), "peer_id": identity.peer_id}
     message = canonical(fields)
     fields["digest"] = digest(message)
@@ -99,12 +98,12 @@ def sign(record: msgspec.Struct, identity: Identity, compress: bool = False) -> 
 
 
 def unseal(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> T:
-    """The record in a sealed document, its author's signature checked; raises `Rejected`."""
+    """Return the record in a sealed document after checking the author's signature; raise `Rejected`."""
     return unseal_with_digest(data, kind, limit)[0]
 
 
 def unseal_with_digest(data: bytes, kind: type[T], limit: int = MAX_BYTES) -> tuple[T, str]:
-    """The record and its digest, by which others can refer to it."""
+    """Return the record and its digest, by which other documents can refer to it."""
     fields = decode(data, limit)
     claimed = fields.pop("digest", None)
     signature = fields.pop("signature", None)
@@ -133,13 +132,13 @@ def convert(fields: Mapping[str, object], kind: type[T]) -> T:
 
 
 def describe_mismatch(error: msgspec.ValidationError) -> str:
-    """Says what does not fit a type, without the value that was given."""
-    said = re.sub(r"(Invalid enum value|unknown field) .*?( - at|$)", r"\1\2", str(error), flags=re.DOTALL)
-    return said.replace("`$.", "`").replace("`", "'")
+    """Describe what does not fit a type, without the value that was given."""
+    text = re.sub(r"(Invalid enum value|unknown field) .*?( - at|$)", r"\1\2", str(error), flags=re.DOTALL)
+    return text.replace("`$.", "`").replace("`", "'")
 
 
 def decode(data: bytes, limit: int = MAX_BYTES) -> dict[str, object]:
-    """The JSON object in `data`, compressed or not, within the limits; raises `Rejected`."""
+    """Return the JSON object in `data`, compressed or not, within the limits; raise `Rejected`."""
     text = decompress(data, min(limit, MAX_BYTES))
     check_shape(text)
     try:
@@ -171,7 +170,7 @@ def decompress(data: bytes, limit: int) -> bytes:
 
 
 def check_shape(text: bytes) -> None:
-    """Bounds everything that decoding costs before anything is built, by what stands outside of strings."""
+    """Bound the cost of decoding before anything is built, by what stands outside of strings."""
     plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     strings = plain.count(b'"') // 2
     memory = strings * _STRING + len(text) * _WIDEST

@@ -33,7 +33,7 @@ ChildName = Literal["o", "p"]  # for the node's own answers, or for peers'
 
 
 class ScorerFailed(Exception):
-    """A request broke its child (`child_alone`), or was not answered in time."""
+    """Raised when a request broke its child (`child_alone`), or was not answered in time."""
 
     def __init__(self, reason: str, child_alone: bool = False) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class ScorerFailed(Exception):
 
 
 class ScorerExited(ScorerFailed):
-    """The process had ended before the request, so no answer caused it."""
+    """Raised when the process had ended before the request, so no answer caused it."""
 
 
 class ScoringProcess:

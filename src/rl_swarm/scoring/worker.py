@@ -4,8 +4,8 @@
 reasoning-gym's scorers evaluate and parse the answers they are given, so they never run in the node. The
 process that the node starts only imports, which takes long. Then it forks one child for the node's own answers and
 one for peers' answers, so that nothing a peer sent can affect the node's own rewards. Both lock themselves down (see
-`lockdown`) before they read a task or an answer, and scorers that would run an answer as code are made safe (see
-`safe_scorers`). When an answer breaks a child, a new one is forked in a fraction of a second.
+`lockdown`) before they read a task or an answer. Scorers that would run an answer as code are made safe
+(`safe_scorers`). When an answer breaks a child, a new one is forked in a fraction of a second.
 
 Children run with PYTHONHASHSEED=0, because some tasks make different questions under another hash seed. A request is
 one line of JSON after the letter of its child; the child replies with a line per item and an end.
@@ -51,7 +51,7 @@ UNSEEDED = {"codeio"}  # runs its own programs, some of which use the global ran
 
 
 class TooSlow(BaseException):
-    """One item took too long. A `BaseException`, so that no scorer catches it with `except Exception`."""
+    """Raised when one item takes too long. As a `BaseException` it passes `except Exception` in scorers."""
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def entry_of(name: str, dataset: Any, seed: int) -> dict[str, Any]:
 
 
 class Tasks:
-    """The tasks of one swarm."""
+    """Makes questions and scores answers of the tasks of one swarm."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -335,7 +335,7 @@ def main() -> None:
     pipes = {b"o": os.dup(1), b"p": os.dup(peer_pipe)}
     os.close(peer_pipe)
     requests, errors = os.dup(0), os.dup(2)
-    os.set_blocking(errors, False)  # nobody may read the error
+    os.set_blocking(errors, False)  # a full pipe must not block
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # tasks print; the pipes are ours
         os.dup2(nothing, stream)

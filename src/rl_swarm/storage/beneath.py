@@ -1,9 +1,9 @@
-"""Opens paths below a directory that others can write to, and never follows a link on the way.
+"""Opens paths below a directory that other users can write to, and never follows a link on the way.
 
-Anybody who can write to a shared folder can put a link, a pipe or a device in place of a file or a directory, at any
-moment. So a path is resolved one component at a time below an open directory: by the kernel in one call where it has
-`openat2`, and by `O_NOFOLLOW` on every component elsewhere. A check and the use that follows it always see the same
-open file.
+An attacker who can write to a shared folder can put a link, a pipe or a device in place of a file or a directory, at
+any moment. So a path is resolved one component at a time below an open directory: by the kernel in one call where it
+has `openat2`, and by `O_NOFOLLOW` on every component elsewhere. A check and the use that follows it always see the
+same open file.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ AT_FDCWD = -100
 DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 # Opening a pipe or a leased file must not wait.
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-MAX_DEPTH = 16  # of a tree that is removed; ours have five levels
+MAX_DEPTH = 16  # of a tree that is removed; those of a swarm have five levels
 MAX_REMOVED = 20_000  # files of one
 
 
@@ -39,7 +39,7 @@ _without_openat2 = _libc is None
 
 
 def open_below(directory: int, path: str, flags: int, mode: int = 0o666) -> int:
-    """Opens a path below an open directory; a link anywhere in it is an error."""
+    """Open a path below an open directory; a link anywhere in it is an error."""
     parts = parts_of(path)
     if not parts:
         return os.open(".", flags | os.O_CLOEXEC, dir_fd=directory)
@@ -62,7 +62,7 @@ def open_below(directory: int, path: str, flags: int, mode: int = 0o666) -> int:
 
 
 def open_root(path: str) -> int:
-    """Opens the directory that a swarm lies in, by an absolute path that was resolved before."""
+    """Open the directory that a swarm lies in, by an absolute path that was resolved before."""
     if not _without_openat2:
         opened = _openat2(AT_FDCWD, path, DIRECTORY, 0, NO_SYMLINKS)
         if opened is not None:
@@ -71,7 +71,7 @@ def open_root(path: str) -> int:
 
 
 def _openat2(directory: int, path: str, flags: int, mode: int, resolve: int) -> int | None:
-    """Calls `openat2`; None where the kernel does not have it, or a filter forbids it."""
+    """Call `openat2`; None where the kernel does not have it, or a filter forbids it."""
     global _without_openat2
     assert _libc is not None
     how = _How(flags, mode, resolve)
@@ -88,7 +88,7 @@ def _openat2(directory: int, path: str, flags: int, mode: int, resolve: int) -> 
 
 
 def _works() -> bool:
-    """Tells a kernel that forbids the call from a file that must not be opened."""
+    """Tell a kernel that forbids the call from a file that must not be opened."""
     assert _libc is not None
     how = _How(DIRECTORY, 0, NO_SYMLINKS)
     found: int = _libc.syscall(OPENAT2, AT_FDCWD, b"/", ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
@@ -98,7 +98,7 @@ def _works() -> bool:
 
 
 def parts_of(path: str) -> list[str]:
-    """Splits a relative path into names; one that could lead out of its directory is an error."""
+    """Split a relative path into names; one that could lead out of its directory is an error."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise OSError(errno.EINVAL, "not a path below the swarm's directory", path)
@@ -107,12 +107,12 @@ def parts_of(path: str) -> list[str]:
 
 @contextmanager
 def regular(directory: int, path: str, flags: int) -> Iterator[int]:
-    """Opens a regular file below a directory, and nothing else; never waits."""
+    """Open a regular file below a directory, and nothing else; never waits."""
     try:
         waiting = 0 if flags & getattr(os, "O_PATH", 0) else SAFE  # nothing is opened by O_PATH
         file = open_below(directory, path, flags | waiting)
     except OSError as error:
-        # A link, a pipe that nobody reads, a socket, a directory.
+        # A link, a pipe without a reader, a socket, a directory.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR):
             raise Misplaced(error.errno, f"not a regular file ({os.strerror(error.errno)})", path) from error
         raise
@@ -129,7 +129,7 @@ def regular(directory: int, path: str, flags: int) -> Iterator[int]:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Names errors after the path that was asked for: names that others chose below it stay out of messages."""
+    """Name errors after the path that was asked for: names below it may be an attacker's and stay out of messages."""
     try:
         yield
     except OSError as error:
@@ -137,16 +137,16 @@ def named(path: str) -> Iterator[None]:
 
 
 def remove_tree(directory: int, name: str) -> None:
-    """Removes a file, a link or a whole directory below an open directory; what a link leads to stays.
+    """Remove a file, a link or a whole directory below an open directory; what a link leads to stays.
 
-    Of a tree that somebody has made larger or deeper than ours are, some files go, and the rest is an error.
+    Of a tree that is larger or deeper than those of a swarm, some files go, and the rest is an error.
     """
     with named(name):
         _remove(directory, name, MAX_DEPTH, MAX_REMOVED)
 
 
 def _remove(directory: int, name: str, depth: int, most: int) -> int:
-    """Returns how many of `most` files may still be removed."""
+    """Return how many of `most` files may still be removed."""
     try:
         inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=directory)
     except FileNotFoundError:

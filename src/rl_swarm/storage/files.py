@@ -1,8 +1,8 @@
 """Reads and writes files below one root: the file system as a folder swarm sees it.
 
-Everything the folder network does goes through these calls, so that another store (`remote.py`, or a test that
-behaves like a badly synced drive) can stand in. `LocalFiles` is also the only way to a directory that others can write
-to: logs, checkpoints and settings that a node copies there or reads from there pass through it (`beneath.py`).
+The folder network uses these calls alone, so that a bucket (`network/remote.py`), or a test that behaves like a badly
+synced drive, can stand in. `LocalFiles` is also the only way to a directory that other users can write to: logs,
+checkpoints and settings that a node copies there or reads from there pass through it (`beneath.py`).
 """
 
 import copy
@@ -30,25 +30,25 @@ STAGE_FOLDER = re.compile(r"stage_(0|[1-9][0-9]{0,3})")
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LINKS = "links in a shared folder are not followed: name the directory that it leads to"
 MAX_NAMES = 100_000  # entries of a folder that are read at a time
-TRIES = 10  # at a place where others keep putting something else
+TRIES = 10  # at a place where an attacker keeps putting something else
 MAX_MERGED = 2000  # files that are moved into another folder at a time
-MAX_SAID = 100  # names of which that is remembered
-REMIND_SECONDS = 60.0  # between lines that say so of the same name
+MAX_LOGGED_NAMES = 100  # of replaced folders, whose last log line is remembered
+REMIND_SECONDS = 60.0  # between log lines about one name
 IN_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)  # why a rename replaces nothing
 
 
 class Refused(OSError):
-    """A store that goes on refusing until somebody changes a setting or a permission; the message says which."""
+    """Reports that a store will refuse until a person changes a setting or a permission; the message says which."""
 
 
 class Changed(OSError):
-    """A file does not have the size that its writer left it with."""
+    """Reports a file that does not have the size that its writer left it with."""
 
 
 class Files(Protocol):
     """Paths are relative to the root and use `/`. `OSError` means: not now, perhaps later.
 
-    What lies in the folder may have been put there by anybody: only regular files are read and written.
+    Other users may have put anything there: only regular files are read and written.
     """
 
     @property
@@ -57,35 +57,34 @@ class Files(Protocol):
         ...
 
     def read(self, path: str, limit: int) -> bytes:
-        """Reads at most `limit + 1` bytes, so that the caller can tell when there were more."""
+        """Read at most `limit + 1` bytes, so that the caller can tell when there were more."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Replaces the file, atomically where the store can."""
+        """Replace the file, atomically where the store can."""
         ...
 
     def append(self, path: str, data: bytes, at: int | None = None) -> None:
-        """Adds to a file; raises `Changed` if it is to have `at` bytes before and has not."""
+        """Add to a file; raise `Changed` if it is to have `at` bytes before and has not."""
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Lists what is in a folder; nothing if there is no such folder."""
+        """List what is in a folder; nothing if there is no such folder."""
         ...
 
     def remove(self, folder: str) -> None: ...
 
     def move(self, folder: str, target: str) -> None:
-        """Moves a folder; if there is one at the target, it gets the files of both."""
+        """Move a folder; if there is one at the target, it gets the files of both."""
         ...
 
 
 class LocalFiles:
-    """A directory. One that was there and has disappeared (a drive unmounted) is not made anew.
+    """Reads and writes below a directory. One that has disappeared (a drive unmounted) is not made anew.
 
-    The root is what the user named, so links in its path are followed once, now. Below it none is followed: one in
-    place of a directory is replaced by a directory when something is written there. Of `<folder>/experiments/<name>`
-    the
-    user named the folder; the rest is in it.
+    The user named the root, so links in its path are followed once, now. Below it none is followed: a link in place of
+    a directory is replaced by a directory when something is written there. Of `<folder>/experiments/<name>` the user
+    named the folder; the rest is in it.
     """
 
     def __init__(self, root: Path, repair: bool = True) -> None:
@@ -97,7 +96,7 @@ class LocalFiles:
         self._existed = self.has_folder("")
 
     def below(self, folder: str) -> "LocalFiles":
-        """Returns the same for a folder in this one, which is no link either."""
+        """Return the same for a folder in this one, which is no link either."""
         found = copy.copy(self)
         found.root, found._inside = self.root / folder, f"{self._inside}/{folder}".strip("/")
         found._existed = found.has_folder("")
@@ -137,7 +136,7 @@ class LocalFiles:
             os.close(inside)
 
     def folders_with(self, file: str, folder: str = "") -> list[str]:
-        """Lists the folders in a folder that hold a file of this name."""
+        """List the folders in a folder that hold a file of this name."""
         found = []
         for name in self.names(folder):
             with suppress(OSError):
@@ -146,12 +145,12 @@ class LocalFiles:
         return found
 
     def stat(self, path: str) -> os.stat_result:
-        """Tells size and time of a regular file without opening it for reading."""
+        """Tell size and time of a regular file without opening it for reading."""
         with self._opened() as root, beneath.regular(root, path, getattr(os, "O_PATH", os.O_RDONLY)) as file:
             return os.fstat(file)
 
     def has_folder(self, folder: str) -> bool:
-        """Tells whether there is a directory, and not a link to one."""
+        """Tell whether there is a directory, and not a link to one."""
         try:
             with self._opened() as root:
                 os.close(beneath.open_below(root, folder, beneath.DIRECTORY))
@@ -160,13 +159,13 @@ class LocalFiles:
         return True
 
     def make(self) -> None:
-        """Makes the root, where there is none."""
+        """Make the root, where there is none."""
         os.makedirs(self._base, exist_ok=True)
         first, _, rest = self._inside.partition("/")
         if first:
             root = beneath.open_root(self._base)
             try:
-                # A link in place of `experiments` may be the user's own; one below it is somebody else's.
+                # A link in place of `experiments` may be the user's own; one below it is an attacker's.
                 with (
                     _within(root, f"{first}/-", first != SWARMS) as (inside, _),
                     _within(inside, f"{rest}/-" if rest else "-"),
@@ -181,7 +180,7 @@ class LocalFiles:
         self._existed = True
 
     def remove(self, folder: str) -> None:
-        """Removes a folder; without a name, all that is in the root."""
+        """Remove a folder; without a name, all that is in the root."""
         parent, name = _split(folder)
         with (
             suppress(FileNotFoundError, NotADirectoryError),
@@ -212,7 +211,7 @@ class LocalFiles:
                 beneath.remove_tree(source, name)
 
     def copy_in(self, source: Path, folder: str) -> None:
-        """Copies the files of a private directory into a folder, which appears whole or not at all."""
+        """Copy the files of a private directory into a folder, which appears whole or not at all."""
         with self._parent(folder) as (parent, name):
             aside = f".{name}.{secrets.token_hex(4)}.tmp"
             os.mkdir(aside, dir_fd=parent)
@@ -237,9 +236,9 @@ class LocalFiles:
                 raise
 
     def copy_out(self, folder: str, target: Path, wanted: Mapping[str, tuple[int, str]]) -> None:
-        """Copies files into a private directory; raises `Changed` unless they have these sizes and SHA-256 digests.
+        """Copy files into a private directory; raise `Changed` unless they have these sizes and SHA-256 digests.
 
-        What is read is hashed on the way, so the copy is what was verified, whatever happens to the folder meanwhile.
+        Each file is hashed while it is copied, so the copy is what was verified, even if the folder changes meanwhile.
         """
         with self._folder(folder) as inside:
             for name, (size, expected) in wanted.items():
@@ -255,7 +254,7 @@ class LocalFiles:
                     raise Changed(errno.ESTALE, "not as this node wrote it", name)
 
     def _merge(self, folder: str, target: str) -> None:
-        """Moves the files of a folder into another, so many at a time."""
+        """Move the files of a folder into another, so many at a time."""
         for number, path in enumerate(self._found(folder, beneath.MAX_DEPTH)):
             if number == MAX_MERGED:
                 raise OSError(errno.ENOTEMPTY, f"more than {MAX_MERGED} files", folder)
@@ -266,7 +265,7 @@ class LocalFiles:
                     os.replace(last, wanted, src_dir_fd=inside, dst_dir_fd=into)
 
     def _found(self, folder: str, depth: int) -> Iterator[str]:
-        """Lists the files of a folder and those below it; deeper ones are none of ours."""
+        """List the files of a folder and of folders in it, down to a depth."""
         for name in self.names(folder):
             path = f"{folder}/{name}"
             if not self.has_folder(path):
@@ -303,7 +302,7 @@ class LocalFiles:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """Opens the folder that a path is to be written in, which is made if need be; and the path's last name."""
+        """Open the folder that a path is to be written in, which is made if need be; and the path's last name."""
         if not self._existed:
             self.make()
         with self._opened() as root, _within(root, path, self._repair) as found:
@@ -312,7 +311,7 @@ class LocalFiles:
 
 @contextmanager
 def _within(directory: int, path: str, repair: bool = True) -> Iterator[tuple[int, str]]:
-    """Opens the folder of a path below an open directory, which is made if need be; and the path's last name."""
+    """Open the folder of a path below an open directory, which is made if need be; and the path's last name."""
     parts = beneath.parts_of(path)
     if not parts:
         raise IsADirectoryError(errno.EISDIR, "the swarm's directory itself", path)
@@ -329,10 +328,10 @@ def _within(directory: int, path: str, repair: bool = True) -> Iterator[tuple[in
 
 
 def _directory(parent: int, name: str, repair: bool) -> int:
-    """Opens a directory to write in, which is made if need be.
+    """Open a directory to write in, which is made if need be.
 
-    With `repair`, a link or a file that others put in its place is replaced, and one of this user's that has lost its
-    permissions gets them back.
+    With `repair`, a link or a file in its place is replaced, and a directory of this user that has lost its permissions
+    gets them back.
     """
     for _ in range(TRIES):  # others may remove an empty folder in between
         with suppress(FileExistsError):
@@ -346,9 +345,9 @@ def _directory(parent: int, name: str, repair: bool) -> int:
                 raise
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(name, dir_fd=parent)
-                _say_replaced(name)
+                _log_replaced(name)
             continue
-        with suppress(OSError):  # the write that follows says what is wrong
+        with suppress(OSError):  # the write that follows reports what is wrong
             mode = os.fstat(found)
             if repair and mode.st_uid == os.geteuid() and mode.st_mode & 0o700 != 0o700:
                 os.chmod(f"/proc/self/fd/{found}", stat.S_IMODE(mode.st_mode) | 0o700)
@@ -356,26 +355,26 @@ def _directory(parent: int, name: str, repair: bool) -> int:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
-_said: dict[str, float] = {}  # by name of a folder: when it was last said that it was replaced
+_logged: dict[str, float] = {}  # by name of a replaced folder: when that was last logged
 
 
-def _say_replaced(name: str) -> None:
+def _log_replaced(name: str) -> None:
     now = time.monotonic()
-    if now - _said.get(name, -REMIND_SECONDS) >= REMIND_SECONDS:
-        _said[name] = now
-        if len(_said) > MAX_SAID:
-            _said.pop(next(iter(_said)))
+    if now - _logged.get(name, -REMIND_SECONDS) >= REMIND_SECONDS:
+        _logged[name] = now
+        if len(_logged) > MAX_LOGGED_NAMES:
+            _logged.pop(next(iter(_logged)))
         log.warning("%s was no directory, but something else in its place: it is replaced", name)
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Splits a path into its folder and its last name; one that leads out of the root is an error."""
+    """Split a path into its folder and its last name; one that leads out of the root is an error."""
     *folders, name = beneath.parts_of(path) or [""]
     return "/".join(folders), name
 
 
 def _replace(folder: int, name: str, data: bytes) -> None:
-    """Writes a file aside and renames it: readers see the old one or the new one, and no link is followed."""
+    """Write a file aside and renames it: readers see the old one or the new one, and no link is followed."""
     aside = f".{name}.{secrets.token_hex(4)}.tmp"
     try:
         with _made(folder, aside) as file:
@@ -388,10 +387,9 @@ def _replace(folder: int, name: str, data: bytes) -> None:
 
 
 def _into_place(folder: int, aside: str, name: str) -> None:
-    """Renames what was written aside. A directory, or whatever cannot be replaced, is moved away first and then
-    removed.
+    """Rename what was written aside. A directory, or what else cannot be replaced, is first moved away, then removed.
 
-    Moving costs the same however much others have put in there.
+    Moving costs the same however much there is in it.
     """
     for left in reversed(range(TRIES)):
         try:

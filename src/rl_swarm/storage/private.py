@@ -1,8 +1,8 @@
 """Keeps a node's private directory, where only this user may write.
 
-Whoever can write to a swarm's folder can change everything in it. So a node keeps its logs, checkpoints and settings
-here and copies them to the folder, where others can read them. From the folder it takes back only what its own key has
-signed: copied here first, verified here, and loaded from here.
+A swarm's folder is open to every user who can write there. So a node keeps its logs, checkpoints and settings here and
+copies them to the folder for readers. From the folder it takes back only what its own key has signed: it copies a file
+here first, verifies the copy, and loads that.
 """
 
 import os
@@ -19,7 +19,7 @@ KEY, NAME = 16, 40  # characters of a digest that tells directories apart, and o
 
 
 def private_root(settings: StorageSettings) -> Path:
-    """Returns the directory of all private files, `PRIVATE_PATH`; by default in the user's home."""
+    """Return the directory of all private files, `PRIVATE_PATH`; by default in the user's home."""
     if settings.private_path:
         return Path(settings.private_path).expanduser().absolute()
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -27,14 +27,13 @@ def private_root(settings: StorageSettings) -> Path:
 
 
 def check(settings: StorageSettings, root: Path) -> None:
-    """Raises `UserError` if the private directory cannot be used for a swarm in this folder."""
+    """Raise `UserError` if the private directory cannot be used for a swarm in this folder."""
     named = root.parent.parent if root.parent.name == SWARMS else root
     private, shared = os.path.realpath(private_root(settings)), os.path.realpath(named)
     if Path(private).is_relative_to(shared):
         raise UserError(
             f"PRIVATE_PATH={private} lies in the swarm's folder {shared}, where others can write. Set it to a "
-            "directory "
-            "outside of that folder."
+            "directory outside of that folder."
         )
     _made(settings, "logs")
 
@@ -48,12 +47,12 @@ def swarm_folder(settings: StorageSettings, where: Path | str, swarm: str) -> Pa
 
 
 def remember_swarm(settings: StorageSettings, root: Path, swarm: str) -> None:
-    """Keeps which swarm this user has started in a directory."""
+    """Keep which swarm this user has started in a directory."""
     _remembered(settings, root).write_text(swarm)
 
 
 def started_swarm(settings: StorageSettings, root: Path) -> str:
-    """Tells which swarm this user has started in a directory; empty where none was."""
+    """Tell which swarm this user has started in a directory; empty where none was."""
     try:
         return _remembered(settings, root).read_text()
     except OSError:
@@ -66,18 +65,18 @@ def _remembered(settings: StorageSettings, root: Path) -> Path:
 
 
 def _short(shared: str) -> str:
-    """Makes a short name of harmless letters from that of a directory or a URL."""
+    """Make a short name of harmless letters from that of a directory or a URL."""
     return re.sub("[^A-Za-z0-9.-]+", "-", os.path.basename(shared))[-NAME:].strip("-.") or "swarm"
 
 
 def log_file(settings: StorageSettings, root: Path) -> Path:
-    """Returns the private file behind the `swarm.log` of a folder, which is begun before its swarm is known."""
+    """Return the private file behind the `swarm.log` of a folder, which is begun before its swarm is known."""
     shared = os.path.realpath(root)
     return _made(settings, "logs") / f"{_short(shared)}-{digest(shared.encode())[:KEY]}.log"
 
 
 def _made(settings: StorageSettings, name: str) -> Path:
-    """Makes a private directory; a clear error where others could write to it."""
+    """Make a private directory; a clear error where others could write to it."""
     root = private_root(settings)
     folder = root / name
     try:

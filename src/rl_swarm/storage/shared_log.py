@@ -1,7 +1,7 @@
-"""Writes a log in a private directory, with a copy where others can read it.
+"""Writes a log in a private directory, with a copy in the swarm's store that every reader can see.
 
-The private file is the log. The copy is brought up to date line by line; where it is no longer what this process left
-there (removed, cut, replaced by a link or a pipe) it is written anew, now and then, as a whole.
+The private file is the log. Each line is appended to the copy. A copy that an attacker has changed (removed, cut,
+replaced by a link or a pipe) is now and then written anew as a whole.
 """
 
 import errno
@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 MAX_LOG = 256 << 20  # bytes of a log that are copied as a whole
-REPAIR_SECONDS = 30.0  # between two repairs of a copy that somebody keeps damaging
+REPAIR_SECONDS = 30.0  # between two repairs of a copy that is damaged again and again
 
 
 Name = TypeVar("Name")  # of the copy: a path, or a key
@@ -49,7 +49,7 @@ class SharedLog(Generic[Name]):
         self.failures = 0  # lines that were not copied at once
 
     def append(self, line: bytes) -> None:
-        """Adds a line, here and to the copy. A copy that cannot be written stops nothing."""
+        """Add a line, here and to the copy. A copy that cannot be written stops nothing."""
         with self.private.open("ab", buffering=0) as file:  # nothing is written after a failure
             try:
                 left = memoryview(line)
@@ -75,7 +75,7 @@ class SharedLog(Generic[Name]):
             self.copy()
 
     def copy(self) -> bool:
-        """Writes the whole copy anew; tells whether that worked."""
+        """Write the whole copy anew; return whether that worked."""
         if self._target is None or self._copied == self.size:
             return True
         store, name = self._target
@@ -89,7 +89,7 @@ class SharedLog(Generic[Name]):
         return True
 
     def read(self) -> bytes:
-        """Returns the log as this process has written it."""
+        """Return the log as this process has written it."""
         if self.size > MAX_LOG:
             raise OSError(errno.EFBIG, f"a log of more than {MAX_LOG} bytes is not copied", str(self.private))
         try:
@@ -98,7 +98,7 @@ class SharedLog(Generic[Name]):
             return b""
 
     def replace(self, data: bytes) -> None:
-        """Makes these lines the whole log, as when some of them are taken back."""
+        """Make these lines the whole log, as when some of them are taken back."""
         aside = self.private.with_name(f".{self.private.name}.tmp")
         aside.write_bytes(data)
         os.replace(aside, self.private)
@@ -116,7 +116,7 @@ class SharedLog(Generic[Name]):
 
 
 def _whole_lines(path: Path) -> bytes:
-    """Returns the log, without a last line that a crash has cut off."""
+    """Return the log, without a last line that a crash has cut off."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Writes log lines: to the terminal when there is one, and always to `logs/swarm.log`.
 
-The file in the swarm's folder is a copy of a private one (`private.py`). Whatever replaces the copy costs a few of its
-lines and nothing else.
+The file in the swarm's folder is a copy of a private one (`storage/private.py`). Whatever replaces the copy costs a
+few of its lines and nothing else.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Reads and checks a proposer's text: one JSON object with a question, a solution and at most four tests.
 
-A proposal is a stranger's text until it is checked. It counts only if it can be read, its own solution passes its
+A proposal is untrusted text until it is checked. It counts only if it can be read, its own solution passes its
 tests in the sandbox, and wrong programs fail them: constant ones, ones that return their argument, and the solution
 with a small mistake. Every node checks proposals itself.
 """

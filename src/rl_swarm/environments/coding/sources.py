@@ -1,7 +1,7 @@
 """Loads tasks from files in the formats of MBPP and CodeContests, on this machine or on the hub.
 
 A swarm's manifest names a file, never a path. Every node looks for it in its own folder of data (the setting
-`data_path`), and a digest in the manifest makes sure that all have the same one. Rows are a stranger's text. They are
+`data_path`), and a digest in the manifest makes sure that all have the same one. Rows are untrusted text. They are
 read as data, within limits, and their programs run only in the sandbox.
 """
 

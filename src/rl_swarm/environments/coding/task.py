@@ -46,5 +46,5 @@ def digest_of_words(text: str) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Tell whether a stranger's text can stand in a prompt as it is: letters and lines, and no control tokens."""
+    """Tell whether untrusted text is safe in a prompt: printable lines without control tokens."""
     return _CONTROL.search(text) is None and all(c.isprintable() or c == "\n" for c in text)

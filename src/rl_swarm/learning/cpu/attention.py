@@ -26,7 +26,7 @@ _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens from `first` to `last` of `count` sequences of `length` tokens, which begin at `start`."""
+    """Selects the tokens from `first` to `last` of `count` sequences of `length` tokens, which begin at `start`."""
 
     start: int
     count: int

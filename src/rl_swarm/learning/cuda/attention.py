@@ -23,7 +23,7 @@ BLOCK = 64  # tokens per program
 
 @dataclass(frozen=True)
 class Segments:
-    """The place of prompts and completions in the packed row.
+    """Locates prompts and completions in the packed row.
 
     A segment attends causally to itself, and to all of its parent: the parent of a completion is its prompt. The
     children of a prompt are adjacent.

@@ -36,7 +36,7 @@ Groups = list[list[Sample]]  # the completions of every prompt
 
 
 class Capacity(NamedTuple):
-    """The largest batch of a node that fits into the memory reserved so far."""
+    """Describes the largest batch of a node that fits into the reserved memory."""
 
     sequences: int = 0
     tokens: int = 0  # of a completion
@@ -45,7 +45,7 @@ class Capacity(NamedTuple):
 
 
 class ScratchBuffers:
-    """The memory that sampling writes, for all nodes. It is kept between calls, so that graphs stay valid."""
+    """Holds the memory that sampling writes, for all nodes. It is kept between calls, so that graphs stay valid."""
 
     def __init__(self, nodes: int, sequences: int) -> None:
         self.nodes, self.capacity = nodes, Capacity()

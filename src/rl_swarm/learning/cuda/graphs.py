@@ -40,7 +40,7 @@ def capture(graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
 
 
 class StaticInputs:
-    """Static inputs of a graph in one block of memory, filled by one copy that does not wait for the GPU."""
+    """Holds the inputs of a graph in one block of memory, filled by one copy that does not wait for the GPU."""
 
     def __init__(self, batch: Batch, segments: Segments, device: torch.device) -> None:
         tensors = [*vars(batch).values(), *vars(segments).values()]

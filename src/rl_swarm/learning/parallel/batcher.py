@@ -1,7 +1,7 @@
 """Batches requests of several threads that arrive at about the same time: one thread runs the batch for all.
 
-The first thread to ask runs the batch. It waits as long as requests keep arriving, takes those of the same kind,
-runs them, and hands out the results as they are made, its own last. The thread with the first result gets a head
+The first thread to ask runs the batch. It waits as long as requests keep arriving, and runs those of the same kind.
+It hands out the results as they are made, its own last. The thread with the first result gets a head
 start: the device waits for what that thread does next, and threads that wake together delay each other. Requests that
 arrive meanwhile form the next batch. Two batches take almost twice as long as one, so the pause grows with the time
 that the last batch took.

@@ -50,7 +50,7 @@ EXIT_SECONDS = 5.0  # that a failing worker may take to end
 
 
 class DataParallelError(RuntimeError):
-    """A worker failed. After a restart the node resumes from its last checkpoint."""
+    """Raised when a worker fails. After a restart the node resumes from its last checkpoint."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -137,7 +137,7 @@ class DataParallelTrainer(Trainer):
 
 
 class DataParallelRank(Policy):
-    """The policy of one rank."""
+    """Samples and trains on one rank."""
 
     trainer_class = DataParallelTrainer
     trainer: DataParallelTrainer
@@ -167,7 +167,7 @@ class WorkerProcess:
 
 
 class DataParallelPolicy(DataParallelRank):
-    """The policy of a node with several devices: rank 0, and the workers that it starts."""
+    """Samples and trains on several devices: runs as rank 0, and starts a worker for every other rank."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -199,9 +199,10 @@ class DataParallelPolicy(DataParallelRank):
             return
         self.folder = tempfile.TemporaryDirectory(prefix="rl-swarm-ranks-")
         threads = torch.get_num_threads()  # equal in all ranks: sums depend on it
+        settings = self.settings.part(PolicySettings)  # a worker knows no other sections
         for rank in range(1, self.settings.model.devices_per_node):
             self.workers.append(_start_worker(rank, self.folder.name))
-            self._send(self.workers[-1], WorkerSetup(self.settings, self.system_prompt, rank, threads))
+            self._send(self.workers[-1], WorkerSetup(settings, self.system_prompt, rank, threads))
         for worker in self.workers:
             self._receive(worker, START_SECONDS)
         with self._naming_failed_worker():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SharedDevice:
-    """The engines and training slots of the nodes of a process.
+    """Holds the engines and training slots of the nodes of a process.
 
     Nodes with models of one shape share an engine, and training slots if their losses are equal, too.
     """

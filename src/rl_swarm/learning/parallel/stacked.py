@@ -1,7 +1,7 @@
 """Trains several small models of one shape as one: their weights are stacked, and products are batched.
 
 Kernel launches bound the pass of a small model, so eight models in the same kernels take hardly longer than one. The
-parameters of each model, and the moments of its optimiser, are slices of the stack, so each model is sampled from and
+parameters of each model, and the moments of its optimiser, are slices of the stack. So each model is sampled from and
 saved as if it were alone. Everything is computed in float32, so that gradients equal those of each model alone up to
 rounding.
 

@@ -1,1 +1,1 @@
-"""Lets nodes meet without a server, over hivemind's DHT and libp2p's streams."""
+"""Connects nodes without a server, over hivemind's DHT and libp2p's streams."""

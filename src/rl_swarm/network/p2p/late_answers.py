@@ -1,7 +1,7 @@
-"""Takes answers that come late: a node waits a moment, and takes the rest when it asks again.
+"""Collects late answers: a node waits a moment, and takes a late answer when it asks again.
 
-In a round every node asks a few peers one after the other. If it waited for each of them, one peer that answers slowly
-would hold up all nodes, and with them the round.
+In a round every node asks a few peers one after the other. If it waited for each of them, one slow peer would delay
+all nodes, and with them the round.
 """
 
 import time
@@ -27,7 +27,7 @@ class LateAnswers:
         self.late = dict[str, None]()  # peers whose last answer took longer than a moment
 
     def ask(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
-        """Returns what a peer answers within a moment, or has answered since this was last asked; else
+        """Return a peer's answer within a moment, or its late answer to the same request; else raise
         `TimeoutError`."""
         asked, answer = self._pending.get(peer_id, (b"", None))
         if answer is None or (asked != request and answer.done()):
@@ -48,7 +48,7 @@ class LateAnswers:
                 self._pending.pop(peer_id, None)
 
     def close(self) -> None:
-        """Waits for nobody."""
+        """Cancel what waits for answers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, peer_id: str, request: bytes, limit: int) -> bytes | None:
@@ -69,7 +69,7 @@ class LateAnswers:
                 self.late.pop(next(iter(self.late)), None)
 
     def _forget(self) -> None:
-        """Makes room: what was answered and not asked for again goes first."""
+        """Make room: drop late answers that were not asked for again."""
         done = [peer_id for peer_id, (_, answer) in self._pending.items() if answer.done()]
         if not done:
             raise TimeoutError("too many peers have not answered yet")

@@ -1,10 +1,9 @@
-"""Shares the room that a peer gives to the notices of others, fairly.
+"""Shares the room that a peer gives to notices of other peers, fairly.
 
-Shares are counted by the authors of notices, who signed them, and not by the connections that bring them. An author has
+Shares are counted by the authors who signed the notices, and not by the connections that bring them. An author has
 little room under a key and in all, and displaces its own oldest notice when it needs more. Where a key is full, the
-author
-with the most bytes there loses first, so that one identity pushes out nobody but itself. Strangers never get the part
-that is kept for members. Reports of rounds that are far ahead are refused, so that nobody books the future.
+author with the most bytes loses first, so that one identity displaces only itself. A part is reserved for members.
+Reports of rounds that are far ahead are refused, so that no author books the future.
 """
 
 import math
@@ -20,25 +19,25 @@ MAX_OF_AUTHOR = 64  # notices of one author: an introduction in some parts, a ma
 MAX_REPORTS_OF_AUTHOR = 8
 MAX_KEY_BYTES = 1 << 20  # under one key: it is read whole, and hivemind's messages end at 2 MiB
 MAX_BYTES = 32 << 20  # of all notices
-STRANGERS = 0.5  # part of both that those get who are no members, as far as this peer knows
+STRANGERS = 0.5  # part of both for authors that are no members, as far as this peer knows
 TIDY_SECONDS = 5.0  # between looks for what has expired, where there is no room
 
 Place = tuple[bytes, str]  # a key and a subkey
 
 
 class SwarmView(Protocol):
-    """Tells what a peer knows of the swarm that it is in."""
+    """Provides what a peer knows of the swarm that it is in."""
 
     def is_member(self, peer_id: str) -> bool: ...
 
     def report_rounds(self) -> range | None:
-        """Says of which rounds reports may lie in the DHT now; None if that is not known."""
+        """Return the rounds of which reports may lie in the DHT now; None if that is not known."""
         ...
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Notes a notice that is kept."""
+    """Records a notice that lies here."""
 
     place: Place
     author: str
@@ -63,7 +62,7 @@ class DhtQuota:
         self.refused = 0  # records since the start
 
     def admit(self, key: bytes, subkey: str, notice: DhtRecord, size: int, expires: float) -> Iterable[Place] | None:
-        """Makes room for a notice: the places that have to be emptied for it, or None if it is refused."""
+        """Make room for a notice. Return the places that have to be emptied for it, or None if it is refused."""
         now = self.clock()
         view = self.swarms.get(notice.swarm)
         claim = Claim(
@@ -91,7 +90,7 @@ class DhtQuota:
         return [old.place for old in evicted if old.place != claim.place]
 
     def _displaced(self, claim: Claim, now: float) -> list[Claim] | None:
-        """Finds the notices that go for this one; None if this one has less right to be here."""
+        """Find the notices that go for this one; None if this one is refused."""
         key, subkey = claim.place
         self._expire(self.by_key.get(key, {}).values(), now)
         self._expire(self.by_author.get(claim.author, {}).values(), now)
@@ -115,7 +114,7 @@ class DhtQuota:
         return gone if self._make_fit(claim, under, gone) and self._make_fit_in_all(claim, gone, now) else None
 
     def _make_fit(self, claim: Claim, under: Iterable[Claim], gone: list[Claim]) -> bool:
-        """Adds to `gone` what has to go until the claim fits under its key."""
+        """Add to `gone` what has to go until the claim fits under its key."""
         staying = [one for one in under if one not in gone]
         shares = Counter[str]({claim.author: claim.size})
         for one in staying:
@@ -135,7 +134,7 @@ class DhtQuota:
             shares[loser.author] -= loser.size
 
     def _make_fit_in_all(self, claim: Claim, gone: list[Claim], now: float) -> bool:
-        """Does the same for everything that lies here. Only sums are kept of it, so that a full table costs little."""
+        """Do the same for the whole table. Only its sums are kept, so that a full table costs little."""
         while True:
             freed = Counter[bool]()
             shares = self.shares.copy() if self.shares.total() + claim.size > MAX_BYTES * STRANGERS else None
@@ -161,7 +160,7 @@ class DhtQuota:
             gone.append(loser)
 
     def _expire_all(self, now: float) -> bool:
-        """Forgets what has expired, now and then; whether there was anything."""
+        """Forget what has expired, now and then; return whether there was anything."""
         if now < self._tidied + TIDY_SECONDS:
             return False
         self._tidied, before = now, len(self.by_author)
@@ -190,7 +189,7 @@ class DhtQuota:
 
 
 def _is_now(notice: DhtRecord, view: SwarmView | None) -> bool:
-    """Tells whether a report is of a round that is played about now; everything else is of no round."""
+    """Tell whether a report is of a round that is played about now; other documents have no round."""
     number = notice.report_round()
     rounds = view.report_rounds() if view is not None and number is not None else None
     return rounds is None or number in rounds
@@ -203,12 +202,12 @@ def _fits(claim: Claim, members: int, strangers: int, most: int) -> bool:
 
 
 def _may_displace(claim: Claim, loser: Claim, shares: Counter[str]) -> bool:
-    """Tells whether a notice may displace another: one with a larger share, or a member's one of a stranger."""
+    """Tell whether a notice may displace another: one with a larger share, or a member's one of a stranger."""
     if claim.is_member != loser.is_member:
         return claim.is_member
     return _rank(shares[loser.author]) > _rank(shares[claim.author])
 
 
 def _rank(share: int) -> int:
-    """Rounds a share up to whole notices, so that a smaller notice takes nothing from a larger one."""
+    """Round a share up to whole notices, so that a smaller notice takes nothing from a larger one."""
     return -(-share // MAX_NOTICE)

@@ -1,4 +1,4 @@
-"""Signs notices in the DHT: a peer has a document, where it lies, how large it is, its digest."""
+"""Defines the signed notices in the DHT, by which a peer announces a document: its place, size and digest."""
 
 import hashlib
 import ipaddress
@@ -15,12 +15,12 @@ from rl_swarm.protocol.wire import Count, Id, Rejected, unseal
 
 log = logging.getLogger(__name__)
 
-MAX_INSIDE = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
+MAX_CONTENT = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
 MAX_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 REPORT_SECONDS = 120.0  # the same of a round's reports, of which only the newest is renewed
 EARLIEST, LATEST = KEPT_SECONDS, 60.0  # seconds by which the clock of a notice's author may differ
-MAX_OF_AUTHOR_IN_KEY = 2  # notices of one author under one key; nobody needs more
+MAX_OF_AUTHOR_IN_KEY = 2  # notices of one author under one key; no node needs more
 REMEMBERED = 4096  # records that have been read, so that their signatures are not checked again
 DEEPEST = 12  # bits of the smallest part of the introductions
 MANIFESTS = "rl-swarm/manifests"
@@ -37,7 +37,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sha256: Annotated[str, Meta(max_length=64)]
     size: Count
     timestamp: float
-    inside: Annotated[str, Meta(max_length=MAX_INSIDE)] = ""
+    content: Annotated[str, Meta(max_length=MAX_CONTENT)] = ""
     # On introductions, how large a part of them its author reads (`members.py`).
     depth: Annotated[int, Meta(ge=0, le=DEEPEST)] = 0
     # Where its author can be reached, on introductions and manifests.
@@ -45,7 +45,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> DocumentKey | None:
-        """The document that this announces; None where there is no such document."""
+        """Return the key of the announced document; None where there is no such document."""
         return key_at(self.path)
 
     def dht_keys(self) -> list[str]:
@@ -64,7 +64,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.key.round if self.key is not None and self.key.kind is Kind.REPORT else None
 
     def latest_expiry(self) -> float:
-        """Return when it has to be gone, by the time that its author signed: anybody may choose a record's expiry."""
+        """Return when it has to expire, by the time that its author signed: a sender may choose any expiry."""
         return self.timestamp + (KEPT_SECONDS if self.report_round() is None else REPORT_SECONDS) + LATEST
 
 

@@ -1,8 +1,8 @@
-"""Remembers how much time the peers of the table cost, so that a slow one holds nobody up twice.
+"""Remembers how much time the peers of the DHT cost, so that a slow one delays no node twice.
 
-A peer runs up a debt when it answers much later than the quickest third, tells of peers that do not answer, or sends
-records
-that nobody signed. Debts shrink slowly. Who owes too much is not asked, as long as there are others.
+A peer runs up a debt when it answers much later than the quickest third, names peers that do not answer, or sends
+records without a valid signature. Debts shrink slowly. A peer that owes too much is not asked, as long as there are
+others.
 """
 
 import time
@@ -17,8 +17,8 @@ MAX_DEBT = 2.0  # seconds; beyond it a peer is not asked
 WORST_DEBT = 12.0
 PAID_RATE = 0.02  # by which a debt shrinks, per second
 FAILED = 0.2  # seconds that it costs not to answer
-LIE = 0.5  # seconds that it costs to tell of a peer that does not answer
-ENOUGH = 2  # others that have to be there for one to be left out
+LIE = 0.5  # seconds that it costs to name a peer that does not answer
+ENOUGH = 2  # other peers that have to be there for one to be left out
 MAX_WAITING = 4  # answers of a peer that are outstanding, until it is not asked for more
 MAX_PEERS = 1024  # that are remembered
 
@@ -26,13 +26,13 @@ MAX_PEERS = 1024  # that are remembered
 class Reliability:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.took = dict[Any, float]()  # seconds of the last answer, by peer; who answered last comes last
+        self.took = dict[Any, float]()  # seconds of the last answer, by peer; the latest last
         self._waiting = Counter[Any]()  # answers that are outstanding, by peer
         self._debts = dict[Any, tuple[float, float]]()  # by peer: how much, and when
-        self._told_by = dict[Any, Any]()  # peers that never answered, and who told of them
+        self._named_by = dict[Any, Any]()  # peers that never answered, and the peer that named each
 
     def answers(self, peer: Any) -> bool:
-        """Tells whether a peer has answered, the last time that it was asked."""
+        """Tell whether a peer answered the last time that it was asked."""
         return peer in self.took
 
     def is_left_out(self, peer: Any) -> bool:
@@ -45,7 +45,7 @@ class Reliability:
         return self._debt(peer) > MAX_DEBT or self._waiting[peer] >= MAX_WAITING
 
     async def ask(self, peer: Any, question: Awaitable[T]) -> T | None:
-        """Waits for a peer's answer and notes how long it took. A question that is given up was not answered."""
+        """Wait for a peer's answer and record how long it took. A cancelled question counts as not answered."""
         began, answer = self.clock(), None
         self._waiting[peer] += 1
         try:
@@ -54,30 +54,30 @@ class Reliability:
             self._waiting[peer] -= 1
             if self._waiting[peer] <= 0:
                 del self._waiting[peer]
-            self.asked(peer, self.clock() - began, bool(answer))
+            self.record_answer(peer, self.clock() - began, bool(answer))
         return answer
 
-    def asked(self, peer: Any, seconds: float, answered: bool) -> None:
-        """Notes how long a peer took, and whether it answered."""
+    def record_answer(self, peer: Any, seconds: float, answered: bool) -> None:
+        """Record how long a peer took, and whether it answered."""
         late = seconds - max(FREE_SECONDS, FREE_TIMES * self.usual())
         self.took.pop(peer, None)
-        teller = self._told_by.pop(peer, None)
+        source = self._named_by.pop(peer, None)
         if answered:
             self.took[peer] = seconds
             _forget(self.took)
         else:  # what it sent cannot be read, or it has gone, perhaps for a moment
             self.blame(peer, FAILED, MAX_DEBT + FAILED)
-            if teller is not None:
-                self.blame(teller, LIE)
+            if source is not None:
+                self.blame(source, LIE)
         if late > 0:
             self.blame(peer, late)
 
-    def told(self, teller: Any, peers: Any) -> None:
-        """Notes who told of peers that have not answered yet."""
+    def record_named(self, source: Any, peers: Any) -> None:
+        """Record which peer named peers that have not answered yet."""
         for peer in peers:
             if peer not in self.took:
-                self._told_by.setdefault(peer, teller)
-        _forget(self._told_by)
+                self._named_by.setdefault(peer, source)
+        _forget(self._named_by)
 
     def blame(self, peer: Any, seconds: float, most: float = WORST_DEBT) -> None:
         before = self._debt(peer)
@@ -91,11 +91,11 @@ class Reliability:
         return max(0.0, debt - PAID_RATE * (self.clock() - since))
 
     def usual(self) -> float:
-        """Says how long the quickest third takes. On a busy machine everybody takes long."""
+        """Return how long the quickest third takes: on a busy machine all peers take long."""
         took = sorted(self.took.values())
         return took[len(took) // 3] if took else 0.0
 
 
-def _forget(kept: dict[Any, Any]) -> None:
-    while len(kept) > MAX_PEERS:
-        del kept[next(iter(kept))]
+def _forget(by_peer: dict[Any, Any]) -> None:
+    while len(by_peer) > MAX_PEERS:
+        del by_peer[next(iter(by_peer))]

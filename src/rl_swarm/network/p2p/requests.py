@@ -1,10 +1,8 @@
 """Shares the work that a peer does for the table, fairly: every request costs its sender.
 
-A request is refused before it is read when it is longer than ours ever are, or when its sender has used up its budget.
-A
-budget is counted in kilobytes that come and pages that go, and grows again with time. Members have a large one;
-strangers share
-one, so that many identities get no more work done than a few.
+A request is refused before it is read when it is longer than any node's, or when its sender has used up its budget. A
+budget is counted in kilobytes received and pages sent, and grows again with time. Members have a large one. Strangers
+share one, so that many identities get no more work done than a few.
 """
 
 import asyncio
@@ -22,15 +20,15 @@ MEMBER_RATE, STRANGER_RATE = 1024.0, 128.0  # units per second
 STRANGERS_RATE = 1024.0  # of all together
 BURST_SECONDS = 4.0  # for which a budget is saved up
 UNIT_IN, UNIT_OUT = 1 << 10, 4 << 10  # bytes of a request and of an answer that cost a unit
-ACTIVE_SECONDS = 10.0  # after its last request in which a stranger counts as one who shares
+ACTIVE_SECONDS = 10.0  # after its last request in which a stranger shares the strangers' budget
 MAX_REFUSED = 256  # requests in a row, until a peer is disconnected
-MAX_PEERS = 4096  # of whom budgets are kept
+MAX_PEERS = 4096  # whose budgets are kept
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
 class RequestRefused(Exception):
-    """A request that is not worked on."""
+    """Reports a request that is not worked on."""
 
 
 @dataclass
@@ -45,11 +43,11 @@ class Requests:
 
     def __init__(self, is_member: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self.is_member, self.clock = is_member, clock
-        self.open = False  # not before what strangers could misuse is guarded
-        self.budgets = dict[str, Budget]()  # who asked last comes last
+        self.open = False  # until the protocol is guarded against misuse
+        self.budgets = dict[str, Budget]()  # the latest sender last
 
     def bounded(self, name: str, handler: Handler, disconnect: Callable[[Any], Awaitable[None]]) -> Handler:
-        """Wraps a handler of hivemind's."""
+        """Wrap a handler of hivemind's."""
         kind = name.rpartition(".")[2]
 
         async def handle(data: bytes, peer: Any) -> bytes:
@@ -105,9 +103,10 @@ class BoundedHandlers(dict[str, Handler]):
 
 
 class PendingCalls(dict[Any, Any]):
-    """Stands for the table of calls that wait for an answer. One that was given up is not among them: to answer it
-    would end
-    the task that reads all answers."""
+    """Stands for the table of calls that wait for an answer.
+
+    A call that was given up is not among them: to answer it would end the task that reads all answers.
+    """
 
     def __contains__(self, call: object) -> bool:
         future = self.get(call)
@@ -115,9 +114,8 @@ class PendingCalls(dict[Any, Any]):
 
 
 async def write_message(stream: asyncio.StreamWriter, message: Any) -> None:
-    """Writes a message to the daemon at once. hivemind writes every byte of its length by itself, and each of them
-    wakes
-    the daemon."""
+    """Write a message to the daemon at once. hivemind writes every byte of its length separately, and each of them
+    wakes the daemon."""
     from google.protobuf.proto import serialize_length_prefixed
 
     data = io.BytesIO()

@@ -1,12 +1,9 @@
-"""Keeps hivemind's DHT from what strangers could misuse: its storage has fair shares, its cache takes nothing.
+"""Guards hivemind's DHT against misuse by strangers: its storage has fair shares, its cache takes nothing.
 
-hivemind lets anybody fill its cache, from which it answers before it looks at its storage, and lets a peer choose its
-place
-among the others, or several. Here a place follows from the peer's id, so that nobody sits where it likes. Its reader
-follows
-values within values, and a kilobyte of them overflows the stack and ends the process: records are read strictly here.
-This
-module needs hivemind; the engine imports it when it starts.
+hivemind lets any peer fill its cache, from which it answers before it looks at its storage. It lets a peer choose its
+place among the others, or several. Here the place follows from the peer's id. hivemind's reader follows values within
+values, and a kilobyte of them overflows the stack and ends the process. Here records are read strictly. This module
+needs hivemind; the engine imports it when it starts.
 """
 
 import heapq
@@ -47,7 +44,7 @@ class StrictSerializer:
         if found.code != DICTIONARY or len(found.data) > MAX_DICTIONARY:
             raise ValueError("no dictionary")
         records = DictionaryDHTValue()
-        # Without its heap, which costs more than all the rest: whoever uses a record looks at its expiry.
+        # Without its heap, which costs more than all the rest: users of a record check its expiry.
         records.data = {
             subkey: ValueWithExpiration(value, expires) for subkey, value, expires in READ_RECORDS.decode(found.data)[2]
         }
@@ -55,7 +52,7 @@ class StrictSerializer:
 
 
 def unpacked(value: Any) -> bytes | None:
-    """Reads what a record holds, which may be anything where a stranger wrote it."""
+    """Read the value of a record, which may be anything where a stranger wrote it."""
     try:
         return READ_BYTES.decode(value)
     except (msgspec.MsgspecError, TypeError):
@@ -63,7 +60,7 @@ def unpacked(value: Any) -> bytes | None:
 
 
 class FairStorage(DHTLocalStorage):  # type: ignore[misc]
-    """Keeps notices that are signed, in their place, of now, and within their author's share."""
+    """Stores notices that are signed, in their place, recent, and within their author's share."""
 
     def __init__(self, quota: DhtQuota) -> None:
         super().__init__()
@@ -79,7 +76,7 @@ class FairStorage(DHTLocalStorage):  # type: ignore[misc]
             return False
         before = self.quota.by_key.get(place, {}).get(subkey)
         same = before is not None and before.timestamp == notice.timestamp
-        if same and before is not None and before.expires >= expiration_time:  # handed on by another peer
+        if same and before is not None and before.expires >= expiration_time:  # a copy from another peer
             return True
         displaced = self.quota.admit(place, subkey, notice, len(value), expiration_time)
         if displaced is None:
@@ -116,19 +113,19 @@ class NoStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _compact(storage: TimedStorage[Any, Any]) -> None:
-    """Drops heap entries of records that were replaced, which hivemind keeps until they would have expired."""
+    """Drop heap entries of records that were replaced, which hivemind keeps until they would have expired."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + SPARE:
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)
 
 
 def place_of(peer_id: str) -> DHTID:
-    """Gives a peer its place among the others. Another one takes another key."""
+    """Return the place of a peer among the others. Another place takes another key."""
     return DHTID.generate(source=peer_id)
 
 
 def guard(protocol: Any, quota: DhtQuota, reliability: Reliability) -> None:
-    """Ends what a running protocol lets strangers do."""
+    """Guard a running protocol against strangers."""
     protocol.serializer = StrictSerializer
     protocol.storage, protocol.cache = FairStorage(quota), NoStorage()
     update, find = protocol.update_routing_table, protocol.call_find
@@ -143,11 +140,11 @@ def guard(protocol: Any, quota: DhtQuota, reliability: Reliability) -> None:
         answer = await reliability.ask(peer, find(peer, keys))
         if answer is None:
             return None
-        told = {
+        checked = {
             key: (held, {node: other for node, other in near.items() if node == place_of(str(other))})
             for key, (held, near) in answer.items()
         }
-        reliability.told(peer, [other for _, near in told.values() for other in near.values()])
-        return told
+        reliability.record_named(peer, [other for _, near in checked.values() for other in near.values()])
+        return checked
 
     protocol.update_routing_table, protocol.call_find = update_routing_table, call_find

@@ -1,16 +1,15 @@
 """Shares the streams on which other peers ask for documents, fairly.
 
-A peer has a few streams at a time. Waiting for a request costs nearly nothing, so a new stream is always let in: where
-too
-many wait, the longest waiting one of the peer that has most of them is closed. Answering costs memory, so answers are
-limited, and half of them are kept for members. The time is told without waiting for a turn.
+A peer has a few streams at a time. Waiting for a request costs nearly nothing, so a new stream is always let in. Where
+too many wait, the peer with most streams loses its oldest one. Answering costs memory, so answers are limited, and half
+of them are reserved for members. Requests for the time need no turn.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MAX_OF_PEER = 8  # streams; a node of ours opens half as many
+MAX_OF_PEER = 8  # streams; a node opens half as many
 MAX_WAITING = 64  # streams whose request has not come yet
 MAX_ANSWERS = 64  # that are being given
 STRANGERS_ANSWERS = 32  # of them, to peers that are no members
@@ -24,14 +23,14 @@ class PeerStream:
 
 
 class StreamSlots:
-    """Says which streams may wait for their request, and which are answered."""
+    """Decides which streams may wait for their request, and which are answered."""
 
     def __init__(self) -> None:
         self.waiting = dict[PeerStream, None]()  # the longest waiting first
         self.answered = dict[PeerStream, None]()
 
     def open(self, stream: PeerStream) -> bool:
-        """Lets a stream wait for its request, unless its peer has too many."""
+        """Let a stream wait for its request, unless its peer has too many."""
         counts = Counter(other.peer_id for other in [*self.waiting, *self.answered])
         if counts[stream.peer_id] >= MAX_OF_PEER:
             return False
@@ -44,7 +43,7 @@ class StreamSlots:
         return stream in self.waiting
 
     def answer(self, stream: PeerStream) -> bool:
-        """Gives a stream whose request has come a turn to be answered, if there is one."""
+        """Give a stream whose request has come a turn to be answered, if there is one."""
         if stream not in self.waiting:
             return False
         strangers = sum(not other.is_member for other in self.answered)

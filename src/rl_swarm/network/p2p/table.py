@@ -1,10 +1,9 @@
-"""Writes and reads records in hivemind's table with few bytes.
+"""Writes and reads records in hivemind's DHT with few bytes.
 
-Left to itself, hivemind asks twenty peers for whatever is stored or found, and every one of them sends all that it has
-under the key. Here the peers that keep a key's records are looked for under the key beside it, where nothing lies; who
-they are is remembered for a while, and then one of them is asked who has come near since; and a few of them are asked
-for the
-records. Nobody waits for the slowest keeper: who is late is replaced by another, and answers in the background.
+hivemind's own `store` and `get` ask twenty peers, and each of them sends all that it has under the key. Here the
+keepers of a key, the peers nearest to it, are searched under the key beside it, where nothing lies. They are remembered
+for a while; then one of them is asked which peers are nearest now. A few keepers are asked for the records. A late
+keeper is replaced by another, and answers in the background.
 """
 
 import asyncio
@@ -20,17 +19,12 @@ REPLICAS = 5  # peers that keep a record
 CANDIDATES = 6  # from which they are taken: one may not answer
 READERS = 3  # of the keepers that are asked for records, drawn at random: one that hides some does not matter
 QUICK_READERS = 2  # of whom the answers are waited for, where the same is read again soon
-REMEMBERED_SECONDS = 180.0  # for which it is known who keeps a key's records
-MAX_KEYS = 64  # of which that is known
-SMALL_SECONDS = (
-    1.0,
-    10.0,
-)  # after which all peers of a small swarm are looked for again; and nothing goes on without
+REMEMBERED_SECONDS = 180.0  # for which the keepers of a key are remembered
+MAX_KEYS = 64  # whose keepers are remembered
+# After which all peers of a small swarm are searched again in the background; and before anything else.
+SMALL_SECONDS = (1.0, 10.0)
 MAX_SEARCHED = 40  # peers that are asked in one search
-PATIENCE_SECONDS, PATIENCE_TIMES = (
-    0.25,
-    4.0,
-)  # until a peer counts as late, at least, and beside the quickest third
+PATIENCE_SECONDS, PATIENCE_TIMES = 0.25, 4.0  # until a peer is late: at least, and times the quickest third
 MAX_UNFIT = 32  # records of an answer that are of no use, until the rest is left
 UNFIT_DEBT = 3.0  # seconds that it costs a peer to send more of them
 
@@ -45,16 +39,16 @@ class Table:
         reliability: Reliability | None = None,
     ) -> None:
         self.node, self.clock, self.rng = node, clock, rng or random.Random()
-        self.timestamp = timestamp  # which its author signed; None: of no use
-        self.reliability = reliability  # None: everybody is believed to be there
+        self.timestamp = timestamp  # of a record, as its author signed it; None: not valid
+        self.reliability = reliability  # None: all peers are taken for present
         # By key: since when, and peers by their place.
         self._keepers = dict[str, tuple[float, dict[Any, Any]]]()
-        # The same of all peers, where they are fewer than a key has candidates.
-        self._everybody = -math.inf, dict[Any, Any]()
+        # The same of all peers of a small swarm.
+        self._all_peers = -math.inf, dict[Any, Any]()
         self.background = set[asyncio.Task[Any]]()
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float, copies: int = REPLICAS) -> bool:
-        """Whether anybody took the record."""
+        """Store a record with its keepers; return whether any took it."""
         from hivemind.dht.routing import DHTID
 
         protocol, key_id = self.node.protocol, DHTID.generate(source=key)
@@ -75,7 +69,7 @@ class Table:
         return any(stored for _, stored in answers)
 
     async def find(self, key: str, quick: bool = False) -> dict[str, bytes]:
-        """The records under a key, the newest of each; quick: for those who look again soon, of who answers first."""
+        """Return the records under a key, the newest of each author; `quick` takes the first keepers' answers."""
         from hivemind.dht.routing import DHTID
         from hivemind.dht.storage import DictionaryDHTValue
 
@@ -96,9 +90,9 @@ class Table:
         candidates = await self.keepers(key)
         keepers = self.rng.sample(candidates[:REPLICAS], len(candidates[:REPLICAS]))
         answers = await self._answers(key, read, keepers, READERS, QUICK_READERS if quick else READERS)
-        if not any(records for _, records in answers):  # perhaps others know better
-            heard = {peer for peer, _ in answers}
-            rest = [peer for peer in keepers if peer not in heard]
+        if not any(records for _, records in answers):  # perhaps other keepers have some
+            answered = {peer for peer, _ in answers}
+            rest = [peer for peer in keepers if peer not in answered]
             answers += await self._answers(key, read, rest, REPLICAS, len(rest))
         newest = dict[str, tuple[tuple[float, float], bytes]]()
         for peer, records in answers:
@@ -107,20 +101,20 @@ class Table:
                 value = unpacked(entry.value)
                 if value is not None and subkey in newest and newest[subkey][1] == value:
                     continue
-                # One that is shown again with a later expiry is not newer than what its author signed later.
+                # An old record with a later expiry is not newer than one that its author signed later.
                 signed = self.timestamp(key, subkey, value) if value is not None else None
                 if signed is not None:
                     found = (signed, entry.expiration_time), value or b""
                     newest[subkey] = max(found, newest.get(subkey, found))
                     continue
                 unfit += 1
-                if unfit > MAX_UNFIT:  # who keeps records checks them, so this one does not
+                if unfit > MAX_UNFIT:  # an honest keeper checks records, and this one does not
                     self._blame(peer)
                     break
         return {subkey: value for subkey, (_, value) in newest.items()}
 
     async def keepers(self, key: str) -> list[Any]:
-        """The peers nearest to a key, this one among them if it is; they keep the records."""
+        """Return the keepers of a key, the peers nearest to it, which may include this one."""
         from hivemind.dht.routing import DHTID
 
         since, known = self._keepers.get(key, (-math.inf, {}))
@@ -140,22 +134,23 @@ class Table:
         return list(nearest.values())
 
     def _few(self, place: Any) -> list[Any]:
-        """Lists all peers of a small swarm, who keep everything. It may be one that is just beginning, so they are
-        looked for
-        again and again, in the background."""
-        since, everybody = self._everybody
+        """List all peers of a small swarm, which keep everything.
+
+        The swarm may be growing, so they are searched again and again in the background.
+        """
+        since, peers = self._all_peers
         age = self.clock() - since
         if age > SMALL_SECONDS[1]:
             return []
         if age > SMALL_SECONDS[0]:
-            self._everybody = self.clock() - SMALL_SECONDS[0] / 2, everybody
+            self._all_peers = self.clock() - SMALL_SECONDS[0] / 2, peers
             self._begin(self._search(place))
-        return [everybody[node] for node in sorted(everybody, key=place.__xor__)]
+        return [peers[node] for node in sorted(peers, key=place.__xor__)]
 
     async def _search(self, place: Any) -> dict[Any, Any]:
-        """Looks for the peers nearest to a place, by asking those that are known, and those that they tell of.
+        """Search the peers nearest to a place, by asking known peers and those that they name.
 
-        Anybody may tell of peers that are not there: only those count that answer, now or the last time.
+        A peer may name peers that do not exist: only those count that answer, now or the last time.
         """
         if self.reliability is None:
             found = await self.node.find_nearest_nodes([place], k_nearest=CANDIDATES, beam_size=CANDIDATES)
@@ -180,10 +175,10 @@ class Table:
                     gone.add(node)
                 else:
                     there[node] = near[node]
-                    held, told = task.result()[place]
+                    held, named = task.result()[place]
                     if held:  # nothing lies there
                         self._blame(near[node])
-                    near = {**told, **near}
+                    near = {**named, **near}
             for late in [] if done else [running[task] for task in waited_for]:
                 if self.reliability.answers(near[late]):
                     there[late] = near[late]
@@ -192,11 +187,11 @@ class Table:
         nearest = sorted(there, key=place.__xor__)[:CANDIDATES]
         keepers = {node: there[node] for node in nearest}
         is_small = 1 < len(keepers) < CANDIDATES
-        self._everybody = (self.clock(), keepers) if is_small else (-math.inf, {})
+        self._all_peers = (self.clock(), keepers) if is_small else (-math.inf, {})
         return keepers
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts a task that ends in the background, whoever gives up waiting for it. Nothing else would keep it."""
+        """Start a task that goes on in the background when its caller gives up. Nothing else would reference it."""
         task = asyncio.ensure_future(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
@@ -214,7 +209,7 @@ class Table:
         return self.reliability is None or peer == self.node.peer_id or self.reliability.answers(peer)
 
     async def _come_near(self, place: Any, known: dict[Any, Any]) -> dict[Any, Any] | None:
-        """Who is nearest to a place now, as far as one of those knows who were; None if it has gone."""
+        """Ask one of the peers that were nearest to a place which are nearest now; None if it has gone."""
         others = [peer for peer in list(known.values())[:READERS] if peer != self.node.peer_id]
         answer = await self.node.protocol.call_find(self.rng.choice(others), [place])
         if answer is None:
@@ -228,9 +223,10 @@ class Table:
     async def _answers(
         self, key: str, ask: Callable[[Any], Any], peers: list[Any], wanted: int, enough: int
     ) -> list[tuple[Any, Any]]:
-        """Asks so many of the peers, and others for those that do not answer or are late. Returns as soon as enough
-        have
-        answered, or all who are not late."""
+        """Ask so many of the peers, and replace those that do not answer or are late.
+
+        Return as soon as enough have answered, or all that are not late.
+        """
 
         async def answer_of(peer: Any) -> Any:
             answer = await ask(peer)
@@ -244,7 +240,7 @@ class Table:
             while left and len(answers) + len(running) - late < wanted:
                 peer = left.pop(0)
                 running[self._begin(answer_of(peer))] = peer
-            # Where nobody is left, somebody has to answer.
+            # Where no peer is left to ask, wait for one that was asked.
             patience = self._patience() if left or answers else None
             done, _ = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not done and not left:

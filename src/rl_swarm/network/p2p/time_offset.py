@@ -1,7 +1,7 @@
 """Checks whether this machine's clock agrees with those of others.
 
-Rounds go by the clock, and notices of another time than now are refused by everybody who gets them, without a word. So
-whoever comes asks some peers for the time. The middle answer counts: one peer that lies changes nothing.
+Rounds go by the clock, and peers refuse notices of another time than now, without an answer. So a node that joins asks
+some peers for the time. The median counts: one peer that lies changes nothing.
 """
 
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 ASKED = 5  # peers
 ANSWER_SECONDS = 3.0
 LAST_SECOND = 1e11  # since 1970 that is believed to be a time
-OFF_SECONDS = 10.0  # by which a clock may differ without a word
+OFF_SECONDS = 10.0  # by which a clock may differ without a warning
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Comparison:
         return (
             f"this machine's clock is {abs(self.ahead):.0f} s {'ahead of' if self.ahead > 0 else 'behind'} "
             f"{_clocks(self.peers)}{'; one of the two is wrong' if self.peers == 1 else ''}. Rounds begin at the wrong "
-            "time, and what this node leaves for others to find may be refused. Set the clock by the network: "
+            "time, and peers may refuse this node's notices. Set the clock by the network: "
             "`sudo timedatectl set-ntp true`, and `timedatectl` shows whether it worked."
         )
 
@@ -45,8 +45,7 @@ def _clocks(peers: int) -> str:
 
 
 def compared(engine: PeerEngine) -> Comparison | None:
-    """This machine's clock beside those of some peers to whom there is a connection; None where nobody tells the
-    time."""
+    """Compare this machine's clock with those of some connected peers; None where no peer tells the time."""
     try:
         peers = sorted({address.rpartition("/")[2] for address in engine.peers()})
     except OSError:
@@ -55,9 +54,9 @@ def compared(engine: PeerEngine) -> Comparison | None:
     for peer in random.sample(peers, min(len(peers), ASKED)):
         with suppress(OSError, ValueError):
             before = engine.clock()
-            said = float(engine.ask(peer, WHAT_TIME, 32, ANSWER_SECONDS) or b"")
-            if 0 < said < LAST_SECOND:
-                ahead.append((before + engine.clock()) / 2 - said)
+            theirs = float(engine.ask(peer, WHAT_TIME, 32, ANSWER_SECONDS) or b"")
+            if 0 < theirs < LAST_SECOND:
+                ahead.append((before + engine.clock()) / 2 - theirs)
     if not ahead:
         return None
     # Of two, the one that is closer: the other may lie.
@@ -65,7 +64,7 @@ def compared(engine: PeerEngine) -> Comparison | None:
 
 
 def warn(engine: PeerEngine) -> None:
-    """Says once whether the clocks disagree, as soon as there is somebody to ask."""
+    """Warn once if the clocks disagree, as soon as a peer can be asked."""
     if engine.clock_compared or (found := compared(engine)) is None:
         return
     engine.clock_compared = True

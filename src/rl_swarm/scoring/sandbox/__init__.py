@@ -1,1 +1,1 @@
-"""Runs programs of models and strangers where they can do no harm."""
+"""Runs untrusted programs in isolation."""

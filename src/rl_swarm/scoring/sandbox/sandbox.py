@@ -81,18 +81,18 @@ class ProgramVerdict:
 
 @dataclass(frozen=True)
 class Availability:
-    """An isolation, and the problem if it is not available."""
+    """Names an isolation, and the problem if it is not available."""
 
     isolation: str
     problem: str = ""
 
 
 class SandboxProcessError(Exception):
-    """A process does not start, is not isolated as it should be, or has ended."""
+    """Raised when a process does not start, is not isolated as it should be, or has ended."""
 
 
 class SandboxTimeout(Exception):
-    """A process has not replied in time."""
+    """Raised when a process has not replied in time."""
 
 
 def available() -> list[Availability]:
@@ -214,7 +214,7 @@ class Sandbox:
 
 
 class SandboxProcess:
-    """The node's side of a process that runs programs one after the other."""
+    """Controls a process that runs programs one after the other."""
 
     def __init__(self, isolation: str, cpu_seconds: float, wall_seconds: float) -> None:
         self.cpu_seconds, self.wall_seconds = cpu_seconds, wall_seconds
