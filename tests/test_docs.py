@@ -126,3 +126,13 @@ def test_every_metric_says_what_it_is() -> None:
 def test_every_file_says_what_it_does() -> None:
     rows = re.findall(r"^\| \[(.+?)\].*?\| (.*) \|$", (ROOT / "docs" / "files.md").read_text(), re.MULTILINE)
     assert len(rows) > 200 and [name for name, what in rows if not what] == []
+
+
+def test_an_own_rollout_passes_twelve_files_at_most() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    diagram = page.partition("### An own rollout")[2].partition("```text\n")[2].partition("```")[0]
+    before, _, after = diagram.partition("+-->")  # publishing is a branch, up to the next step
+    path = before + after[after.index("\ntrain") :]
+    files = set(re.findall(r"[a-z_/]+\.py", path))
+    assert "node/round.py" in files and "learning/trainer.py" in files
+    assert len(files) <= 12

@@ -91,7 +91,7 @@ def read_history(data: bytes) -> msgspec.Struct:
 
 def read_peer(data: bytes) -> msgspec.Struct:
     found = wire.unseal_with_digest(data, PeerInfo, RECORD_BYTES)[0]
-    admission.admit(SWARM, AccessList(swarm=SWARM.swarm()), {}, found.peer_id, found.invitation, now=1.0)
+    admission.admit(SWARM, AccessList(swarm=SWARM.swarm()), {}, found.peer_id, found.ticket, now=1.0)
     return found
 
 
@@ -107,9 +107,9 @@ READERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
     "publication": read_publication,
     "report": lambda data: wire.unseal_with_digest(data, Report, RECORD_BYTES)[0],
     "peer": read_peer,
-    "roll": read_access_list,
+    "access_list": read_access_list,
     "state": read_state,
-    "ended": read_history,
+    "stage": read_history,
 }
 
 

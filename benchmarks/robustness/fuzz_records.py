@@ -128,9 +128,9 @@ RECORDS: dict[str, msgspec.Struct] = {
         pid=7,
         joined=1.0,
         timestamp=2.0,
-        invitation=ticket_of(ALICE),
+        ticket=ticket_of(ALICE),
     ),
-    "roll": AccessList(
+    "access_list": AccessList(
         peer_id=OWNER.peer_id,
         swarm=SWARM.swarm(),
         number=2,
@@ -149,10 +149,10 @@ RECORDS: dict[str, msgspec.Struct] = {
         timestamp=2.0,
         members={ALICE.peer_id: Member("alice", 0, 2.0, 1, 0.5, 1)},
         reports={ALICE.peer_id: REPORT},
-        roll=2,
+        access_list_number=2,
         refused={OLD.peer_id: Refusal("denied", 1.0)},
     ),
-    "ended": StageRecord(
+    "stage": StageRecord(
         peer_id=OWNER.peer_id,
         swarm=SWARM.swarm(),
         round=0,

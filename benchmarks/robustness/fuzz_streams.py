@@ -146,7 +146,7 @@ def record(rng: random.Random, author: Identity, now: float) -> tuple[str, Any, 
     notice = DhtRecord(
         peer_id=author.peer_id, swarm=SWARM.swarm(), path=f"{folder}/{name}.json".lstrip("/"), sha256="0" * 64, size=1,
         timestamp=now + rng.choice((-700, 50, 90, 1e18) if how == "time" else (0, 0, -5)),
-        inside="x" * rng.choice((0, 0, 100, 3000, 3072)), depth=rng.choice((0, 12)),
+        content="x" * rng.choice((0, 0, 100, 3000, 3072)), depth=rng.choice((0, 12)),
         addresses=rng.choice(([], ["/ip4/127.0.0.1/tcp/1/p2p/x"] * 8)),
     )  # fmt: skip
     subkey: Any = notice.subkey()

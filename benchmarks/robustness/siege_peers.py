@@ -66,14 +66,14 @@ def victims(target: Target) -> list[str]:
     return sorted({target.made().peer_id, *target.nodes()})
 
 
-def notice(engine: PeerEngine, swarm: str, path: str, inside: str = "") -> bytes:
+def notice(engine: PeerEngine, swarm: str, path: str, content: str = "") -> bytes:
     made = DhtRecord(
         swarm=swarm,
         path=path,
-        sha256=hashlib.sha256(inside.encode()).hexdigest(),
-        size=len(inside),
+        sha256=hashlib.sha256(content.encode()).hexdigest(),
+        size=len(content),
         timestamp=time.time(),
-        inside=inside,
+        content=content,
         addresses=list(engine.addresses)[:8],
     )
     return seal(made, engine.identity)
@@ -92,8 +92,8 @@ def flood(target: Target, pace: Pace) -> None:
             now, name = target.state().round, f"n{next(names) % 400}"
             ahead = pace.rng.choice([0, 0, 1, 1, 2, 3, 10, 100])
             folder = pace.rng.choice([report_folder(now + ahead, 0)] * 4 + ["peers", "state"])
-            inside = FILLING if pace.rng.random() < 0.8 else ""
-            sealed = notice(engine, swarm, f"{folder}/{name}.json", inside)
+            content = FILLING if pace.rng.random() < 0.8 else ""
+            sealed = notice(engine, swarm, f"{folder}/{name}.json", content)
             leave(engine, dht_key(swarm, folder), f"{engine.identity.peer_id}/{name}.json", sealed)
 
 
@@ -212,8 +212,8 @@ def many_names(target: Target, pace: Pace) -> None:
         while pace.go(0.05):
             name = pace.rng.choice([*honest, f"name-{pace.done % 5000}"])
             member = HostileMember(FolderStore.at(target.scratch), target, name, engine.identity)
-            inside = seal(member.introduction(), engine.identity).decode()
-            sealed = notice(engine, swarm, f"peers/{name}.json", inside)
+            content = seal(member.introduction(), engine.identity).decode()
+            sealed = notice(engine, swarm, f"peers/{name}.json", content)
             leave(engine, dht_key(swarm, "peers"), f"{engine.identity.peer_id}/{name}.json", sealed)
 
 

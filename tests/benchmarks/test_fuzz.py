@@ -231,7 +231,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
 
 def test_a_peer_cannot_be_made_up():
     stranger = Identity.generate()
-    with pytest.raises(AssertionError, match="nobody here signed"):
+    with pytest.raises(AssertionError, match="no identity here signed"):
         messages.read(messages.Message("report", seal(REPORT, stranger)))
 
 

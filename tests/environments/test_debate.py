@@ -157,7 +157,7 @@ def lines_of(node: Node) -> list[dict]:
 
 def test_a_round_has_three_stages_in_which_peers_learn_from_each_other(tmp_path: Path) -> None:
     swarm = played(tmp_path / "first")
-    assert swarm.manifest.shared is True
+    assert swarm.manifest.same_questions is True
     assert (swarm.swarm.state.round, swarm.swarm.state.stage) == (1, 0)
     published, prompts = swarm.swarm.published, {}
     for node in swarm.nodes:
@@ -167,7 +167,8 @@ def test_a_round_has_three_stages_in_which_peers_learn_from_each_other(tmp_path:
         assert all(not line["external_rejected"] and line["external_scored"] for line in lines)
         for stage in range(3):
             publication = published[0, stage, node.name]
-            assert len(publication.heard) == stage and all(len(peers) == 2 for peers in publication.heard)
+            assert len(publication.context_peers) == stage
+            assert all(len(peers) == 2 for peers in publication.context_peers)
             prompts[node.name, stage] = [given[0].prompt for given in publication.rollouts.values()]
     assert len({tuple(prompts[node.name, 0]) for node in swarm.nodes}) == 1, "all are asked the same"
     for node in swarm.nodes:
@@ -237,5 +238,5 @@ def test_who_answers_to_what_nobody_said_is_counted_and_not_learned_from(tmp_pat
     liar, honest = map(lines_of, swarm.nodes)
     assert honest[CRITICISE]["external_rejected"] == {"parents": 1} and not honest[CRITICISE]["external_accepted"]
     assert honest[VOTE]["external_rejected"] == {"parents": 1}, "nor is it messages in the next stage"
-    assert swarm.swarm.published[0, VOTE, swarm.nodes[1].name].heard[CRITICISE] == []
+    assert swarm.swarm.published[0, VOTE, swarm.nodes[1].name].context_peers[CRITICISE] == []
     assert not liar[CRITICISE]["external_rejected"]

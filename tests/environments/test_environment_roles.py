@@ -120,12 +120,12 @@ def test_a_frozen_role_hears_answers_once_and_tells_figures_while_the_others_lea
     assert second["tokens_per_second"] < 1e6, "the time that the model took is counted"
 
     published = swarm.published[0, JUDGE, judge.name]
-    assert (published.role, len(published.rollouts), len(published.heard[WRITE])) == ("judge", 16, 2)
+    assert (published.role, len(published.rollouts), len(published.context_peers[WRITE])) == ("judge", 16, 2)
     assert all(len(given) == 1 for given in published.rollouts.values()) and len(published.parents) == 16
     messages = StageContext(nodes[0], swarm.state).peer_messages(0, JUDGE)
     assert {message.question.role for message in messages} == {"judge"} and len(messages) == 16
     assert {parent.peer_id for message in messages for parent in message.question.parents} == set(
-        published.heard[WRITE]
+        published.context_peers[WRITE]
     )
     assert swarm.published[0, WRITE, judge.name].rollouts == {}, "and in a stage without work everybody says so"
 

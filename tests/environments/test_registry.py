@@ -64,7 +64,7 @@ def test_an_installed_environment_is_found_by_its_name_and_told_in_the_manifest(
     install("court = others:Court", ROLES)
     assert "court" in environments.installed()
     manifest = new_manifest(Settings.of(environment="court"), "test", "owner", 0.0, stages=2)
-    assert (manifest.environment, manifest.versions, manifest.shared) == ("court", {"others": "2.5"}, True)
+    assert (manifest.environment, manifest.versions, manifest.same_questions) == ("court", {"others": "2.5"}, True)
     assert [task.name for task in manifest.tasks] == ["Court"]
     assert type(environments.made(manifest)).__name__ == "Court"
 

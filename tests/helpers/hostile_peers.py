@@ -46,7 +46,7 @@ def fill(engine: PeerEngine, swarm: str, folder: str, count: int, seconds: float
                     sha256="0" * 64,
                     size=1,
                     timestamp=time.time(),
-                    inside=FILLING if len(stores) + start < count - 50 else "",
+                    content=FILLING if len(stores) + start < count - 50 else "",
                     addresses=[],
                 )
                 data, expires = seal(made, who), time.time() + seconds

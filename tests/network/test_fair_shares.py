@@ -42,7 +42,7 @@ class Keeper:
     def report_rounds(self):
         return self.rounds
 
-    def offer(self, who, folder="rewards/round_0/stage_0", name="a", inside="", seconds=60.0, timestamp=None):
+    def offer(self, who, folder="rewards/round_0/stage_0", name="a", content="", seconds=60.0, timestamp=None):
         from hivemind.dht.routing import DHTID
         from hivemind.utils import MSGPackSerializer
 
@@ -53,7 +53,7 @@ class Keeper:
             sha256="0" * 64,
             size=1,
             timestamp=self.now if timestamp is None else timestamp,
-            inside=inside,
+            content=content,
         )
         value = MSGPackSerializer.dumps(seal(made, identity))
         key = DHTID.generate(source=dht_key("s", folder))
@@ -98,9 +98,9 @@ def test_an_author_has_little_room_in_all():
 def test_the_author_with_the_most_bytes_loses_first(monkeypatch):
     monkeypatch.setattr(quota, "MAX_KEY_BYTES", 16_000)  # half of it for strangers
     keeper = Keeper()
-    assert keeper.offer("greedy", name="one", inside="x" * 3000)
+    assert keeper.offer("greedy", name="one", content="x" * 3000)
     keeper.now += 1
-    assert keeper.offer("greedy", name="two", inside="x" * 3000)
+    assert keeper.offer("greedy", name="two", content="x" * 3000)
     small = [f"node-{number}" for number in range(4)]
     assert all(keeper.offer(node) for node in small)
     assert keeper.kept()[peer_id("greedy")] == ["two"]  # its oldest went
@@ -117,7 +117,7 @@ def test_strangers_never_get_the_room_of_members(monkeypatch):
     keeper = Keeper(members=("ann", "bob", "cleo"))
     crowd = [Identity.generate() for _ in range(20)]
     assert True in (taken := [keeper.offer(who) for who in crowd]) and not taken[-1]
-    assert all(keeper.offer(node, inside="x" * 1000) for node in ("ann", "bob", "cleo"))
+    assert all(keeper.offer(node, content="x" * 1000) for node in ("ann", "bob", "cleo"))
     assert {peer_id(node) for node in ("ann", "bob", "cleo")} < keeper.kept().keys()
     assert not any(keeper.offer(who, name="again") for who in crowd[5:])
     assert {peer_id(node) for node in ("ann", "bob", "cleo")} < keeper.kept().keys()
@@ -128,11 +128,11 @@ def test_all_keys_together_are_shared_fairly_too(monkeypatch):
     keeper = Keeper(members=("ann",))
     for number in range(8):
         keeper.now += 1
-        assert keeper.offer("greedy", f"rewards/round_{number}/stage_0", inside="x" * 500)
+        assert keeper.offer("greedy", f"rewards/round_{number}/stage_0", content="x" * 500)
     assert all(keeper.offer(f"node-{number}", "peers", f"node-{number}") for number in range(8))
     kept = [keeper.offer(Identity.generate(), "peers", "x") for _ in range(20)]
     assert kept[-1] is False
-    assert keeper.offer("ann", "peers", "ann", inside="x" * 2000)
+    assert keeper.offer("ann", "peers", "ann", content="x" * 2000)
     assert len(keeper.kept("peers")) > 8 and peer_id("ann") in keeper.kept("peers")
     assert keeper.bytes() == sum(keeper.quota.shares.values()) <= 20_000
     keeper.now += 61
@@ -166,11 +166,11 @@ def test_what_was_left_disappears_soon_whoever_brings_it_again():
 def test_an_older_notice_does_not_come_back_by_a_later_expiry():
     keeper, now = Keeper(), time.time()
     keeper.now = now
-    assert keeper.offer("ann", "peers", "ann", inside="new", seconds=60.0)
-    assert not keeper.offer("ann", "peers", "ann", inside="old", timestamp=now - 30, seconds=500.0)
-    assert keeper.offer("ann", "peers", "ann", inside="new", seconds=30.0)  # the same again: nothing to do
+    assert keeper.offer("ann", "peers", "ann", content="new", seconds=60.0)
+    assert not keeper.offer("ann", "peers", "ann", content="old", timestamp=now - 30, seconds=500.0)
+    assert keeper.offer("ann", "peers", "ann", content="new", seconds=30.0)  # the same again: nothing to do
     keeper.now += 1
-    assert keeper.offer("ann", "peers", "ann", inside="newer", seconds=20.0)  # though it expires earlier
+    assert keeper.offer("ann", "peers", "ann", content="newer", seconds=20.0)  # though it expires earlier
 
 
 def test_who_writes_again_and_again_leaves_no_garbage():

@@ -120,7 +120,7 @@ class World:
                 model="tiny",
                 joined=self.now,
                 timestamp=self.now,
-                invitation=admission.make_ticket(self.token, self.manifest, me) if self.token else "",
+                ticket=admission.make_ticket(self.token, self.manifest, me) if self.token else "",
             )
         )
 

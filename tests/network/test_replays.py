@@ -1,23 +1,26 @@
 """What was true once or elsewhere is signed as well as ever. Shown again, it is refused and counted with its reason."""
 
+import base64
 import os
 import platform
 import threading
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from swarms import OWNER, POLL, identity_of, introduction, make_manifest, peer_id, publication, report
 
 from benchmarks.lib.paths import HISTORY, MANIFEST, STATE, report_path, rollouts_path
+from rl_swarm.errors import UserError
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.network.coordinator import DocumentCoordinator, is_past
 from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
-from rl_swarm.network.owner_documents import read_state
+from rl_swarm.network.owner_documents import read_manifest, read_state
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.network.settings import NetworkSettings
 from rl_swarm.protocol.rounds import Member, Report, StageRecord, State
-from rl_swarm.protocol.wire import Rejected, seal, sign, unseal
+from rl_swarm.protocol.wire import Rejected, canonical, digest, seal, sign, unseal
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.settings import StorageSettings
 from rl_swarm.telemetry.journal import read_lines
@@ -224,3 +227,17 @@ def test_who_is_restarted_in_a_round_does_not_publish_it_anew(tmp_path):
         path.write_bytes(data)
         started("ann", "ann").publish(replace(other, round=2))
         assert [one.rollouts for one in started("bob", "bob").collect(2, 0, ["ann"])] == [other.rollouts]
+
+
+def test_a_swarm_of_another_format_is_refused_and_the_message_says_which_version_wrote_it(tmp_path):
+    fields = {**msgspec.to_builtins(HERE), "peer_id": OWNER.peer_id}
+    for number, version in ((1, "rl-swarm 0.1"), (3, "a newer version of rl-swarm")):
+        message = canonical({**fields, "format": number})
+        signature = base64.b64encode(OWNER.sign(message)).decode()
+        signed = {**fields, "format": number, "digest": digest(message), "signature": signature}
+        LocalFiles(tmp_path).write(MANIFEST, msgspec.json.encode(signed))
+        told = f"format {number}, written by {version}; this version reads format 2"
+        with pytest.raises(Rejected, match=told):
+            read_manifest(FolderStore.at(tmp_path))
+        with pytest.raises(UserError, match=told):
+            RunView.open(tmp_path)

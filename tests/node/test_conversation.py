@@ -97,7 +97,7 @@ class Swarm:
                 str(k): [Answer(prompt or question.prompt, text, 0.0) for text in texts]
                 for k, question in enumerate(questions)
             },
-            heard=list(map(list, conversation.context_peers(peer_id, stage))),
+            context_peers=list(map(list, conversation.context_peers(peer_id, stage))),
             parents={str(k): [p.digest for p in q.parents] for k, q in enumerate(questions) if q.parents},
             role=role,
         )
@@ -129,7 +129,7 @@ def swarm():
 def test_what_follows_is_made_again_by_everybody_through_all_stages(swarm):
     publication = swarm.publish("peer-0", 2)
     groups = swarm.check(publication)
-    assert [len(peers) for peers in publication.heard] == [3, 3]
+    assert [len(peers) for peers in publication.context_peers] == [3, 3]
     for number, group in enumerate(groups):
         (critic,) = group.question.parents
         assert critic.digest == publication.parents[str(number)][0]
@@ -152,7 +152,7 @@ def test_those_who_said_nothing_are_passed_over(swarm):
     del swarm.published[0, order[0]]
     swarm.published[0, order[2]] = replace(swarm.published[0, order[2]], rollouts={})
     publication = swarm.publish("peer-0", 1)
-    assert publication.heard == [[order[1], order[3], order[4]]]
+    assert publication.context_peers == [[order[1], order[3], order[4]]]
     assert len(swarm.check(publication)) == 2
 
 
@@ -169,7 +169,7 @@ def test_no_more_peers_are_asked_than_it_takes(swarm):
 
 def test_another_prompt_another_parent_and_no_parent_are_refused(swarm):
     publication = swarm.publish("peer-0", 1)
-    heard = [swarm.published[0, peer_id].digest(number) for peer_id in publication.heard[0] for number in "01"]
+    heard = [swarm.published[0, peer_id].digest(number) for peer_id in publication.context_peers[0] for number in "01"]
     other = next(name for name in heard if name not in publication.parents["0"])
     lies = {
         "question": replace(
@@ -197,7 +197,7 @@ def test_peers_that_it_was_not_to_hear_are_refused(swarm):
         [order[:2] + order[1:2]],
         [order[:3], order[:3]],  # of its own stage
     ):
-        assert swarm.refusal(replace(publication, heard=heard)) == "parents"
+        assert swarm.refusal(replace(publication, context_peers=heard)) == "parents"
     assert swarm.refusal(swarm.publish("peer-0", 1, context_peers=4)) == "parents", "too many"
 
 
@@ -222,7 +222,7 @@ def test_late_speakers_whatever_time_they_claim_get_nobody_refused(swarm):
 
 def test_what_this_node_cannot_fetch_is_not_used_and_nobody_is_blamed(swarm):
     publication = swarm.publish("peer-0", 1)
-    unknown = {(0, publication.heard[0][0])}
+    unknown = {(0, publication.context_peers[0][0])}
     assert swarm.refusal(publication, hidden=unknown) == "parents"
     conversation = swarm.conversation(unknown)
     checks = Checks(MANIFEST, conversation.environment, lambda *why: None, lambda round: conversation)
@@ -234,14 +234,14 @@ def test_a_statement_whose_own_question_does_not_follow_is_not_heard(swarm):
     order = swarm.conversation().peer_order("peer-0")
     swarm.publish(order[0], 1, prompt="Say what I like")
     publication = swarm.publish("peer-0", 2)
-    assert order[0] not in publication.heard[1] and order[0] in publication.heard[0]
+    assert order[0] not in publication.context_peers[1] and order[0] in publication.context_peers[0]
     assert swarm.rejected[0][:2] == (order[0], "question")
     assert len(swarm.check(publication)) == 2
 
 
 def test_who_tells_different_things_to_different_peers_harms_nobody_else(swarm):
     publication = swarm.publish("peer-0", 1)
-    liar = publication.heard[0][0]
+    liar = publication.context_peers[0][0]
     second = {k: [replace(a, response="else") for a in v] for k, v in swarm.published[0, liar].rollouts.items()}
     swarm.published[0, liar] = replace(swarm.published[0, liar], rollouts=second)
     with pytest.raises(Rejected, match="parents"):
@@ -280,7 +280,7 @@ def test_whatever_a_peer_claims_it_is_refused_or_followed(heard, parents, role, 
     for at, peer_id in enumerate(PEERS):
         swarm.publish(peer_id, 0, at=float(at))
     publication = swarm.publish("peer-0", 1)
-    claimed = replace(publication, heard=heard, parents=parents, role=role, stage=stage)
+    claimed = replace(publication, context_peers=heard, parents=parents, role=role, stage=stage)
     conversation = swarm.conversation()
     conversation.environment.context_peers = context_peers
     rollouts = list(unpack(claimed, MANIFEST.limits))
@@ -295,10 +295,10 @@ def test_an_environment_can_say_whose_role_is_heard(monkeypatch):
     for peer_id in PEERS[6:8]:
         swarm.publish(peer_id, 0, count=1, role="prompter")
     everybody = swarm.publish("peer-8", 1)
-    assert len(everybody.heard[0]) == 3
+    assert len(everybody.context_peers[0]) == 3
     monkeypatch.setattr(Chain, "context_roles", ("prompter",))
     publication = swarm.publish("peer-8", 1)
-    assert sorted(publication.heard[0]) == PEERS[6:8]
+    assert sorted(publication.context_peers[0]) == PEERS[6:8]
     assert len(swarm.check(publication)) == 2
     assert swarm.refusal(everybody) == "parents"
     conversation = swarm.conversation()

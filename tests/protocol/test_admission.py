@@ -207,7 +207,7 @@ class Swarm:
                 model="tiny",
                 joined=now,
                 timestamp=now,
-                invitation=shown,
+                ticket=shown,
             )
         )
         return node
@@ -451,7 +451,7 @@ def test_a_list_is_numbered_past_the_one_that_the_coordinator_has_seen(tmp_path)
     assert read_access_list(swarm.store, OPEN).number == 4
     swarm.change(BOB.peer_id, allow=False)
     assert read_access_list(swarm.store, OPEN).number == 4, "nothing has changed"
-    assert read_state(swarm.store, OPEN).roll == 3
+    assert read_state(swarm.store, OPEN).access_list_number == 3
 
 
 def test_strangers_do_not_make_the_state_grow_without_end(tmp_path, monkeypatch):

@@ -213,7 +213,7 @@ def test_a_number_that_is_none_cannot_be_smuggled_in():
 )
 def test_what_no_reader_would_take_is_not_sealed(note, reason):
     for compress in (False, True):
-        with pytest.raises(SealError, match=f"a Note, would be refused by all \\({reason}"):
+        with pytest.raises(SealError, match=f"Every receiver would refuse this node's Note \\({reason}"):
             seal(note, ALICE, compress, limit=1000)
         with pytest.raises(Rejected, match=reason):
             unseal(sign(note, ALICE, compress), Note, limit=1000)

@@ -31,6 +31,32 @@ def clipped_loss(
     return loss_M, acts_M
 
 
+def token_loss(
+    logprobs_M: Tensor,
+    sampled_M: Tensor,
+    own_M: Tensor,
+    claimed_M: Tensor,
+    advantages_M: Tensor,
+    reference_M: Tensor | None,
+    clip: tuple[float, float],
+    kl_weight: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of every token, whether clipping acts on it, and its KL estimate.
+
+    `own_M` marks tokens that this node sampled: their ratio to the sampler is clipped. `claimed_M` marks tokens of
+    peers that come with log-probabilities: their ratio is capped. Other tokens of peers have ratio 1: REINFORCE.
+    """
+    # Claimed log-probabilities stay out of the ratio: an overflow there would make the whole gradient infinite.
+    behaviour_M = torch.where(own_M, sampled_M, logprobs_M.detach())
+    loss_M, clip_M = clipped_loss(logprobs_M, behaviour_M, advantages_M, *clip)
+    capped_M = capped_loss(logprobs_M, sampled_M, advantages_M, 1 + clip[1])
+    loss_M = torch.where(claimed_M, capped_M, loss_M)
+    kl_M = torch.zeros_like(loss_M).detach() if reference_M is None else kl_k3(logprobs_M, reference_M)
+    if reference_M is not None:
+        loss_M = loss_M + kl_weight * kl_M
+    return loss_M, clip_M, kl_M
+
+
 def capped_loss(logprobs_M: Tensor, claimed_M: Tensor, advantages_M: Tensor, cap: float) -> Tensor:
     """Return the loss of tokens whose behaviour log-probabilities a peer claims.
 

@@ -308,21 +308,21 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the share of every token in the loss and in the metrics."""
     detached_M, weights_M = logprobs_M.detach(), batch.weights_M
-    # Claimed log-probabilities stay out of the ratio: an overflow there would make the whole gradient infinite.
-    behaviour_M = torch.where(batch.own_M, batch.sampled_M, detached_M)
-    loss_M, clip_M = grpo.clipped_loss(
-        logprobs_M, behaviour_M, batch.advantages_M, settings.clip_low, settings.clip_high
+    clip = settings.clip_low, settings.clip_high
+    loss_M, clip_M, kl_M = grpo.token_loss(
+        logprobs_M,
+        batch.sampled_M,
+        batch.own_M,
+        batch.claimed_M,
+        batch.advantages_M,
+        reference_M,
+        clip,
+        settings.kl_weight,
     )
-    capped_M = grpo.capped_loss(logprobs_M, batch.sampled_M, batch.advantages_M, 1 + settings.clip_high)
-    loss_M = torch.where(batch.claimed_M, capped_M, loss_M)
-    kl_M = torch.zeros_like(detached_M)
-    if reference_M is not None:
-        kl_M = grpo.kl_k3(logprobs_M, reference_M)
-        loss_M = loss_M + settings.kl_weight * kl_M
 
     own_M = (batch.own_M & (weights_M > 0)).float()
     means_FM = torch.stack([loss_M, entropy_M, -detached_M, clip_M.float(), kl_M]).detach() * weights_M
-    mismatch_M = (detached_M - behaviour_M).abs() * own_M
+    mismatch_M = torch.where(batch.own_M, detached_M - batch.sampled_M, 0).abs() * own_M
     return loss_M * weights_M, torch.cat([means_FM, torch.stack([mismatch_M, own_M])])
 
 

@@ -4,7 +4,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -177,11 +177,21 @@ class RunView:
             view.reach()
         view.refresh_swarm()
         if view.manifest is None:
+            with suppress(OSError):
+                view.check_format()
             raise UserError(
                 f"{address} is no swarm: it has no readable manifest.json. An address is an experiment directory, "
                 "such as runs/<name> or <GDRIVE_PATH>/experiments/<EXPERIMENT_NAME>; `rl-swarm runs` lists yours."
             )
         return view
+
+    def check_format(self) -> None:
+        """Raise if another version of the package has written the manifest."""
+        try:
+            read_manifest(self.store)
+        except Rejected as error:
+            if "format" in str(error):
+                raise UserError(f"The manifest.json in {self.address} cannot be used ({error}).") from error
 
     def reach(self) -> None:
         """Raise if a store does not answer, which differs from an empty one."""

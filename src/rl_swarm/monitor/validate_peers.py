@@ -126,7 +126,7 @@ def _add_context(run: ValidatedRun) -> None:
             rollouts_key(one.round, earlier, run.node(peer_id)): (one.round, earlier, peer_id)
             for _, one in run.published
             if one.stage == stage
-            for earlier, peers in enumerate(one.heard[:stage])
+            for earlier, peers in enumerate(one.context_peers[:stage])
             for peer_id in peers
             if peer_id in run.state.members
         }

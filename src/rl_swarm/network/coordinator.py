@@ -124,7 +124,7 @@ class DocumentCoordinator:
                 self._logged_problem = str(error)
                 log.warning("%s is not used: %s", self.store.name(STATE), error)
             return self._last
-        if state.roll > self.access_list.number:
+        if state.access_list_number > self.access_list.number:
             self._read_access_list()
         refusal = state.refused.get(self.identity.peer_id)
         if refusal is not None and refusal.joined == self._joined:

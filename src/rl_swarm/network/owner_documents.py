@@ -61,7 +61,7 @@ def change_access_list(
     if after == before:
         return before, before
     try:
-        newest = max(before.number, read_state(store, manifest).roll)
+        newest = max(before.number, read_state(store, manifest).access_list_number)
     except (OSError, Rejected):  # no state yet
         newest = before.number
     after = replace(after, number=newest + 1, timestamp=time.time())

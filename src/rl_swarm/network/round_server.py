@@ -133,7 +133,7 @@ class RoundServer:
             self.state = after
             self._remove_old_rollouts()
             return
-        news = (after.roll, after.refused) != (self.state.roll, self.state.refused)
+        news = (after.access_list_number, after.refused) != (self.state.access_list_number, self.state.refused)
         if self.manifest.admission != "open":  # a newcomer waits to see that it is a member
             news = news or after.members.keys() != self.state.members.keys()
         self.state = after
@@ -151,7 +151,8 @@ class RoundServer:
             for peer_id, member in state.members.items()
             if admission.refusal_reason(self.manifest, self.access_list, peer_id, member)
         }
-        state = replace(rounds.stop_awaiting(state, excluded), roll=max(state.roll, self.access_list.number))
+        number = max(state.access_list_number, self.access_list.number)
+        state = replace(rounds.stop_awaiting(state, excluded), access_list_number=number)
         refused: dict[str, Refusal] = {}
         introduced = {member.node for member in state.members.values()} - set(excluded.values())
         for node in self.submissions.to_read(PEERS, introduced):
@@ -163,7 +164,7 @@ class RoundServer:
                 continue
             peer = read[0]
             invitation, why = admission.admit(
-                self.manifest, self.access_list, state.members, peer.peer_id, peer.invitation, now
+                self.manifest, self.access_list, state.members, peer.peer_id, peer.ticket, now
             )
             if why is None and peer.peer_id not in state.members:
                 state = rounds.drop_idle(state, MAX_MEMBERS - 1, now, self.rules.peer_timeout)
@@ -178,7 +179,7 @@ class RoundServer:
                     log.info("%s joined (%s, %s)", node, peer.peer_id, quoted(peer.model))
             # An old introduction that is shown again is no heartbeat.
             member = state.members.get(peer.peer_id)
-            if member is None or peer.timestamp > member.sign:
+            if member is None or peer.timestamp > member.heartbeat:
                 state = rounds.record_presence(state, peer.peer_id, node, now, invitation, peer.timestamp)
         return replace(state, refused=dict(sorted(refused.items())[:MAX_REFUSED]))
 
@@ -191,7 +192,7 @@ class RoundServer:
         except Rejected as error:
             self.submissions.refuse(ACCESS_LIST, str(error))
             return
-        if access_list.number < max(state.roll, self.access_list.number):
+        if access_list.number < max(state.access_list_number, self.access_list.number):
             why = f"number {access_list.number}, but there has been a newer one; `rl-swarm members` shows it"
             self.submissions.refuse(ACCESS_LIST, why)
         if access_list.number > self.access_list.number:
@@ -320,8 +321,8 @@ class RoundServer:
             state = replace(state, phase="running", round=ended.round, stage=ended.stage, started=ended.started)
             for peer_id in ended.members:
                 if peer_id in peers and peer_id not in state.members:
-                    node, invitation, sign = peers[peer_id]
-                    state = rounds.record_presence(state, peer_id, node, ended.ended, invitation, sign)
+                    node, invitation, heartbeat = peers[peer_id]
+                    state = rounds.record_presence(state, peer_id, node, ended.ended, invitation, heartbeat)
             for report in self._counted(state, ended, deadline):
                 state = rounds.record_report(state, report, ended.ended)
             state, _ = rounds.advance(state, at_once, ended.ended)
@@ -339,7 +340,7 @@ class RoundServer:
     def _invitation(self, peer: PeerInfo) -> str:
         """Return the invitation of a peer that is a member already, even if it admits no more peers."""
         try:
-            return admission.check_ticket(peer.peer_id, peer.invitation, self.manifest).name(self.manifest)
+            return admission.check_ticket(peer.peer_id, peer.ticket, self.manifest).name(self.manifest)
         except Rejected:
             return ""
 

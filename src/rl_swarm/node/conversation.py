@@ -55,8 +55,8 @@ class Conversation:
         if not rollouts:
             return []
         first = rollouts[0]
-        self._check_context(first.peer_id, first.stage, first.heard)
-        messages = self.messages(first.heard)
+        self._check_context(first.peer_id, first.stage, first.context_peers)
+        messages = self.messages(first.context_peers)
         follow_ups = [
             FollowUp(r.peer_id, r.role, r.stage, r.number, self._seed(r), messages, claimed=r.prompt) for r in rollouts
         ]

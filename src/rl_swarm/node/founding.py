@@ -24,5 +24,5 @@ def new_manifest(settings: NodeSettings, name: str, owner: str, created: float, 
         round_interval=settings.swarm.round_interval,
         peer_timeout=settings.swarm.peer_timeout,
         admission=settings.swarm.admission,
-        shared=environment.shared or msgspec.UNSET,
+        same_questions=environment.shared or msgspec.UNSET,
     )

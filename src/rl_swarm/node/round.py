@@ -129,7 +129,7 @@ def publication(node: "Node", state: State, groups: Sequence[Group]) -> Publicat
         rollouts={
             str(number): to_answers(group, settings.sharing.share_logprobs) for number, group in enumerate(groups)
         },
-        heard=list(map(list, context)),
+        context_peers=list(map(list, context)),
         parents={number: digests for number, digests in parents.items() if digests},
         role=node.role_name,
     )

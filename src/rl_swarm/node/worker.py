@@ -335,7 +335,7 @@ def _take_part(
         pid=os.getpid(),
         joined=time.time(),
         timestamp=time.time(),
-        invitation=ticket,
+        ticket=ticket,
         role=role_name or msgspec.UNSET,
     )
     coordinator.register(peer)

@@ -40,7 +40,7 @@ class AccessList(msgspec.Struct, frozen=True, kw_only=True):
     """Lists the peers that the owner allows and denies. A new list has a higher number than the one before."""
 
     peer_id: str = ""
-    kind: Literal["roll"] = "roll"
+    kind: Literal["access_list"] = "access_list"
     swarm: str
     number: Annotated[int, Meta(ge=0)] = 0
     timestamp: float = 0.0

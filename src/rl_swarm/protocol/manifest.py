@@ -23,6 +23,7 @@ ENVIRONMENT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 EnvironmentName = Annotated[str, Meta(pattern=rf"^{ENVIRONMENT_NAME.pattern}\Z")]
 RoundEnd = Literal["interval", "everyone", "deadline", "lockstep"]
 Admission = Literal["open", "invited"]
+FORMAT = 2  # of the documents of a swarm: names and meaning of their fields
 MAX_DRAWS = 1000  # for a question of a specialist's tasks
 
 
@@ -37,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     peer_id: str = ""  # the owner's; set when the manifest is sealed
-    format: Annotated[int, Meta(ge=1, le=1)] = 1
+    format: Annotated[int, Meta(ge=1, lt=1 << 31)] = FORMAT  # of all documents of the swarm
     name: Name
     created: float
     seed: Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -55,7 +56,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     # Peers that are asked questions of some tasks only, by the tasks' numbers; not written where there are none.
     specialists: Annotated[dict[Id, list[int]], Meta(max_length=1024)] | msgspec.UnsetType = msgspec.UNSET
     # All peers are asked the same questions; not written where each has its own.
-    shared: bool | msgspec.UnsetType = msgspec.UNSET
+    same_questions: bool | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            version = "rl-swarm 0.1" if self.format < FORMAT else "a newer version of rl-swarm"
+            raise ValueError(f"it has format {self.format}, written by {version}; this version reads format {FORMAT}")
 
     def swarm(self) -> str:
         """Return the id that every message of this swarm carries, so that none can be replayed in another swarm."""
@@ -81,7 +87,7 @@ def derive_seed(*parts: str | int | bytes) -> int:
 
 def question_seed(manifest: Manifest, round: int, peer_id: str, number: int) -> int:
     root = manifest.questions_key()
-    if manifest.shared is True:
+    if manifest.same_questions is True:
         return derive_seed(root, round, number)
     seed = derive_seed(root, round, peer_id, number)
     specialists = {} if manifest.specialists is msgspec.UNSET else manifest.specialists

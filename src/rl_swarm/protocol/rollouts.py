@@ -61,7 +61,7 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokenizer: Id = ""
     rollouts: dict[str, list[Answer]]
     # Of a later stage: by earlier stage, whose rollouts its questions were made from, and for each question which.
-    heard: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_PARENTS)]], Meta(max_length=64)] = []
+    context_peers: Annotated[list[Annotated[list[Id], Meta(max_length=MAX_PARENTS)]], Meta(max_length=64)] = []
     parents: dict[str, Annotated[list[Id], Meta(max_length=MAX_PARENTS)]] = {}
     role: Annotated[str, Meta(max_length=64)] = ""  # of its author, where it is not the ordinary one
 
@@ -104,7 +104,7 @@ class Rollout:
     completions: tuple[Completion, ...]
     tokenizer: str = ""
     role: str = ""
-    heard: tuple[tuple[str, ...], ...] = ()
+    context_peers: tuple[tuple[str, ...], ...] = ()
     parents: tuple[str, ...] = ()
 
     @property
@@ -220,6 +220,6 @@ def _rollout(publication: Publication, number: int, given: Sequence[Answer], lim
         ),
         tokenizer=publication.tokenizer,
         role=publication.role,
-        heard=tuple(map(tuple, publication.heard)),
+        context_peers=tuple(map(tuple, publication.context_peers)),
         parents=tuple(publication.parents.get(str(number), ())),
     )

@@ -43,7 +43,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     joined: float
     timestamp: float
-    invitation: Annotated[str, Meta(max_length=MAX_TICKET)] = ""  # a ticket (admission.py)
+    ticket: Annotated[str, Meta(max_length=MAX_TICKET)] = ""  # by which it comes (admission.py)
     role: Name | msgspec.UnsetType = msgspec.UNSET  # where it is not the ordinary one
 
 
@@ -71,9 +71,9 @@ class Member(msgspec.Struct, frozen=True):
     reward: float = 0.0  # sum over rounds
     wins: int = 0  # votes received
     invitation: str = ""  # the name of the one by which it came
-    sign: float = 0.0  # when its newest introduction was written, by its own clock
+    heartbeat: float = 0.0  # when its newest introduction was written, by its own clock
     missed: int = 0  # stages that ended without its report, though the others waited
-    punctual: int = 0  # reports in time since then; `REPORTS_PER_PARDON` of them take one back
+    on_time: int = 0  # reports in time since then; `REPORTS_PER_PARDON` of them take one back
 
     @property
     def is_on_probation(self) -> bool:
@@ -102,9 +102,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     timestamp: float = 0.0
     members: dict[str, Member] = {}
     reports: dict[str, Report] = {}  # of this stage so far
-    heard: float = 0.0  # when the first of them came
-    proven: float = 0.0  # when the last one of a member came that is not on probation
-    roll: Round = 0  # the number of the owner's list that this state obeys
+    first_report_at: float = 0.0
+    last_regular_report_at: float = 0.0  # of a member that is not on probation
+    access_list_number: Round = 0  # of the access list that this state obeys
     refused: dict[str, Refusal] = {}
 
     def leaderboard(self) -> list[tuple[str, Member]]:
@@ -120,7 +120,7 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Records the end of a stage in the history."""
 
     peer_id: Id = ""
-    kind: Literal["ended"] = "ended"
+    kind: Literal["stage"] = "stage"
     swarm: Id
     round: Round
     stage: Round
@@ -153,7 +153,7 @@ class Rules:
 
 
 def record_presence(
-    state: State, peer_id: str, node: str, now: float, invitation: str = "", sign: float = 0.0
+    state: State, peer_id: str, node: str, now: float, invitation: str = "", heartbeat: float = 0.0
 ) -> State:
     """Add a peer that has joined, or record its heartbeat."""
     member = state.members.get(peer_id)
@@ -161,7 +161,8 @@ def record_presence(
         joined = state.round if state.phase == "running" else 0
         # A newcomer has to report in time before the others wait for it.
         member = Member(node, joined_round=joined, last_seen=now, missed=MAX_MISSED - 1 if joined else 0)
-    member = replace(member, last_seen=now, invitation=invitation or member.invitation, sign=max(sign, member.sign))
+    heartbeat = max(heartbeat, member.heartbeat)
+    member = replace(member, last_seen=now, invitation=invitation or member.invitation, heartbeat=heartbeat)
     return replace(state, members={**state.members, peer_id: member})
 
 
@@ -184,9 +185,14 @@ def record_report(state: State, report: Report, now: float) -> State:
     if not current or report.peer_id in state.reports:
         return state
     state = record_presence(state, report.peer_id, report.node, now)
-    heard = state.heard if state.reports else now
-    proven = state.proven if state.members[report.peer_id].is_on_probation else now
-    return replace(state, reports={**state.reports, report.peer_id: report}, heard=heard, proven=proven)
+    first = state.first_report_at if state.reports else now
+    last_regular = state.last_regular_report_at if state.members[report.peer_id].is_on_probation else now
+    return replace(
+        state,
+        reports={**state.reports, report.peer_id: report},
+        first_report_at=first,
+        last_regular_report_at=last_regular,
+    )
 
 
 def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
@@ -199,7 +205,12 @@ def advance(state: State, rules: Rules, now: float) -> tuple[State, str | None]:
     if why is None:
         return state, None
     counted = replace(
-        state, members=count_reports(state, rules, now), reports={}, proven=0.0, started=now, timestamp=now
+        state,
+        members=count_reports(state, rules, now),
+        reports={},
+        last_regular_report_at=0.0,
+        started=now,
+        timestamp=now,
     )
     if state.stage + 1 < rules.stages:
         return replace(counted, stage=state.stage + 1), why
@@ -215,14 +226,14 @@ def end_reason(state: State, rules: Rules, now: float) -> str | None:
     late = late_members(state, rules, now)
     if state.reports and not late:
         return "everyone"
-    took = state.proven - state.started
+    took = state.last_regular_report_at - state.started
     if took > 0 and elapsed > 2 * took and all(state.members[peer_id].is_on_probation for peer_id in late):
         return "patience"
     if rules.end == "deadline" and elapsed >= rules.interval:
         return "deadline"
     # Where rounds take long, others may take as long again as the first did.
-    longest = max(MAX_WAIT * rules.peer_timeout, state.heard - state.started)
-    return "patience" if state.reports and now - state.heard > longest else None
+    longest = max(MAX_WAIT * rules.peer_timeout, state.first_report_at - state.started)
+    return "patience" if state.reports and now - state.first_report_at > longest else None
 
 
 def late_members(state: State, rules: Rules, now: float) -> list[str]:
@@ -242,19 +253,19 @@ def count_reports(state: State, rules: Rules, now: float) -> dict[str, Member]:
     members = dict(state.members)
     last = state.stage + 1 == rules.stages
     for peer_id in late_members(state, rules, now) if rules.end != "interval" else ():
-        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1, punctual=0)
+        members[peer_id] = replace(members[peer_id], missed=members[peer_id].missed + 1, on_time=0)
     for peer_id, report in state.reports.items():
         member = members.get(peer_id)
         if member is None:
             continue
-        punctual = member.punctual + 1 if member.missed else 0
+        on_time = member.on_time + 1 if member.missed else 0
         members[peer_id] = replace(
             member,
             last_seen=now,
             participation=member.participation + last,
             reward=member.reward + report.reward,
-            missed=member.missed - punctual // REPORTS_PER_PARDON,
-            punctual=punctual % REPORTS_PER_PARDON,
+            missed=member.missed - on_time // REPORTS_PER_PARDON,
+            on_time=on_time % REPORTS_PER_PARDON,
         )
     for peer_id, report in state.reports.items() if last else ():
         if report.vote in members and report.vote != peer_id:

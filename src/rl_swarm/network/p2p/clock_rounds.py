@@ -84,7 +84,7 @@ class ClockCoordinator(DocumentCoordinator):
         retry(lambda: self.store.write(PEERS.of(self.node), data), self.stop)
 
     def _admits(self, peer: PeerInfo) -> bool:
-        ticket = peer.invitation
+        ticket = peer.ticket
         return admission.admit(self.manifest, self.access_list, {}, peer.peer_id, ticket, self.clock())[1] is None
 
     def _state_of_members(self, now: float) -> State:
@@ -94,7 +94,7 @@ class ClockCoordinator(DocumentCoordinator):
         for each in known:
             peer = each.info
             invitation, why = admission.admit(
-                self.manifest, self.access_list, state.members, peer.peer_id, peer.invitation, now
+                self.manifest, self.access_list, state.members, peer.peer_id, peer.ticket, now
             )
             if why is not None:
                 if peer.peer_id == self.identity.peer_id:

@@ -37,7 +37,7 @@ from rl_swarm.network.p2p.late_answers import Ask
 from rl_swarm.network.p2p.records import (
     DEEPEST,
     KEPT_SECONDS,
-    MAX_INSIDE,
+    MAX_CONTENT,
     MAX_NOTICE,
     MAX_OF_AUTHOR_IN_KEY,
     REPORT_SECONDS,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OWNERS = {MANIFEST, ACCESS_LIST, STATE, HISTORY}  # which only the owner writes, and every peer serves
-SERVED_KINDS = {ACCESS_LIST: "roll", STATE: "state"}  # kinds of the owner's documents that peers keep and serve
+SERVED_KINDS = {ACCESS_LIST: "access_list", STATE: "state"}  # kinds of the owner's documents that peers keep and serve
 OF_A_ROUND = (Kind.ROLLOUTS, Kind.REPORT)
 ANNOUNCED_BY_NODES = (Kind.PEER, Kind.REPORT)
 MAX_OF_ROUNDS = 400  # documents of single rounds that a peer serves: as far back as nodes ask
@@ -165,8 +165,8 @@ class PeerStore:
             if key.group == self._asked_for[0] and key.node in self._direct:
                 return self._direct[key.node][: limit + 1]
             notice = self._listed.get(key.group, (0.0, {}))[1].get(key)
-        if notice is not None and notice.inside and notice.peer_id == author:
-            return notice.inside.encode()[: limit + 1]
+        if notice is not None and notice.content and notice.peer_id == author:
+            return notice.content.encode()[: limit + 1]
         if key.kind in ANNOUNCED_BY_NODES and me == self.owner:
             # The coordinator waits for no peer: small documents stand in their notices.
             raise FileNotFoundError(path_of(key))
@@ -230,7 +230,7 @@ class PeerStore:
             if self._asked_for[0] != group:
                 self._asked_for, self._direct = (group, self.clock()), {}
             if self.clock() - self._asked_for[1] >= DIRECT_SECONDS and not self._is_asking():
-                listed = {key for key, notice in self._listed.get(group, (0.0, {}))[1].items() if notice.inside}
+                listed = {key for key, notice in self._listed.get(group, (0.0, {}))[1].items() if notice.content}
                 members = self._state[1].members if self._state is not None else {}
                 missing = [
                     (peer, member.node)
@@ -329,7 +329,7 @@ class PeerStore:
             sha256=hashlib.sha256(data).hexdigest(),
             size=len(data),
             timestamp=self.clock(),
-            inside=_text(data) if len(data) <= MAX_INSIDE else "",
+            content=_text(data) if len(data) <= MAX_CONTENT else "",
             depth=self.members.depth if self.members is not None and key.kind is Kind.PEER else 0,
             addresses=list(self.engine.addresses)[:8] if key.kind in (Kind.MANIFEST, Kind.PEER) else [],
         )

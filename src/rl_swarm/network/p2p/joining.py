@@ -217,11 +217,11 @@ def manifests(engine: PeerEngine) -> dict[str, Candidate]:
     noticed = [acceptable(MANIFESTS, *record, engine.clock()) for record in records.items()]
     notices = [notice for notice in noticed if notice is not None and notice.key == MANIFEST]
     # Those with a manifest inside first: they take no request.
-    for notice in sorted(random.sample(notices, len(notices)), key=lambda one: not one.inside):
+    for notice in sorted(random.sample(notices, len(notices)), key=lambda one: not one.content):
         if notice.swarm in found:
             found[notice.swarm].authors.add(notice.peer_id)
             continue
-        tries += not notice.inside
+        tries += not notice.content
         if tries > MAX_TRIES:
             continue
         engine.introduce(notice.peer_id, notice.addresses)
@@ -234,8 +234,8 @@ def manifests(engine: PeerEngine) -> dict[str, Candidate]:
 
 
 def _body(engine: PeerEngine, notice: DhtRecord) -> bytes:
-    if notice.inside:
-        return notice.inside.encode()
+    if notice.content:
+        return notice.content.encode()
     data = engine.ask(notice.peer_id, request_for(MANIFEST), MAX_BYTES)
     if data is None:
         raise FileNotFoundError(notice.path)

@@ -196,7 +196,7 @@ class Members:
     def _introduced(self, notice: DhtRecord) -> PeerInfo | None:
         """Return the introduction in a notice, if it is its author's, of this swarm, and recent."""
         try:
-            peer = unseal(notice.inside.encode(), PeerInfo, INTRODUCTION_BYTES)
+            peer = unseal(notice.content.encode(), PeerInfo, INTRODUCTION_BYTES)
         except Rejected as error:
             log.debug("an introduction of %s is not used: %s", notice.peer_id, error)
             return None
@@ -209,7 +209,7 @@ class Members:
         if before is None or peer.timestamp > before.info.timestamp:
             subnet = next(filter(None, map(subnet_of, notice.addresses)), "")
             seen = max(peer.timestamp, before.seen if before else 0.0)
-            self.known[peer.peer_id] = KnownPeer(peer, notice.inside.encode(), seen, subnet)
+            self.known[peer.peer_id] = KnownPeer(peer, notice.content.encode(), seen, subnet)
         self.store.engine.introduce(notice.peer_id, notice.addresses)
 
     def _oldest(self) -> float:

@@ -15,7 +15,7 @@ from rl_swarm.protocol.wire import Count, Id, Rejected, unseal
 
 log = logging.getLogger(__name__)
 
-MAX_INSIDE = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
+MAX_CONTENT = 3 << 10  # bytes of a document that travels in its notice: an introduction with RSA keys and a ticket
 MAX_NOTICE = 6 << 10
 KEPT_SECONDS = 600.0  # in the DHT, and renewed before that
 REPORT_SECONDS = 120.0  # the same of a round's reports, of which only the newest is renewed
@@ -37,7 +37,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sha256: Annotated[str, Meta(max_length=64)]
     size: Count
     timestamp: float
-    inside: Annotated[str, Meta(max_length=MAX_INSIDE)] = ""
+    content: Annotated[str, Meta(max_length=MAX_CONTENT)] = ""
     # On introductions, how large a part of them its author reads (`members.py`).
     depth: Annotated[int, Meta(ge=0, le=DEEPEST)] = 0
     # Where its author can be reached, on introductions and manifests.
