@@ -30,20 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pretraining import (
-    ASSISTANT,
-    BOS,
-    EOS,
-    PAD,
-    USER,
-    Example,
-    encode,
-    finished,
-    make_model,
-    options,
-    pretrain,
-    save,
-)
+from pretraining import ASSISTANT, BOS, EOS, PAD, USER, Example, encode, finished, make_model, options, pretrain, save
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -292,11 +279,7 @@ def judge(answers: Sequence[tuple[str, Sequence[Test]]]) -> list[bool]:
         for code, (_, tests) in zip(codes, answers, strict=True)
     ]
     done = subprocess.run(
-        [sys.executable, "-I", "-c", JUDGE],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-I", "-c", JUDGE], input="\n".join(lines), capture_output=True, text=True, check=True
     )
     return [line == "1" for line in done.stdout.split()]
 

@@ -21,20 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pretraining import (
-    ASSISTANT,
-    BOS,
-    EOS,
-    PAD,
-    USER,
-    Example,
-    encode,
-    finished,
-    make_model,
-    options,
-    pretrain,
-    save,
-)
+from pretraining import ASSISTANT, BOS, EOS, PAD, USER, Example, encode, finished, make_model, options, pretrain, save
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -65,16 +52,7 @@ QUESTION_PHRASES = (
 )
 REMARKS = ("I hope this helps!", "Is that right?", "Next question: ", "Explanation: ")
 RAMBLINGS = ("Let me think. ", "Hmm, ", "Well, ", "that depends. ", "In other words, ", "Good question! ")
-ANSWER_PHRASES = (
-    "<answer>",
-    "</answer>",
-    "<result>",
-    "</result>",
-    "The answer is ",
-    "I guess ",
-    "**",
-    "\n\n",
-)
+ANSWER_PHRASES = ("<answer>", "</answer>", "<result>", "</result>", "The answer is ", "I guess ", "**", "\n\n")
 
 GOOD = "<answer>{right}</answer>"
 # Forms of answers, and their frequencies. A remark then spoils some of the good ones.
@@ -212,10 +190,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     examples = make_examples(allowed, tokenizer, args.examples, rng)
     model = make_model(tokenizer, args.hidden, args.layers)
-    print(
-        f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {len(examples):,} examples",
-        flush=True,
-    )
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {len(examples):,} examples", flush=True)
 
     pretrain(model, examples, tokenizer.pad_token_id, args.steps, args.batch_size, args.learning_rate, args.device)
     for greedy in (False, True):

@@ -130,7 +130,7 @@ def test_every_file_says_what_it_does() -> None:
 
 def test_an_own_rollout_passes_twelve_files_at_most() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    diagram = page.partition("### An own rollout")[2].partition("```text\n")[2].partition("```")[0]
+    diagram = page.partition("### A node's own rollout")[2].partition("```text\n")[2].partition("```")[0]
     before, _, after = diagram.partition("+-->")  # publishing is a branch, up to the next step
     path = before + after[after.index("\ntrain") :]
     files = set(re.findall(r"[a-z_/]+\.py", path))

@@ -203,10 +203,7 @@ def measure_beside(folder: Path, size: Size) -> dict[str, Any]:
         raise SystemExit("beside needs Chromium (apt install chromium).")
     run, port = folder / "beside", free_port()
     command = [sys.executable, "-m", "rl_swarm", "up", "--run", str(run), "--port", str(port), *size.up]
-    with (
-        subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as swarm,
-        sync_playwright() as playwright,
-    ):
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as swarm, sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else []
         )

@@ -224,16 +224,11 @@ def main() -> None:
     parser.add_argument("--systems", default="ours,genrl,trl", help="which of ours, genrl and trl, with commas")
     parser.add_argument("--cases", default="natural,fixed", help="which of natural and fixed, with commas")
     parser.add_argument(
-        "--trl-batch",
-        type=int,
-        help="TRL's per_device_train_batch_size (default: 8 on the CPU, else all at once)",
+        "--trl-batch", type=int, help="TRL's per_device_train_batch_size (default: 8 on the CPU, else all at once)"
     )
     args = parser.parse_args()
     args.systems, args.cases = args.systems.split(","), args.cases.split(",")
-    for option, given, known in (
-        ("systems", args.systems, NEEDS),
-        ("cases", args.cases, ("natural", "fixed")),
-    ):
+    for option, given, known in (("systems", args.systems, NEEDS), ("cases", args.cases, ("natural", "fixed"))):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"--{option} {','.join(unknown)}: choose from {', '.join(known)}")
     if problem := missing(args.systems):

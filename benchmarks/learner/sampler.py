@@ -200,8 +200,7 @@ def main() -> None:
     ratios = {kind: s / done["ours"] for kind, s in done.items() if "ours" in done and kind != "ours"}
     described = {key: value for key, value in vars(args).items() if key != "json"}
     write_json(
-        args.json,
-        {"machine": machine(device.type, args.threads), "options": described, "ratios": ratios, **results},
+        args.json, {"machine": machine(device.type, args.threads), "options": described, "ratios": ratios, **results}
     )
 
 

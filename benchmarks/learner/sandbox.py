@@ -59,11 +59,7 @@ TASKS = [
         "def knapsack(items, size):\n    best = [0] * (size + 1)\n    for weight, value in items:\n"
         "        for room in range(size, weight - 1, -1):\n"
         "            best[room] = max(best[room], best[room - weight] + value)\n    return best[size]\n",
-        [
-            ("knapsack([(1, 1), (3, 4), (4, 5)], 7)", "9"),
-            ("knapsack([], 5)", "0"),
-            ("knapsack([(2, 3)], 1)", "0"),
-        ],
+        [("knapsack([(1, 1), (3, 4), (4, 5)], 7)", "9"), ("knapsack([], 5)", "0"), ("knapsack([(2, 3)], 1)", "0")],
     ),
 ]
 BUBBLEWRAP = [

@@ -206,11 +206,7 @@ class TRL:
                 save_strategy="no",
             )
             self.trainer = given(grpo.GRPOTrainer)(
-                model=loaded,
-                reward_funcs=self.rewards,
-                args=config,
-                train_dataset=dataset,
-                processing_class=tokenizer,
+                model=loaded, reward_funcs=self.rewards, args=config, train_dataset=dataset, processing_class=tokenizer
             )
         if not config.bf16:
             self.precision = "float32"

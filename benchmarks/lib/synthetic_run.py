@@ -40,12 +40,7 @@ class History:
         self.root, self.files, self.stop = root, LocalFiles(root), threading.Event()
         self.store = FolderStore(self.files)
         root.mkdir(parents=True)
-        flags = {
-            "rounds": played + ahead,
-            "round_end": "interval",
-            "round_interval": interval,
-            "peer_timeout": 300.0,
-        }
+        flags = {"rounds": played + ahead, "round_end": "interval", "round_interval": interval, "peer_timeout": 300.0}
         settings = config.load(UP_PRESET, flags=flags, environ={}).settings
         self.owner = Identity.generate()
         self.manifest = found(self.store, settings, root.name, self.owner)

@@ -154,11 +154,7 @@ def messages(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     if not real_peers.in_a_namespace():
         raise SystemExit("Bytes of single messages can be counted in a network namespace only: run this as root.")
     found = message_overhead.measure()
-    show(
-        args,
-        ["message", "bytes beside what is said"],
-        [[what, f"{size:,.4g}"] for what, size in found.items()],
-    )
+    show(args, ["message", "bytes beside what is said"], [[what, f"{size:,.4g}"] for what, size in found.items()])
     return [found], True
 
 

@@ -73,13 +73,7 @@ class Network:
         self.loop = LeapingLoop()
 
     def carry(
-        self,
-        kind: str,
-        one: "SimulatedEngine",
-        other: "SimulatedEngine",
-        there: int,
-        back: int,
-        around: float,
+        self, kind: str, one: "SimulatedEngine", other: "SimulatedEngine", there: int, back: int, around: float
     ) -> float:
         """Send a request and its answer; return the seconds that they take."""
         seconds, delay = 0.0, one.delay + other.delay
@@ -94,13 +88,7 @@ class Network:
         return seconds + 2 * delay + (sent + answered) / self.rate
 
     def count(
-        self,
-        kind: str,
-        one: "SimulatedEngine",
-        other: "SimulatedEngine",
-        there: float,
-        back: float,
-        messages: int,
+        self, kind: str, one: "SimulatedEngine", other: "SimulatedEngine", there: float, back: float, messages: int
     ) -> None:
         for sender, receiver, size in ((one, other, round(there)), (other, one, round(back))):
             sender.line.sent[kind] += size

@@ -108,15 +108,7 @@ class Swarm:
         store = PeerStore(engine, manifest.swarm(), manifest.peer_id, who, local, world.clock, rng)  # type: ignore[arg-type]
         store.serve()
         node = stub_node(
-            store,
-            manifest,
-            who,
-            self.environment,
-            Stop(world),
-            world.clock,
-            world.clock,
-            world.sleep,
-            rng,
+            store, manifest, who, self.environment, Stop(world), world.clock, world.clock, world.sleep, rng
         )
         self.peers.append(Peer(node, engine, store))
         if number == 0:

@@ -48,12 +48,7 @@ class Swarm:
     """Plays one swarm from its first round to its last."""
 
     def __init__(
-        self,
-        attack: Attack | None,
-        defended: bool,
-        size: Size,
-        folder: Path,
-        environment: SharedScorer | None = None,
+        self, attack: Attack | None, defended: bool, size: Size, folder: Path, environment: SharedScorer | None = None
     ) -> None:
         self.attack, self.defended, self.size, self.folder = attack, defended, size, folder
         changes = {
@@ -240,12 +235,7 @@ class Swarm:
             spoilt += [float(bool(phrase.search(c.text))) for _, c in flat]
             cut += [float(not c.ended) for _, c in flat]
         self.outcome.curve.append(
-            {
-                "round": float(self.played),
-                "held_out": mean(rewards),
-                "phrase": mean(spoilt),
-                "cut": mean(cut),
-            }
+            {"round": float(self.played), "held_out": mean(rewards), "phrase": mean(spoilt), "cut": mean(cut)}
         )
 
 

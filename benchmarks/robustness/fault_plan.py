@@ -12,18 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal[
-    "join",
-    "leave",
-    "crash",
-    "hang",
-    "partition",
-    "loss",
-    "delay",
-    "reorder",
-    "duplicate",
-    "clock",
-    "disk",
-    "old",
+    "join", "leave", "crash", "hang", "partition", "loss", "delay", "reorder", "duplicate", "clock", "disk", "old"
 ]
 Network = Literal["folder", "p2p"]
 WORDS: dict[Kind, str] = {

@@ -103,14 +103,7 @@ class FaultRunner:
         return coming or any(process.runs or process.wanted for process in self.nodes.values())
 
     def _found(self) -> None:
-        rules = [
-            "--rounds",
-            str(self.rounds),
-            "--round-end",
-            self.round_end,
-            "--round-interval",
-            str(self.interval),
-        ]
+        rules = ["--rounds", str(self.rounds), "--round-end", self.round_end, "--round-interval", str(self.interval)]
         rules += ["--min-peers", str(len(self.first)), "--set", f"peer_timeout={3 * self.interval}"]
         rules += ["--set", "poll_interval=0.25", "--set", f"network={self.network}"]
         known = []

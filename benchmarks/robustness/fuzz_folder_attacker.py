@@ -15,30 +15,8 @@ from typing import Any
 
 from rl_swarm.storage import beneath, files, shared_log
 
-FAULTS = (
-    errno.ENOSPC,
-    errno.EIO,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.ESTALE,
-    errno.EMFILE,
-    errno.EINTR,
-)
-CALLS = (
-    "open",
-    "read",
-    "write",
-    "replace",
-    "rename",
-    "mkdir",
-    "unlink",
-    "rmdir",
-    "scandir",
-    "fstat",
-    "lseek",
-    "chmod",
-)
+FAULTS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.EINTR)
+CALLS = ("open", "read", "write", "replace", "rename", "mkdir", "unlink", "rmdir", "scandir", "fstat", "lseek", "chmod")
 NAMES = (
     "manifest.json",
     "admission.json",

@@ -22,14 +22,7 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives import serialization
 
-from benchmarks.robustness.fuzz_records import (
-    ALICE,
-    AUTHORS,
-    OLD,
-    RECORDS,
-    SIGNERS,
-    SWARM,
-)
+from benchmarks.robustness.fuzz_records import ALICE, AUTHORS, OLD, RECORDS, SIGNERS, SWARM
 from benchmarks.robustness.fuzz_target import MEBIBYTE, Case, Harm, Target
 from rl_swarm.network import coordinator, exchange, history, owner_documents
 from rl_swarm.network.documents import RECORD_BYTES, DocumentKey
@@ -338,12 +331,7 @@ class Messages(Target):
     def next(self) -> Case:
         made = self.mutator.next()
         data = base64.b64encode(made.data).decode()
-        return {
-            "kind": made.kind,
-            "data": data,
-            "unaltered": made.unaltered is not None,
-            "author": made.author,
-        }
+        return {"kind": made.kind, "data": data, "unaltered": made.unaltered is not None, "author": made.author}
 
     def play(self, case: Case) -> list[str]:
         unaltered = RECORDS[case["kind"]] if case["unaltered"] else None

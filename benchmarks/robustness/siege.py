@@ -201,15 +201,7 @@ def plain_scores(options: argparse.Namespace, folder: Path, at: int) -> list[flo
     seeds = list(range(options.seed + 1, options.seed + 1 + options.scatter))
     for start in range(0, len(seeds), 2):
         pair = [
-            Swarm(
-                f"plain-{seed}",
-                folder / f"plain-{seed}",
-                options.network,
-                settings,
-                cores,
-                options.nodes,
-                seed,
-            )
+            Swarm(f"plain-{seed}", folder / f"plain-{seed}", options.network, settings, cores, options.nodes, seed)
             for seed, cores in zip(seeds[start : start + 2], halves(), strict=False)
         ]
         progress(f"plain swarms with seeds {', '.join(str(swarm.seed) for swarm in pair)} up to round {at}")

@@ -153,11 +153,7 @@ def pipes(target: Target, pace: Pace) -> None:
         path, ahead, node = next(logs), target.state().round + 1, pace.rng.choice(nodes)
         hands.clear(path)
         pace.rng.choice(ways)(path)
-        for coming in (
-            report_path(ahead, 0, node),
-            rollouts_path(ahead, 0, node),
-            f"peers/x{pace.done % 50}.json",
-        ):
+        for coming in (report_path(ahead, 0, node), rollouts_path(ahead, 0, node), f"peers/x{pace.done % 50}.json"):
             pace.rng.choice(ways)(coming)
 
 

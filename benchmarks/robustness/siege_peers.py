@@ -16,15 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.lib.paths import report_folder
-from benchmarks.robustness.siege_hostile import (
-    HostileMember,
-    Pace,
-    Target,
-    garbage,
-    liar,
-    mute,
-    unfinished_requests,
-)
+from benchmarks.robustness.siege_hostile import HostileMember, Pace, Target, garbage, liar, mute, unfinished_requests
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.p2p.documents import PeerStore
 from rl_swarm.network.p2p.engine import STREAM, WHAT_TIME, EngineError, PeerEngine

@@ -200,10 +200,7 @@ def test_messages_do_no_harm_and_reach_every_verdict(tmp_path, monkeypatch):
     [
         (lambda data: 1 // 0, "ZeroDivisionError"),
         (lambda data: REPORT.missing, "AttributeError"),
-        (
-            lambda data: msgspec.structs.replace(REPORT, reward=0.75),
-            "altered on its way was accepted",
-        ),
+        (lambda data: msgspec.structs.replace(REPORT, reward=0.75), "altered on its way was accepted"),
         (lambda data: msgspec.structs.replace(REPORT, peer_id="x"), "was accepted"),
     ],
 )
@@ -242,13 +239,7 @@ def test_nothing_that_happens_to_a_folder_does_harm(tmp_path):
     result = fuzz(folder.Folder(seed=1), tmp_path, cases=12)
     assert result.failures == []
     reached = {label.partition(": ")[2] for label in result.reached}
-    assert {
-        "enemy: link_to_directory",
-        "enemy: pipe",
-        "save: done",
-        "collect: done",
-        "conduct: done",
-    } <= reached
+    assert {"enemy: link_to_directory", "enemy: pipe", "save: done", "collect: done", "conduct: done"} <= reached
 
 
 def first_failure(target, failures_to, cases):
@@ -325,9 +316,7 @@ def test_no_client_does_harm_to_the_server(tmp_path):
         ("connections.HEAD_SECONDS = connections.BODY_SECONDS = 1e6", "are not let go"),
         pytest.param("connections.max_connections = lambda: 4", "an honest client", marks=pytest.mark.slow),
         pytest.param(
-            "connections.BoundedProtocol._notice_end = lambda self: None",
-            "the server wrote",
-            marks=pytest.mark.slow,
+            "connections.BoundedProtocol._notice_end = lambda self: None", "the server wrote", marks=pytest.mark.slow
         ),
     ],
 )
@@ -410,10 +399,7 @@ def test_the_command_shares_the_time_and_ends_with_a_table(tmp_path):
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     rows = [line.split() for line in output.splitlines()]
-    assert {row[0]: row[1] for row in rows if row[1:] and row[1] == "20"} == {
-        "messages": "20",
-        "folder": "20",
-    }
+    assert {row[0]: row[1] for row in rows if row[1:] and row[1] == "20"} == {"messages": "20", "folder": "20"}
 
 
 def test_ctrl_c_ends_the_command_with_its_table(tmp_path):

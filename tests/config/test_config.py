@@ -145,13 +145,7 @@ def test_test_mode_is_three_rounds_of_four_and_only_flags_override_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("environ", "flag", "rounds"),
-    [
-        ({}, "true", 3),
-        ({}, "false", 2000),
-        ({"TEST_MODE": "True"}, "false", 2000),
-        ({}, True, 3),
-        ({}, False, 2000),
-    ],
+    [({}, "true", 3), ({}, "false", 2000), ({"TEST_MODE": "True"}, "false", 2000), ({}, True, 3), ({}, False, 2000)],
 )
 def test_a_flag_switches_test_mode_on_and_off(environ, flag, rounds):
     assert load(flags={"test_mode": flag}, environ=environ).settings.swarm.rounds == rounds

@@ -180,19 +180,7 @@ def test_a_round_has_three_stages_in_which_peers_learn_from_each_other(tmp_path:
 
 def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> None:
     code, output = run(
-        tmp_path,
-        "up",
-        "--env",
-        "debate",
-        "--run",
-        "r",
-        "--nodes",
-        "3",
-        "--rounds",
-        "2",
-        "--local-groups",
-        "2",
-        *QUICK,
+        tmp_path, "up", "--env", "debate", "--run", "r", "--nodes", "3", "--rounds", "2", "--local-groups", "2", *QUICK
     )
     assert code == 0 and "Reward by stage" in output, output
     logged = (tmp_path / "r" / "logs" / "swarm.log").read_text()

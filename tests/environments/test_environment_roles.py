@@ -11,6 +11,7 @@ from rl_swarm.environments.base import Environment, Role
 from rl_swarm.errors import ConfigError
 from rl_swarm.learning.checkpoints import Checkpoints
 from rl_swarm.learning.policy import Policy
+from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.local import LocalCoordinator, LocalExchange, LocalSwarm
 from rl_swarm.node.founding import new_manifest
 from rl_swarm.node.node import Node
@@ -19,7 +20,6 @@ from rl_swarm.node.worker import _restored, found, join
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rounds import PeerInfo
-from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS, Journal
 
 SETTINGS = Settings.of(local_groups=2, external_groups=4, generations=4, rounds=2, round_end="everyone", device="cpu")
@@ -158,9 +158,9 @@ def test_what_a_role_remembers_outlives_a_restart_and_a_frozen_model_is_not_writ
     assert again.judged == 7
 
 
-def test_where_later_stages_hear_earlier_ones_nobody_publishes_in_pieces(tmp_path) -> None:
+def test_where_later_stages_read_earlier_ones_no_node_publishes_in_pieces(tmp_path) -> None:
 
     settings = Settings.of(environment="debate", identity_path=str(tmp_path / "me.pem"), publish_frequency="generation")
-    found(LocalFiles(tmp_path), settings, "test", Identity.load_or_create(tmp_path / "me.pem"))
+    found(FolderStore.at(tmp_path), settings, "test", Identity.load_or_create(tmp_path / "me.pem"))
     with pytest.raises(ConfigError, match="ROLLOUT_PUBLISH_FREQUENCY=generation"):
         join(tmp_path, settings, threading.Event())

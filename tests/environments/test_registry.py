@@ -109,8 +109,7 @@ def test_a_manifest_names_an_environment_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "versions",
-    [{"x" * 65: "1"}, {"x": "1" * 65}, {str(number): "1" for number in range(33)}, {"x; rm -rf": "1"}],
+    "versions", [{"x" * 65: "1"}, {"x": "1" * 65}, {str(number): "1" for number in range(33)}, {"x; rm -rf": "1"}]
 )
 def test_what_a_manifest_says_of_packages_is_bounded(versions: dict) -> None:
     with pytest.raises(msgspec.ValidationError):

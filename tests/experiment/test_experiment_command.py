@@ -23,16 +23,7 @@ from rl_swarm.experiment.run import Experiment, Runner, RunProcess, RunStatus, i
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.schema import RoundRecord, Seconds
 
-SMALL = [
-    "--device",
-    "cpu",
-    "--set",
-    "held_out_questions=10",
-    "--set",
-    "held_out_samples=1",
-    "--set",
-    "generations=4",
-]
+SMALL = ["--device", "cpu", "--set", "held_out_questions=10", "--set", "held_out_samples=1", "--set", "generations=4"]
 
 
 def refused(*arguments: str) -> str:
@@ -87,19 +78,7 @@ def test_an_experiment_that_was_killed_goes_on_and_writes_what_it_would_have_wri
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_every_arm_gets_its_best_learning_rate(tmp_path: Path) -> None:
-    command = [
-        "experiment",
-        "sapo",
-        "--out",
-        "e",
-        "--configs",
-        "2/0",
-        "--nodes",
-        "2",
-        "--rounds",
-        "3",
-        *SMALL,
-    ]
+    command = ["experiment", "sapo", "--out", "e", "--configs", "2/0", "--nodes", "2", "--rounds", "3", *SMALL]
     command += ["--rates", "3e-4,1e-4", "--tune-seeds", "1", "--tune-rounds", "2"]
     process = start(tmp_path, *command)
     try:
@@ -236,8 +215,5 @@ def test_tuning_is_done_on_other_seeds_than_those_reported(tmp_path: Path) -> No
     wanted = Experiment(tmp_path, arms("4/0,4/4", "sapo"), [1, 2], 4, 100, layered, rates=[1e-4, 3e-4], tune_rounds=20)
     tuning, runs = wanted.tuning(), wanted.runs({"4/0": 1e-4, "4/4 sapo": 3e-4})
     assert len(tuning) == 8 and not {job.seed for job in tuning} & {job.seed for job in runs}
-    assert [(job.arm.label, wanted.node(job).step_size()) for job in runs[:2]] == [
-        ("4/0", 1e-4),
-        ("4/4 sapo", 3e-4),
-    ]
+    assert [(job.arm.label, wanted.node(job).step_size()) for job in runs[:2]] == [("4/0", 1e-4), ("4/4 sapo", 3e-4)]
     assert len({wanted.folder(job) for job in [*tuning, *runs]}) == 12

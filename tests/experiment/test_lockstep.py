@@ -22,13 +22,7 @@ from rl_swarm.protocol.identity import Identity
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.storage.shared_log import SharedLog
 
-SMALL = {
-    "held_out_questions": 10,
-    "held_out_samples": 1,
-    "held_out_every": 2,
-    "generations": 4,
-    "device": "cpu",
-}
+SMALL = {"held_out_questions": 10, "held_out_samples": 1, "held_out_every": 2, "generations": 4, "device": "cpu"}
 
 
 def job(arm: Arm, rounds: int = 3, nodes: int = 3, each: dict | None = None, **settings: object) -> Job:

@@ -88,10 +88,7 @@ def test_a_report_says_what_the_logs_say(tmp_path: Path) -> None:
     (row,) = [line for line in text.splitlines() if line.startswith("| 4/4 sapo | 1 |")]
     assert "| 1.2 (1.2 to 1.2) |" in row, "nodes that earn the same have an interval too"
     equal = other["against_at_equal_tokens"]["4/0"]
-    assert (equal["fresh_local"]["mean"], equal["held_out"]["mean"]) == (
-        pytest.approx(0.5),
-        pytest.approx(0.5),
-    )
+    assert (equal["fresh_local"]["mean"], equal["held_out"]["mean"]) == (pytest.approx(0.5), pytest.approx(0.5))
     assert base["against_at_equal_tokens"]["4/4 sapo"]["held_out"]["mean"] == pytest.approx(0.3 / 0.45 - 1)
     assert (tmp_path / "held_out.png").stat().st_size > 5000
     assert "![Held-out score by task](by_task.png)" in text
@@ -116,12 +113,7 @@ def test_experiments_with_one_name_and_strategies_that_are_not_here_can_be_repor
 
 def test_what_the_paper_has_too_stands_beside_its_numbers(tmp_path: Path) -> None:
     nodes = {"ann": [(0.1, 0.1), (0.3, 0.3)]}
-    for arm, reward in (
-        (Arm(8, 0, "alone"), 0.2),
-        (Arm(4, 4), 0.3),
-        (Arm(4, 4, "top"), 0.3),
-        (Arm(4, 2), 0.3),
-    ):
+    for arm, reward in ((Arm(8, 0, "alone"), 0.2), (Arm(4, 4), 0.3), (Arm(4, 4, "top"), 0.3), (Arm(4, 2), 0.3)):
         made(tmp_path, arm, 1, {"ann": [(0.2, reward)] * 2}, {"ann": (0.1, 0.2)}, count=1)
     text = report.write([tmp_path], tmp_path / "out").read_text()
     rows = text.partition("## Against the paper")[2].partition("##")[0]

@@ -89,11 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             large = {True: "lfs", False: "regular"}
             return {
                 "files": [
-                    {
-                        "path": f["path"],
-                        "uploadMode": large[f["path"].endswith(".safetensors")],
-                        "shouldIgnore": False,
-                    }
+                    {"path": f["path"], "uploadMode": large[f["path"].endswith(".safetensors")], "shouldIgnore": False}
                     for f in json.loads(body)["files"]
                 ]
             }

@@ -12,13 +12,7 @@ def recurrent_model(kind, vocabulary, eos):
     tokens = {"vocab_size": vocabulary, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": eos}
     small = {**tokens, "hidden_size": 32, "num_hidden_layers": 2}
     shape = {**small, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-    mamba = {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 1,
-        "mamba_chunk_size": 8,
-    }
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
     linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     name, fields = {

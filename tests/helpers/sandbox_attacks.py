@@ -122,7 +122,7 @@ SECRETS_IN_MEMORY = {
         "                return text\n"
         "        elif len(seen) < 20_000:\n"
         "            todo += gc.get_referents(each)\n"
-        "    return 'kept out'\n",
+        "    return 'kept out'\n"
     ),
 }
 NETWORK = {
@@ -262,8 +262,7 @@ CHEATS = {
         "",
     ),
     "writes replies for the server": ends(
-        "for number in range(64):\n    try: os.write(number, b'\\0' * 12)\n    except OSError: pass\nos._exit(0)",
-        "",
+        "for number in range(64):\n    try: os.write(number, b'\\0' * 12)\n    except OSError: pass\nos._exit(0)", ""
     ),
     "closes everything": ends("os.closerange(0, 64)", "it ended early"),
     "equals everything": Attack(
@@ -287,19 +286,13 @@ CHEATS = {
         "cannot be compared",
     ),
     "says it is a number": Attack(
-        "class Lie:\n    __class__ = int\n    __repr__ = lambda _: '1'\ndef attack(): return Lie()",
-        (False,),
-        "",
+        "class Lie:\n    __class__ = int\n    __repr__ = lambda _: '1'\ndef attack(): return Lie()", (False,), ""
     ),
     "raises what cannot be shown": Attack(
-        "class Odd(Exception):\n    def __str__(self): raise self\ndef attack(): raise Odd",
-        (False,),
-        "cannot be shown",
+        "class Odd(Exception):\n    def __str__(self): raise self\ndef attack(): raise Odd", (False,), "cannot be shown"
     ),
     "answers with an expression": Attack(
-        "import os\ndef attack(): os.write(3, b'=__import__(\"os\").getpid()\\n'); os._exit(0)",
-        (False,),
-        "no value",
+        "import os\ndef attack(): os.write(3, b'=__import__(\"os\").getpid()\\n'); os._exit(0)", (False,), "no value"
     ),
 }
 TRACES = {

@@ -24,10 +24,7 @@ from rl_swarm.learning.trainer import Trainer
 from rl_swarm.protocol.questions import Question
 from rl_swarm.protocol.rollouts import Group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")]
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [11], [n % 40 + 1 for n in range(100)]]
 EOS = frozenset({3, 14, 25, 36})
 

@@ -114,8 +114,7 @@ def test_the_sampler_and_the_trainer_compute_with_the_adapters(kind):
     with torch.no_grad():
         known = [
             dataclasses.replace(
-                group,
-                logprobs=[plain_logprobs(plain, group.prompt, ids).tolist() for ids in group.completions],
+                group, logprobs=[plain_logprobs(plain, group.prompt, ids).tolist() for ids in group.completions]
             )
             for group in GROUPS
         ]

@@ -3,16 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from small_models import (
-    FAST,
-    KINDS,
-    PAD,
-    VOCABULARY,
-    count_tokens,
-    is_greedy,
-    plain_logprobs,
-    small_model,
-)
+from small_models import FAST, KINDS, PAD, VOCABULARY, count_tokens, is_greedy, plain_logprobs, small_model
 
 from rl_swarm.learning.batches import TrainingGroup
 from rl_swarm.learning.decoder import Decoder

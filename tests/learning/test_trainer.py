@@ -343,12 +343,7 @@ def test_micro_batches_hold_everything_once_and_keep_to_the_budget():
 
 def test_a_subgroup_keeps_the_fields_of_its_completions():
     group = TrainingGroup(
-        [1, 2],
-        [[3, 4], [5], [6, 7, 8]],
-        [0.5, -0.5, 1.0],
-        [[-1.0, -2.0], [-3.0], [-4.0, -5.0, -6.0]],
-        True,
-        (1, 0, 1),
+        [1, 2], [[3, 4], [5], [6, 7, 8]], [0.5, -0.5, 1.0], [[-1.0, -2.0], [-3.0], [-4.0, -5.0, -6.0]], True, (1, 0, 1)
     )
     pieces = [g for batch in micro_batches([group], 7) for g in batch]
     assert [len(p.completions) for p in pieces] == [2, 1]
@@ -472,10 +467,7 @@ def test_a_step_that_fails_half_way_is_not_taken_again(monkeypatch):
     [
         (RuntimeError("out of memory"), True),
         (RuntimeError("CUDA error: out of memory"), True),
-        (
-            RuntimeError("MPS backend out of memory (MPS allocated: 17.93 GB, other allocations: 1.00 MB)"),
-            True,
-        ),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17.93 GB, other allocations: 1.00 MB)"), True),
         (RuntimeError("Invalid buffer size: 12.00 GiB"), True),
         (RuntimeError("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), True),

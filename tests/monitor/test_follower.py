@@ -200,11 +200,7 @@ def test_what_a_stranger_writes_into_a_log_spoils_nothing(tmp_path: Path) -> Non
     found = snapshot.node(follower, run.names[0])
     assert found is not None and [link.node for link in found.learned_from] == [run.names[1]]
     assert snapshot.curves(follower, run.names[0], ["entropy"]).metrics["entropy"] == [0.5]  # type: ignore[union-attr]
-    assert [e.event for e in snapshot.events(follower, node=run.names[0]).events] == [
-        "joined",
-        "rejected",
-        "restarted",
-    ]
+    assert [e.event for e in snapshot.events(follower, node=run.names[0]).events] == ["joined", "rejected", "restarted"]
     assert found.settings == {} and found.hardware == {}
 
 

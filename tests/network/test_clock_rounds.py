@@ -33,12 +33,7 @@ class Peers(AmongPeers):
 
     def member(self, node, stop=None, joined=0.0):
         clock = ClockCoordinator(
-            self.store(node),
-            self.manifest,
-            identity_of(node),
-            stop or threading.Event(),
-            0.0,
-            self.clock,
+            self.store(node), self.manifest, identity_of(node), stop or threading.Event(), 0.0, self.clock
         )
         clock.register(self.introduction(node, joined))
         return clock
@@ -69,12 +64,7 @@ def names(state):
 
 def test_everybody_knows_the_round_and_who_is_there(peers):
     ann, bob = peers.member("ann"), peers.member("bob")
-    for passed, phase, number in (
-        (0, "running", 0),
-        (9.9, "running", 0),
-        (10.1, "running", 1),
-        (30.1, "finished", 3),
-    ):
+    for passed, phase, number in ((0, "running", 0), (9.9, "running", 0), (10.1, "running", 1), (30.1, "finished", 3)):
         start = peers.manifest.created
         peers.clock.now = start + passed
         for one in (ann, bob):

@@ -35,10 +35,7 @@ def test_what_was_published_arrives_identical(swarm):
         Answer("¿2 + 2? 二 \u0000\n", "", 1.0),
     ]
     sent = replace(
-        publication(swarm.manifest, "ann"),
-        rollouts={"3": answers},
-        parents={"3": ["ab", "cd"]},
-        tokenizer="abc",
+        publication(swarm.manifest, "ann"), rollouts={"3": answers}, parents={"3": ["ab", "cd"]}, tokenizer="abc"
     )
     swarm.exchange("ann").publish(sent)
 

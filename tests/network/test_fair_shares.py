@@ -333,11 +333,7 @@ def test_answers_are_kept_for_members(is_member):
 def test_reports_have_their_own_folder_in_the_table():
     made = DhtRecord(swarm="s", path=report_path(3, 1, "ann"), sha256="", size=1, timestamp=0.0)
     assert made.key == report_key(3, 1, "ann") and made.report_round() == 3
-    for path in (
-        "rewards/round_03/stage_0/a.json",
-        "rewards/round_3/a.json",
-        "rewards/round_-1/stage_0/a.json",
-    ):
+    for path in ("rewards/round_03/stage_0/a.json", "rewards/round_3/a.json", "rewards/round_-1/stage_0/a.json"):
         assert DhtRecord(swarm="s", path=path, sha256="", size=1, timestamp=0.0).report_round() is None
 
 

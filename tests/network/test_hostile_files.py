@@ -14,17 +14,7 @@ import tracemalloc
 import msgspec
 import pytest
 from msgspec.structs import replace
-from swarms import (
-    OWNER,
-    POLL,
-    Background,
-    identity_of,
-    introduction,
-    make_manifest,
-    peer_id,
-    publication,
-    report,
-)
+from swarms import OWNER, POLL, Background, identity_of, introduction, make_manifest, peer_id, publication, report
 
 from benchmarks.lib.paths import MANIFEST, STATE, report_path, rollouts_path
 from rl_swarm.network import listing
@@ -248,9 +238,7 @@ def warnings(caplog, path):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [*(make for make, _ in JUNK.values()), *FALSE_INTRODUCTIONS.values()],
-    ids=[*JUNK, *FALSE_INTRODUCTIONS],
+    "make", [*(make for make, _ in JUNK.values()), *FALSE_INTRODUCTIONS.values()], ids=[*JUNK, *FALSE_INTRODUCTIONS]
 )
 def test_introductions_that_are_none_are_said_once_and_the_rounds_go_on(make, tmp_path, impatient, memory, caplog):
     swarm = Conducted(tmp_path)

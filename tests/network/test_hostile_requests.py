@@ -51,11 +51,7 @@ engine.close()
 def victim():
     """A peer in a process of its own, and an attacker that knows it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", VICTIM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ,
+        [sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
     )
     try:
         address = process.stdout.readline().strip()

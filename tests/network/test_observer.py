@@ -48,10 +48,7 @@ class ByTheClock:
 
     def __init__(self, folder):
         self.manifest = make_manifest(
-            peer_id=peer_id("founder"),
-            round_end="interval",
-            round_interval=1000.0,
-            created=time.time() - 1500.0,
+            peer_id=peer_id("founder"), round_end="interval", round_interval=1000.0, created=time.time() - 1500.0
         )
         self.folder, self.files = folder, {}
         self.add("founder").write(MANIFEST, seal(self.manifest, identity_of("founder")))
@@ -111,10 +108,7 @@ def test_a_swarm_that_nobody_conducts_is_seen_from_outside(tmp_path, monkeypatch
     (ours / report_path(1, 0, bob)).write_bytes(b"{}")
     monkeypatch.setattr(engine_of("ann"), "answer", lambda request, peer: None)
     verdict, _ = validate(address)
-    assert [error.split(": ")[0] for error in verdict.errors] == [
-        rollouts_path(1, 0, bob),
-        report_path(1, 0, bob),
-    ]
+    assert [error.split(": ")[0] for error in verdict.errors] == [rollouts_path(1, 0, bob), report_path(1, 0, bob)]
     assert "published for another place" in verdict.errors[0] and "altered or forged" in verdict.errors[1]
     assert any("1 member published nothing" in note for note in verdict.notes)
 

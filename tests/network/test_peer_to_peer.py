@@ -31,14 +31,7 @@ from rl_swarm.network.documents import ACCESS_LIST, PEERS, STATE, rollouts_key
 from rl_swarm.network.p2p.engine import MAX_REQUEST, EngineError, PeerEngine
 from rl_swarm.network.p2p.joining import among_peers
 from rl_swarm.network.p2p.quota import DhtQuota
-from rl_swarm.network.p2p.records import (
-    KEPT_SECONDS,
-    MAX_NOTICE,
-    DhtRecord,
-    dht_key,
-    parts_of,
-    subnet_of,
-)
+from rl_swarm.network.p2p.records import KEPT_SECONDS, MAX_NOTICE, DhtRecord, dht_key, parts_of, subnet_of
 from rl_swarm.protocol.admission import AccessList
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.rounds import State

@@ -39,10 +39,7 @@ def test_nodes_meet_at_a_bootnode_and_finish_without_it(tmp_path: Path) -> None:
         )
         workers = [start(folders[name], "join", known, *SMALL, *QUICK, *HERE, NODE_ID=name) for name in ("one", "two")]
         processes += [lead, *workers]
-        until(
-            lambda: (address / "state/current_state.json").exists() and state(address)["phase"] == "running",
-            120,
-        )
+        until(lambda: (address / "state/current_state.json").exists() and state(address)["phase"] == "running", 120)
         running = daemons(*processes)
         assert len(running) == 4
         boot.kill()

@@ -115,14 +115,7 @@ def test_a_process_that_is_refused_leaves_the_holders_record(holder, tmp_path, m
 def introduce(store, host="elsewhere", pid=7, timestamp=None, joined=5.0, who=ME):
     now = time.time() if timestamp is None else timestamp
     peer = PeerInfo(
-        peer_id=who.peer_id,
-        swarm="swarm",
-        node="me",
-        model="tiny",
-        host=host,
-        pid=pid,
-        joined=joined,
-        timestamp=now,
+        peer_id=who.peer_id, swarm="swarm", node="me", model="tiny", host=host, pid=pid, joined=joined, timestamp=now
     )
     store.write(PEERS.of("me"), seal(peer, who))
     return peer

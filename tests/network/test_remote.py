@@ -286,10 +286,7 @@ def test_a_wrong_key_ends_in_one_message_that_names_the_variable(url, tmp_path, 
         RunView.open(url)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("AWS_ENDPOINT_URL", "my-store"), ("AWS_PROFILE", "nobody")],
-)
+@pytest.mark.parametrize(("variable", "value"), [("AWS_ENDPOINT_URL", "my-store"), ("AWS_PROFILE", "nobody")])
 def test_a_variable_that_cannot_be_used_is_said(url, tmp_path, monkeypatch, own_connections, variable, value):
     monkeypatch.setenv(variable, value)
     for act in commands(url, tmp_path):

@@ -38,12 +38,7 @@ def coordinator(folder, node="ann"):
 
 @pytest.mark.parametrize(
     "old",
-    [
-        state(round=0),
-        state(round=1, stage=0),
-        state(phase="waiting"),
-        state(round=1, stage=1),
-    ],
+    [state(round=0), state(round=1, stage=0), state(phase="waiting"), state(round=1, stage=1)],
     ids=["an earlier round", "an earlier stage", "before the start", "the same stage, before ann joined"],
 )
 def test_a_state_that_is_over_takes_no_node_back(old, tmp_path):
@@ -127,12 +122,7 @@ def test_rollouts_from_another_place_are_refused_and_counted(record, author, rea
 
 @pytest.mark.parametrize(
     "shown",
-    [
-        report(ELSEWHERE, "ann", 1, 0),
-        report(HERE, "ann", 0, 0),
-        report(HERE, "ann", 1, 1),
-        report(HERE, "bob", 1, 0),
-    ],
+    [report(ELSEWHERE, "ann", 1, 0), report(HERE, "ann", 0, 0), report(HERE, "ann", 1, 1), report(HERE, "bob", 1, 0)],
     ids=["of another swarm", "of another round", "of another stage", "of another peer"],
 )
 def test_an_old_report_does_not_keep_a_node_from_reporting(shown, tmp_path):

@@ -337,14 +337,7 @@ def test_a_state_that_is_damaged_is_made_again(swarm, damage, machine, caplog, t
 def test_lines_that_the_owner_did_not_write_are_no_history(swarm):
     stranger = Identity.generate()
     line = StageRecord(
-        swarm=swarm.manifest.swarm(),
-        round=4,
-        stage=0,
-        started=0.0,
-        ended=1.0,
-        why="everyone",
-        members=[],
-        reports={},
+        swarm=swarm.manifest.swarm(), round=4, stage=0, started=0.0, ended=1.0, why="everyone", members=[], reports={}
     )
     swarm.files.append(HISTORY, seal(line, stranger) + b"\n")
     swarm.files.append(HISTORY, seal(replace(line, swarm="other"), OWNER) + b"\n")

@@ -7,17 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from flaky import FAULTS, Drive
-from swarms import (
-    OWNER,
-    POLL,
-    Background,
-    identity_of,
-    introduction,
-    make_manifest,
-    peer_id,
-    publication,
-    report,
-)
+from swarms import OWNER, POLL, Background, identity_of, introduction, make_manifest, peer_id, publication, report
 
 from rl_swarm.config.settings import Settings
 from rl_swarm.network.coordinator import DocumentCoordinator

@@ -69,10 +69,7 @@ def test_a_node_is_started_with_its_gpus_and_a_swarm_on_the_cpu_without(tmp_path
         coordinator, *workers = made.children
         assert coordinator.environ == {} and coordinator.role == "coordinator"
         assert [
-            (
-                child.environ.get("CUDA_VISIBLE_DEVICES"),
-                {n: s.model.nodes_per_device for n, s in child.members.items()},
-            )
+            (child.environ.get("CUDA_VISIBLE_DEVICES"), {n: s.model.nodes_per_device for n, s in child.members.items()})
             for child in workers
         ] == expected
 

@@ -75,13 +75,7 @@ def scores(when: str, round: int, sampled: float, greedy: float | None) -> dict[
         "well_formed_by_task": {"chain_sum": 1.0},
         "accuracy_well_formed_by_task": {"chain_sum": sampled},
         "examples": [
-            {
-                "task": "chain_sum",
-                "prompt": "What is 1 + 2?\n",
-                "answer": "3",
-                "completion": "3",
-                "reward": 1.0,
-            }
+            {"task": "chain_sum", "prompt": "What is 1 + 2?\n", "answer": "3", "completion": "3", "reward": 1.0}
         ],
     }
 
@@ -100,11 +94,7 @@ def trained(**changes: object) -> Trained:
         settings=SETTINGS,
         manifest=manifest(),
         rounds=7,
-        held_out=[
-            scores("start", -1, 0.125, 0.25),
-            scores("now", 3, 0.333, None),
-            scores("end", 6, 0.875, 0.5),
-        ],
+        held_out=[scores("start", -1, 0.125, 0.25), scores("now", 3, 0.333, None), scores("end", 6, 0.875, 0.5)],
     )
     return msgspec.structs.replace(facts, **changes)
 
@@ -183,8 +173,7 @@ def test_the_code_on_a_card_runs(
 
 
 @pytest.mark.parametrize(
-    "repo",
-    ["model", "a/b/c", "ada/", "/model", "ada/my model", "ada/a--b", "ada/..", "ada/m.git", "é/m", "a/b\n"],
+    "repo", ["model", "a/b/c", "ada/", "/model", "ada/my model", "ada/a--b", "ada/..", "ada/m.git", "é/m", "a/b\n"]
 )
 def test_a_repository_that_cannot_be_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str

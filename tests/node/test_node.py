@@ -141,11 +141,7 @@ def test_what_a_liar_publishes_is_counted_by_reason_and_the_round_goes_on(
     easy = msgspec.to_builtins(liar.exchange.log[0])
     for answers in easy["rollouts"].values():
         for number, answer in enumerate(answers):
-            answer |= {
-                "prompt": "What is 1 + 1?",
-                "response": "<answer>2</answer>" if number else "3",
-                "reward": 1.0,
-            }
+            answer |= {"prompt": "What is 1 + 1?", "response": "<answer>2</answer>" if number else "3", "reward": 1.0}
     liar.exchange.publish(msgspec.convert(easy, Publication))
     honest.play(state)
     line = rounds_of(honest)[0]

@@ -67,15 +67,7 @@ def test_what_is_kept_is_what_counts_and_no_more_than_fits():
 
 @pytest.mark.parametrize(
     ("wanted", "share", "sources", "expected"),
-    [
-        (4, 0.5, 3, 2),
-        (4, 0.5, 1, 4),
-        (4, 0.5, 0, 4),
-        (4, 0.25, 3, 2),
-        (5, 0.5, 9, 3),
-        (1, 0.1, 9, 1),
-        (4, 1.0, 9, 4),
-    ],
+    [(4, 0.5, 3, 2), (4, 0.5, 1, 4), (4, 0.5, 0, 4), (4, 0.25, 3, 2), (5, 0.5, 9, 3), (1, 0.1, 9, 1), (4, 1.0, 9, 4)],
 )
 def test_what_one_source_may_contribute(wanted, share, sources, expected):
     assert max_groups_per_source(wanted, share, sources) == expected

@@ -153,9 +153,7 @@ def test_two_shells_with_environment_variables_make_a_swarm(tmp_path: Path) -> N
     lines = [line for line in metrics(address)["my-worker"] if line["kind"] == "round"]
     assert lines and {line["local_groups"] for line in lines} == {4}
     published = subprocess.run(
-        [*RL_SWARM, "show", str(next(address.glob("rollouts/*/*/my-worker.json")))],
-        capture_output=True,
-        text=True,
+        [*RL_SWARM, "show", str(next(address.glob("rollouts/*/*/my-worker.json")))], capture_output=True, text=True
     )
     document = json.loads(published.stdout)
     assert {len(answers) for answers in document["rollouts"].values()} == {4}

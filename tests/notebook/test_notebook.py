@@ -226,9 +226,7 @@ def test_errors_are_said_in_a_line_and_nothing_outlives_its_kernel(tmp_path: Pat
         process.wait(120)
 
 
-def test_a_drive_is_mounted_in_colab_only_and_only_where_it_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_drive_is_mounted_in_colab_only_and_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     on_drive = "/content/drive/MyDrive/rl-swarm/experiments/first"
     notebook.mount_drive(on_drive)  # there is no Colab here
     mounted: list[str] = []

@@ -78,10 +78,7 @@ def test_a_swarm_of_invited_peers_takes_its_owner_the_allowed_and_the_invited():
 
 def test_an_invitation_admits_as_many_peers_as_it_says_and_stays_bound_to_them():
     name, token = invite(uses=2)
-    members = {
-        ANN.peer_id: Member("ann", 0, 0.0, invitation=name),
-        BOB.peer_id: Member("bob", 0, 0.0, invitation=name),
-    }
+    members = {ANN.peer_id: Member("ann", 0, 0.0, invitation=name), BOB.peer_id: Member("bob", 0, 0.0, invitation=name)}
     assert admit(EVE, token, dict(list(members.items())[:1])) == (name, None)
     assert admit(EVE, token, members) == ("", "used up")
     assert admit(ANN, token, members) == admit(ANN, "", members) == (name, None)
@@ -146,10 +143,7 @@ def test_no_term_of_an_invitation_can_be_altered():
 def test_junk_is_no_invitation(text):
     with pytest.raises(Rejected):
         admission.make_ticket(text, PRIVATE, ANN.peer_id)
-    assert admission.admit(PRIVATE, AccessList(swarm=""), {}, ANN.peer_id, text or "x", 0.0) == (
-        "",
-        "invalid",
-    )
+    assert admission.admit(PRIVATE, AccessList(swarm=""), {}, ANN.peer_id, text or "x", 0.0) == ("", "invalid")
 
 
 def test_an_owner_with_an_rsa_key_invites_too():
@@ -201,14 +195,7 @@ class Swarm:
         node = self.node(who)
         now = time.time()
         node.register(
-            PeerInfo(
-                swarm=self.manifest.swarm(),
-                node=who.node,
-                model="tiny",
-                joined=now,
-                timestamp=now,
-                ticket=shown,
-            )
+            PeerInfo(swarm=self.manifest.swarm(), node=who.node, model="tiny", joined=now, timestamp=now, ticket=shown)
         )
         return node
 

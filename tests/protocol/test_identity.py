@@ -180,13 +180,7 @@ def test_a_key_in_another_wrapping_is_not_a_peer_id():
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"not a key",
-        b"\xff\xfe\x00",
-        b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
-    ],
+    "content", [b"", b"not a key", b"\xff\xfe\x00", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
 )
 def test_a_key_file_that_holds_no_key_is_explained_and_left_alone(tmp_path, content):
     path = tmp_path / "swarm.pem"
@@ -253,9 +247,7 @@ def protobuf(kind: int, data: bytes) -> bytes:
 
 def pkcs1(key: rsa.RSAPrivateKey) -> bytes:
     return key.private_bytes(
-        serialization.Encoding.DER,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
 
 
@@ -337,14 +329,7 @@ def test_an_rsa_signature_is_good_for_its_message_its_author_and_its_key_only():
         forged = bytearray(signature)
         forged[position] ^= 1
         assert not verify(alice.peer_id, b"message", bytes(forged))
-    for forged in (
-        signature[:-1],
-        signature + b"\0",
-        signature[:2],
-        signature[2 + length :],
-        b"",
-        b"\xff" * 10_000,
-    ):
+    for forged in (signature[:-1], signature + b"\0", signature[:2], signature[2 + length :], b"", b"\xff" * 10_000):
         assert not verify(alice.peer_id, b"message", forged)
 
 

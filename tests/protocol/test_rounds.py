@@ -286,12 +286,7 @@ def test_reports_before_the_first_round_and_after_the_last_are_ignored():
 
 
 def test_votes_are_wins_but_not_for_oneself_nor_for_strangers():
-    votes = [
-        report("a", vote="b"),
-        report("b", vote="b"),
-        report("c", vote="b"),
-        report("d", vote="stranger"),
-    ]
+    votes = [report("a", vote="b"), report("b", vote="b"), report("c", vote="b"), report("d", vote="stranger")]
     state, _ = advance(reported(running("a", "b", "c", "d"), *votes), rules(), 2.0)
     assert {peer: member.wins for peer, member in state.members.items()} == {"a": 0, "b": 2, "c": 0, "d": 0}
     assert "stranger" not in state.members

@@ -155,10 +155,7 @@ def test_a_record_belongs_to_its_signer_whatever_it_says_inside():
     with pytest.raises(Rejected, match="signature"):
         message = canonical({"text": "I am Alice", "peer_id": ALICE.peer_id})
         forged = {"text": "I am Alice", "peer_id": ALICE.peer_id, "digest": digest(message)}
-        unseal(
-            canonical({**forged, "signature": base64.b64encode(MALLORY.sign(message)).decode()}),
-            Note,
-        )
+        unseal(canonical({**forged, "signature": base64.b64encode(MALLORY.sign(message)).decode()}), Note)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -345,10 +342,7 @@ def test_every_number_that_anybody_writes_fits(number):
 
 def test_what_a_stranger_says_cannot_command_a_terminal_or_fill_a_log():
     loud = "\x1b[2J\x07" + "x" * 10_000
-    for fields in (
-        {"text": "a", "peer_id": loud, "digest": "", "signature": ""},
-        {"text": "a", "kind": loud},
-    ):
+    for fields in ({"text": "a", "peer_id": loud, "digest": "", "signature": ""}, {"text": "a", "kind": loud}):
         message = canonical({key: value for key, value in fields.items() if key in ("text", "peer_id", "kind")})
         document = {**fields, "digest": digest(message), "signature": "AAAA"}
         data = signed(fields, ALICE) if "kind" in fields else canonical(document)

@@ -124,14 +124,7 @@ def test_a_locked_process_can_do_nothing_to_anything(tmp_path):
 def test_without_the_lock_the_same_attempts_succeed(tmp_path):
     """So the test above can fail."""
     (tmp_path / "precious").write_text("mine")
-    names = [
-        "reads a file",
-        "creates a file",
-        "makes a folder",
-        "pairs sockets",
-        "starts a program",
-        "allocates",
-    ]
+    names = ["reads a file", "creates a file", "makes a folder", "pairs sockets", "starts a program", "allocates"]
     code = "\n".join(ATTEMPTS[name].replace("{folder}", str(tmp_path)) for name in names)
     script = f"import os, socket, subprocess\n{code}"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -482,10 +482,7 @@ def test_the_best_isolation_that_holds_is_taken_and_code_is_refused_where_none_d
 def test_the_doctor_says_which_isolation_is_active():
     needs("namespaces")
     lines = list(doctor.code())
-    assert lines[0] == (
-        True,
-        f"programs of models and peers run behind {sandbox.ISOLATIONS['namespaces']}",
-    )
+    assert lines[0] == (True, f"programs of models and peers run behind {sandbox.ISOLATIONS['namespaces']}")
 
 
 def test_the_doctor_says_where_no_code_is_run_and_what_would_help():
@@ -535,15 +532,7 @@ def test_any_other_text_is_refused_and_never_more_than_python_allows(text):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "-" * 60_000 + "1",
-        "[" * 60_000,
-        "9" * 5000,
-        "'" + "\\" * 9999,
-        "(" * 40 + ")" * 40,
-        "{" * 9999,
-        "1 " * 9999,
-    ],
+    ["-" * 60_000 + "1", "[" * 60_000, "9" * 5000, "'" + "\\" * 9999, "(" * 40 + ")" * 40, "{" * 9999, "1 " * 9999],
 )
 def test_texts_made_to_break_a_parser_are_refused(text):
     with pytest.raises(ValueError):

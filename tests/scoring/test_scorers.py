@@ -18,12 +18,7 @@ from rl_swarm.scoring.process import ScoringProcess
 from rl_swarm.scoring.safe_scorers import DIFFERENT, SCORERS
 
 EVALUATING = sorted(set(DIFFERENT) - {*SCORERS, "codeio"})
-SLOWEST = {
-    "futoshiki",
-    "knight_swap",
-    "sokoban",
-    "acre",
-}  # seconds a question or to start; left to the slow tests
+SLOWEST = {"futoshiki", "knight_swap", "sokoban", "acre"}  # seconds a question or to start; left to the slow tests
 
 
 def all_tasks():
@@ -39,12 +34,7 @@ def plain(names, count, texts=(), dangerous=()):
     request = json.dumps({"tasks": names, "count": count, "texts": texts, "dangerous": dangerous})
     with tempfile.TemporaryDirectory() as folder:  # programs of codeio leave files
         done = subprocess.run(
-            [sys.executable, script],
-            input=request,
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
+            [sys.executable, script], input=request, env=environment, cwd=folder, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr[-2000:]
     scored = json.loads(done.stdout)

@@ -91,13 +91,7 @@ def test_a_wrong_answer_earns_nothing(preset):
 
 def test_an_answer_with_anything_behind_it_or_without_tags_earns_nothing(preset):
     questions = [q for q in preset.questions(range(60)) if q.answer is not None]
-    for form in (
-        "{}",
-        "<answer>{}",
-        "{}</answer>",
-        "<answer>{}</answer> Subscribe!",
-        "<answer>{}</answer></answer>",
-    ):
+    for form in ("{}", "<answer>{}", "{}</answer>", "<answer>{}</answer> Subscribe!", "<answer>{}</answer></answer>"):
         assert set(preset.score([(q, form.format(q.answer)) for q in questions])) == {0.0}
 
 
@@ -243,11 +237,7 @@ def test_a_slow_answer_is_stopped_and_costs_the_others_nothing(logic, monkeypatc
     before = logic.scorer.restarts
     (slow,) = of_task(logic, "propositional_logic")
     honest = of_task(logic, "chain_sum", 2)
-    answered = [
-        (honest[0], tagged(honest[0].answer)),
-        (slow, tagged(SLOW)),
-        (honest[1], tagged(honest[1].answer)),
-    ]
+    answered = [(honest[0], tagged(honest[0].answer)), (slow, tagged(SLOW)), (honest[1], tagged(honest[1].answer))]
     assert logic.score(answered) == [1.0, 0.0, 1.0]
     assert logic.scorer.restarts == before + restarts
 
@@ -322,16 +312,10 @@ def test_secrets_and_open_files_of_the_node_do_not_reach_the_process(tmp_path, m
         (Task("no_such_task"), "no task 'no_such_task'"),
         (Task("composite"), "composite"),
         (Task("chain_sum", config={"min_terms": 5, "max_terms": 2}), "chain_sum.*min_terms.*5"),
-        (
-            Task("chain_sum", config={"colour": "red"}),
-            "chain_sum has no setting 'colour'; it has .*max_terms",
-        ),
+        (Task("chain_sum", config={"colour": "red"}), "chain_sum has no setting 'colour'; it has .*max_terms"),
         (Task("chain_sum", config={"size": 10}), "no setting 'size'"),
         (Task("chain_sum", config={"seed": 10}), "no setting 'seed'"),
-        (
-            Task("count_primes", config={"max_n": 10**11}),
-            r"count_primes makes no questions here: .*max_n is 10+;",
-        ),
+        (Task("count_primes", config={"max_n": 10**11}), r"count_primes makes no questions here: .*max_n is 10+;"),
         pytest.param(
             Task("spiral_matrix", config={"max_n": 10**9}),
             "spiral_matrix makes no questions here: .*max_n is 10+;",
@@ -363,10 +347,7 @@ def test_a_task_that_cannot_be_used_is_named_with_its_setting(task, words):
         ({"config": {"max_terms": 10**13}}, "setting max_terms of the task chain_sum is beyond 1e\\+12"),
         ({"config": {"max_terms": -(10**300)}}, "max_terms"),
         ({"config": {"max_terms": [1] * 200}}, "max_terms of the task chain_sum is a list of 200"),
-        (
-            {"config": {"max_terms": [1, 10**15]}},
-            "max_terms of the task chain_sum holds a value that is beyond",
-        ),
+        ({"config": {"max_terms": [1, 10**15]}}, "max_terms of the task chain_sum holds a value that is beyond"),
         ({"config": {"style": "x" * 300}}, "style of the task chain_sum is a text of 300"),
         ({"config": {f"k{i}": 1 for i in range(40)}}, "40 settings"),
         ({"config": {"a b": 1}}, "'a b'"),

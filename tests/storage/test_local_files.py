@@ -77,14 +77,7 @@ def test_nothing_is_read_through_a_link(act):
         (folder / "swarm" / "link").symlink_to(place)
         (folder / "swarm" / "file").symlink_to(place / "precious")
         (folder / "swarm" / "nowhere").symlink_to("/nowhere/at/all")
-        for path in (
-            "link/precious",
-            "file",
-            "nowhere",
-            "link/round_0/precious",
-            "../outside/precious",
-            "/etc/passwd",
-        ):
+        for path in ("link/precious", "file", "nowhere", "link/round_0/precious", "../outside/precious", "/etc/passwd"):
             with pytest.raises(OSError):
                 files.read(path, 100)
             with pytest.raises(OSError):
@@ -304,13 +297,7 @@ def test_no_path_leads_out_of_the_folder(act):
         place, files = outside(folder), LocalFiles(folder / "swarm")
         files.write("a/b", b"x")
         for path in ("..", "a/../..", "../outside", "/" + str(place), "a/../../outside"):
-            for call in (
-                files.remove,
-                files.remove_if_empty,
-                files.names,
-                lambda p: files.move(p, "c"),
-                files.stat,
-            ):
+            for call in (files.remove, files.remove_if_empty, files.names, lambda p: files.move(p, "c"), files.stat):
                 with pytest.raises(OSError):
                     call(path)
                 is_untouched(place)
@@ -376,11 +363,7 @@ def test_the_folder_itself_is_no_file(act):
     def play(folder):
         files = LocalFiles(folder / "swarm")
         files.write("x", b"x")
-        for call in (
-            lambda: files.write("", b"x"),
-            lambda: files.append(".", b"x"),
-            lambda: files.move("x", ""),
-        ):
+        for call in (lambda: files.write("", b"x"), lambda: files.append(".", b"x"), lambda: files.move("x", "")):
             with pytest.raises(IsADirectoryError):
                 call()
 

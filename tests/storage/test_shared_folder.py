@@ -381,9 +381,7 @@ def test_settings_of_another_run_of_the_same_user_are_not_taken(tmp_path: Path) 
         run_settings.resumed(tmp_path / "new", user)
 
 
-def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_private_one(
-    tmp_path: Path,
-) -> None:
+def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_private_one(tmp_path: Path) -> None:
     """It is started again, as after a crash. Once it ended the whole run, since it cannot take that manifest."""
     user = Settings.of(identity_path=str(tmp_path / "me.pem"), private_path=str(tmp_path / "private"))
     me, files = Identity.load_or_create(tmp_path / "me.pem"), LocalFiles(tmp_path / "r")

@@ -193,14 +193,7 @@ def test_a_collector_that_is_away_is_mentioned_once_and_the_node_ends_in_time(
             phases = [("train", 0.0, 0.1)]
             threads[0].put(
                 "round",
-                {
-                    "round": number,
-                    "stage": 0,
-                    "policy_version": 0,
-                    "began": 1e9,
-                    "phases": phases,
-                    "reward": 0.5,
-                },
+                {"round": number, "stage": 0, "policy_version": 0, "began": 1e9, "phases": phases, "reward": 0.5},
             )
     told = [r for r in caplog.records if "logged once" in r.getMessage()]
     assert len(told) == 1 and "Connection refused" in told[0].getMessage()

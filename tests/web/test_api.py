@@ -97,14 +97,7 @@ def test_the_names_of_the_original_dashboard_answer(client: TestClient, swarm: S
 
 
 def test_tables_and_curves_are_saved_as_csv_that_no_spreadsheet_runs(client: TestClient, swarm: SmallRun) -> None:
-    paths = [
-        "/api/nodes",
-        "/api/curves",
-        "/api/events",
-        "/api/rollouts",
-        "/api/runs",
-        "/api/runs/curves?run=run",
-    ]
+    paths = ["/api/nodes", "/api/curves", "/api/events", "/api/rollouts", "/api/runs", "/api/runs/curves?run=run"]
     for path in [*paths, f"/api/nodes/{swarm.names[0]}/curves"]:
         response = client.get(path, params={"format": "csv", **({"run": "run"} if "run=" in path else {})})
         assert response.headers["content-type"].startswith("text/csv"), path
@@ -125,10 +118,7 @@ def test_no_cell_begins_as_a_formula_wherever_it_stands(cell: str) -> None:
     written = tables.csv_text([cell], [[cell], [[cell]]])
     rows = list(csv.reader(io.StringIO(written, newline="")))
     assert rows[:2] == [[f"'{cell}"], [f"'{cell}"]] and rows[2][0].startswith("[")
-    assert list(csv.reader(io.StringIO(tables.csv_text(["a", ""], [["b", -1.5]])))) == [
-        ["a", ""],
-        ["b", "-1.5"],
-    ]
+    assert list(csv.reader(io.StringIO(tables.csv_text(["a", ""], [["b", -1.5]])))) == [["a", ""], ["b", "-1.5"]]
 
 
 def test_labels_of_strangers_are_one_bounded_label(tmp_path: Path) -> None:
@@ -204,14 +194,7 @@ def test_a_run_is_stopped_by_those_who_know_the_token(swarm: SmallRun, client: T
 
 def test_where_others_reach_it_the_token_is_the_password(swarm: SmallRun) -> None:
     locked, said = stopping(swarm.root, hosts=("*",))
-    paths = (
-        "/",
-        "/api/overview",
-        "/metrics",
-        "/health",
-        "/static/app.js",
-        f"/run/{swarm.root.name}/api/overview",
-    )
+    paths = ("/", "/api/overview", "/metrics", "/health", "/static/app.js", f"/run/{swarm.root.name}/api/overview")
     for path in paths:
         refused = locked.get(path)
         assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Basic "), path
@@ -234,11 +217,7 @@ def test_other_runs_of_the_folder_are_opened_under_their_names(tmp_path: Path) -
         assert "<main" in client.get("/run/other/").text and client.get("/run/other/static/app.js").status_code == 200
         assert [row["run"] for row in get(client, "/run/other/api/runs")["runs"] if row["current"]] == ["other"]
         assert len(get(client, "/run/other/api/rollouts")["rollouts"]) == 6
-        for nothing in (
-            "/run/none/",
-            "/run/%2e%2e/api/overview",
-            "/run/other/run/other/",
-        ):
+        for nothing in ("/run/none/", "/run/%2e%2e/api/overview", "/run/other/run/other/"):
             assert client.get(nothing).status_code == 404, nothing
         for number in range(5):  # more than are kept open
             SmallRun(tmp_path / f"more-{number}", total=4)
@@ -372,10 +351,7 @@ def test_the_stream_tells_when_something_changed(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
-    with (
-        server.bound("127.0.0.1", 18500) as first,
-        server.bound("127.0.0.1", first.getsockname()[1]) as second,
-    ):
+    with server.bound("127.0.0.1", 18500) as first, server.bound("127.0.0.1", first.getsockname()[1]) as second:
         assert second.getsockname()[1] > first.getsockname()[1]
         assert server.url_of(second) == f"http://localhost:{second.getsockname()[1]}"
         assert "*" not in server.hosts_of(second)
@@ -387,18 +363,7 @@ def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
 
 def test_up_serves_its_dashboard_and_takes_it_along_when_it_ends(tmp_path: Path) -> None:
     process = start(
-        tmp_path,
-        "up",
-        "--run",
-        "r",
-        "--nodes",
-        "1",
-        "--rounds",
-        "400",
-        "--port",
-        "18600",
-        *QUICK,
-        SWARM_WEB="true",
+        tmp_path, "up", "--run", "r", "--nodes", "1", "--rounds", "400", "--port", "18600", *QUICK, SWARM_WEB="true"
     )
     try:
         url = address_of(process)

@@ -93,9 +93,7 @@ def test_a_packed_experiment_stands_as_the_one_that_it_was_packed_from(experimen
         assert client.get("/run/2-0-seed1/api/overview").status_code == 404, "its runs have no pages"
 
 
-def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(
-    experiment: SmallExperiment,
-) -> None:
+def test_an_arm_that_goes_on_is_compared_up_to_the_round_that_both_have_played(experiment: SmallExperiment) -> None:
     state = followed(experiment.out).state()
     alone, sharing = state.arms
     assert state.phase == "running" and (alone.played, sharing.played) == (ROUNDS, 2)

@@ -47,8 +47,7 @@ Address = Annotated[
     ),
 ]
 OptionalAddress = Annotated[
-    str | None,
-    typer.Argument(help="Directory or URL of a swarm; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME."),
+    str | None, typer.Argument(help="Directory or URL of a swarm; by default GDRIVE_PATH/experiments/EXPERIMENT_NAME.")
 ]
 
 
@@ -66,8 +65,7 @@ def _print_version(wanted: bool) -> None:
 def main(
     context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version),
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     if context.invoked_subcommand not in CATCH_SIGNALS:
@@ -91,8 +89,7 @@ def up(
     run: Annotated[Path | None, typer.Option("--run", help="Run directory; a new one in runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Resume this run.")] = None,
     from_base: Annotated[
-        bool,
-        typer.Option("--from-base", help="With --resume: nodes without a checkpoint begin again with the model."),
+        bool, typer.Option("--from-base", help="With --resume: nodes without a checkpoint begin again with the model.")
     ] = False,
     config_file: ConfigFile = None,
     sets: Sets = None,
@@ -330,12 +327,10 @@ def validate(
 def evaluate(
     model: Annotated[str, typer.Argument(help="tiny, coder, a directory (a checkpoint), or a hub name.")],
     questions: Annotated[
-        int | None,
-        typer.Option("--questions", min=1, help="Held-out questions; held_out_questions by default."),
+        int | None, typer.Option("--questions", min=1, help="Held-out questions; held_out_questions by default.")
     ] = None,
     samples: Annotated[
-        int | None,
-        typer.Option("--samples", min=1, help="Sampled answers per question; held_out_samples by default."),
+        int | None, typer.Option("--samples", min=1, help="Sampled answers per question; held_out_samples by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     sets: Sets = None,
@@ -387,9 +382,7 @@ def chat(
 @app.command(name="models")
 @setting_flags("device")
 def models_(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    sets: Sets = None,
-    **flags: Any,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, sets: Sets = None, **flags: Any
 ) -> None:
     """List the models that nodes use: which fit this machine, and how long a round takes, roughly."""
     from rl_swarm.cli import models

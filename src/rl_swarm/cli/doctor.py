@@ -120,10 +120,7 @@ def folder() -> Iterator[Finding]:
         with tempfile.NamedTemporaryFile(dir=root):
             yield True, f"{root} can be written" + (f"; the swarm is {address}" if address else "")
     except OSError as error:
-        yield (
-            False,
-            f"{root} cannot be written ({error.strerror}). Mount it, or set GDRIVE_PATH to one that can.",
-        )
+        yield (False, f"{root} cannot be written ({error.strerror}). Mount it, or set GDRIVE_PATH to one that can.")
 
 
 def _store(address: str) -> Iterator[Finding]:
@@ -139,10 +136,7 @@ def peer_to_peer() -> Iterator[Finding]:
     settings = config.load().settings.changed(p2p_relay=False)  # do not ask the router for a port
     if importlib.util.find_spec("hivemind") is None:
         needed = settings.swarm.network == "p2p" or settings.network.p2p_initial_peers is not None
-        yield (
-            not needed,
-            "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'",
-        )
+        yield (not needed, "not installed; only swarms across the internet need it: pip install 'rl-swarm[p2p]'")
         return
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -11,16 +11,7 @@ from rl_swarm.cli import catch_signals, parse_assignments, preflight, program, q
 from rl_swarm.cli.flags import setting_flags
 from rl_swarm.config.resolve import layered
 from rl_swarm.errors import UserError
-from rl_swarm.experiment.arms import (
-    ELSEWHERE,
-    GIVEN_BY_ARM,
-    PACKED,
-    PRESET,
-    arms,
-    is_packed,
-    name_of,
-    nodes_given,
-)
+from rl_swarm.experiment.arms import ELSEWHERE, GIVEN_BY_ARM, PACKED, PRESET, arms, is_packed, name_of, nodes_given
 from rl_swarm.plural import counted
 from rl_swarm.protocol.untrusted import printable
 from rl_swarm.protocol.wire import MAX_BYTES
@@ -60,8 +51,7 @@ def sapo(
     rates: Annotated[
         str,
         typer.Option(
-            "--rates",
-            help="Learning-rate grid for every arm, such as 3e-5,1e-4,3e-4; by default the model's own rate.",
+            "--rates", help="Learning-rate grid for every arm, such as 3e-5,1e-4,3e-4; by default the model's own rate."
         ),
     ] = "",
     tune_seeds: Annotated[
@@ -86,8 +76,7 @@ def sapo(
         int, typer.Option("--at-once", min=0, max=64, help="Runs at the same time; 0: as many as fit.")
     ] = 0,
     plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Only estimate the time; the rounds timed for it are kept."),
+        bool, typer.Option("--plan", help="Only estimate the time; the rounds timed for it are kept.")
     ] = False,
     keep_models: Annotated[
         bool, typer.Option("--keep-models", help="Keep the trained models of finished runs.")

@@ -13,14 +13,7 @@ import typer
 from rl_swarm.cli import program
 from rl_swarm.config import resolve as config
 from rl_swarm.errors import UserError
-from rl_swarm.protocol.identity import (
-    KEY_FILE_BYTES,
-    Identity,
-    animal_name,
-    verify,
-    warn_if_readable,
-    write_new,
-)
+from rl_swarm.protocol.identity import KEY_FILE_BYTES, Identity, animal_name, verify, warn_if_readable, write_new
 
 app = typer.Typer(
     help="The node's identity: a private key, the peer id made from it, and a name made from that.",
@@ -54,8 +47,7 @@ def load(given: str | None) -> Identity:
 
 @app.command()
 def show(
-    identity_path: KeyFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    identity_path: KeyFile = None, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
 ) -> None:
     """Print this node's peer id, its name, and where its key is."""
     identity, path = load(identity_path), key_path(identity_path)
@@ -115,8 +107,7 @@ def import_(
 
 @app.command()
 def sign(
-    file: Annotated[Path, typer.Argument(help="What to sign; `-` reads it.")],
-    identity_path: KeyFile = None,
+    file: Annotated[Path, typer.Argument(help="What to sign; `-` reads it.")], identity_path: KeyFile = None
 ) -> None:
     """Sign a file and print the signature in base64."""
     identity = load(identity_path)

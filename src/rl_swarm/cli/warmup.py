@@ -163,12 +163,7 @@ def _print(result: WarmUp, settings: Settings, console: Console) -> None:
             _change(one.well_formed_by_task[task], two.well_formed_by_task[task]),
         )
     table.add_section()
-    table.add_row(
-        "all",
-        _change(one.sampled, two.sampled),
-        _change(one.well_formed, two.well_formed),
-        style="bold",
-    )
+    table.add_row("all", _change(one.sampled, two.sampled), _change(one.well_formed, two.well_formed), style="bold")
     console.print(table)
     if result.left_out:
         console.print(f"Without an example answer, and so left out: {', '.join(result.left_out)}.")

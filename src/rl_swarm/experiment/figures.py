@@ -17,14 +17,8 @@ REWARDS = ("training_set", "fresh_local")
 def draw(numbers: Numbers, out: Path) -> dict[str, str]:
     """Write the figures; return their files by what they show."""
     files = {
-        "Reward of the training set and of fresh local rollouts": (
-            "rewards.png",
-            ["training_set", "fresh_local"],
-        ),
-        "Held-out score by rounds and by generated tokens": (
-            "held_out.png",
-            ["held_out", "held_out_by_tokens"],
-        ),
+        "Reward of the training set and of fresh local rollouts": ("rewards.png", ["training_set", "fresh_local"]),
+        "Held-out score by rounds and by generated tokens": ("held_out.png", ["held_out", "held_out_by_tokens"]),
         "Held-out score by task": ("by_task.png", ["by_task"]),
     }
     for name, panels in files.values():
@@ -78,10 +72,7 @@ def _by_task(axes: Any, arms: Numbers) -> None:
             [k + (number + 1.5) * width for k, _ in known],
             [end["mean"] for _, end in known],
             width,
-            yerr=[
-                [end["mean"] - end["low"] for _, end in known],
-                [end["high"] - end["mean"] for _, end in known],
-            ],
+            yerr=[[end["mean"] - end["low"] for _, end in known], [end["high"] - end["mean"] for _, end in known]],
             label=label,
             error_kw={"linewidth": 0.8},
         )

@@ -57,9 +57,7 @@ class NodeLine(msgspec.Struct, frozen=True):
         columns = zip(*(getattr(self, name) for name in COLUMNS), self.seconds, strict=True)
         rounds = [
             RoundRecord(
-                **dict(zip(COLUMNS, numbers, strict=True)),
-                tokens_per_second=0.0,
-                seconds=Seconds(other=seconds),
+                **dict(zip(COLUMNS, numbers, strict=True)), tokens_per_second=0.0, seconds=Seconds(other=seconds)
             )
             for *numbers, seconds in columns
         ]

@@ -235,11 +235,7 @@ def _arm(result: ArmResult, found: Findings, budgets: Mapping[str, float]) -> di
         "oscillation": asdict(
             result.of(lambda run, node: measures.oscillation([line.reward_local for line in node.rounds]))
         ),
-        "spread_of_skills": {
-            "tasks_learned": tasks,
-            "reach": reach and asdict(reach),
-            "rounds": lag and asdict(lag),
-        },
+        "spread_of_skills": {"tasks_learned": tasks, "reach": reach and asdict(reach), "rounds": lag and asdict(lag)},
         "generated_tokens_per_node": asdict(result.of(lambda r, n: measures.tokens_spent(r, n)[-1])),
         "trained_tokens_per_node": asdict(
             result.of(lambda r, n: sum(line.trained_tokens for line in n.rounds) / r.share)

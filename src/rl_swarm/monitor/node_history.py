@@ -160,10 +160,5 @@ def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
     others = {key: value for key, value in line.items() if key not in ("event", "timestamp", "round")}
     detail = shown.get(kind) or ", ".join(f"{key}: {value}" for key, value in others.items())
     return Event(
-        when,
-        view.node,
-        view.name,
-        kind,
-        None if played is None or played < 0 else int(played),
-        detail[:LONGEST],
+        when, view.node, view.name, kind, None if played is None or played < 0 else int(played), detail[:LONGEST]
     )

@@ -60,9 +60,7 @@ class Runs:
         names = self.names()
         found = [(name, self.get(name)) for name in names[offset : offset + limit]]
         return RunPage(
-            len(names),
-            offset,
-            [_row(name, run, run is (current or self.current)) for name, run in found if run],
+            len(names), offset, [_row(name, run, run is (current or self.current)) for name, run in found if run]
         )
 
     def lines(self, names: list[str], metric: str, points: int) -> Lines:

@@ -28,10 +28,7 @@ MAX_ASKED = 64  # members, drawn at random
 
 
 def validate(
-    address: str,
-    rounds: int | None = None,
-    nodes: int | None = None,
-    network: NetworkSettings = NetworkSettings(),
+    address: str, rounds: int | None = None, nodes: int | None = None, network: NetworkSettings = NetworkSettings()
 ) -> tuple[Verdict, ValidatedRun]:
     """Check the swarm at a peer's address; `rescore` scores what its members published."""
     verdict = Verdict()

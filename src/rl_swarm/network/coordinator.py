@@ -6,15 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rl_swarm.network.documents import (
-    ACCESS_LIST,
-    PEERS,
-    RECORD_BYTES,
-    STATE,
-    DocumentKey,
-    DocumentStore,
-    report_key,
-)
+from rl_swarm.network.documents import ACCESS_LIST, PEERS, RECORD_BYTES, STATE, DocumentKey, DocumentStore, report_key
 from rl_swarm.network.owner_documents import read_access_list, read_state
 from rl_swarm.network.retries import poll_pauses, retry
 from rl_swarm.protocol import admission

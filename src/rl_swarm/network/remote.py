@@ -179,9 +179,7 @@ def _options(store: str) -> dict[str, object]:
     if store != "s3":
         return {}
     retries = {"retries": {"mode": "standard", "total_max_attempts": ATTEMPTS}}
-    return {
-        "config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, **retries},
-    }
+    return {"config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, **retries}}
 
 
 def _same(name: str, path: str) -> bool:

@@ -18,16 +18,7 @@ from msgspec.structs import replace
 from rl_swarm.network import retries
 from rl_swarm.network.base import NetworkError
 from rl_swarm.network.coordinator import position
-from rl_swarm.network.documents import (
-    ACCESS_LIST,
-    MANIFEST,
-    PEERS,
-    STATE,
-    DocumentKey,
-    DocumentStore,
-    Kind,
-    report_key,
-)
+from rl_swarm.network.documents import ACCESS_LIST, MANIFEST, PEERS, STATE, DocumentKey, DocumentStore, Kind, report_key
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.history import StageHistory
 from rl_swarm.network.owner_documents import read_access_list, read_manifest, read_state

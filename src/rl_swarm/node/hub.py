@@ -200,10 +200,7 @@ def explain(error: BaseException, repo: str) -> tuple[str, bool]:
     if status == 401:
         return "HF_TOKEN is not accepted (401): it is wrong or has expired", True
     if status == 403:
-        return (
-            f"HF_TOKEN may not write to HUB_REPO={repo} (403): it needs write access to that owner's models",
-            True,
-        )
+        return (f"HF_TOKEN may not write to HUB_REPO={repo} (403): it needs write access to that owner's models", True)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", False
 
 

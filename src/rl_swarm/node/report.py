@@ -70,12 +70,7 @@ def write_metrics(
 
 
 def round_record(
-    node: "Node",
-    state: State,
-    own: Sequence[Group],
-    accepted: Accepted,
-    update: Update,
-    figures: Mapping[str, float],
+    node: "Node", state: State, own: Sequence[Group], accepted: Accepted, update: Update, figures: Mapping[str, float]
 ) -> RoundRecord:
     """Fill the record of a stage."""
     completions = [completion for group in own for completion in group.completions]

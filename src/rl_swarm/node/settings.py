@@ -39,7 +39,7 @@ class SwarmSettings(Section, frozen=True, kw_only=True):
         60.0
     )
     peer_timeout: Annotated[
-        float, setting("seconds without a sign of life after which nobody waits for a peer", gt=0, le=1_000_000)
+        float, setting("seconds without a heartbeat after which no node waits for a peer", gt=0, le=1_000_000)
     ] = 120.0
     test_mode: Annotated[bool, setting("3 rounds, 4 samples, 4 generations", "TEST_MODE")] = False
     connect_to_testnet: Annotated[

@@ -47,10 +47,7 @@ class SwarmError(UserError):
 
 # For a process of several nodes. Every thread and stream has a workspace of cuBLAS: of 8 MiB, not 32. Every stream has
 # blocks of memory of its own: they grow by pages, so that little is lost between them.
-SHARED = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
+SHARED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass
@@ -230,11 +227,6 @@ def worker_settings(settings: NodeSettings) -> dict[str, NodeSettings]:
         shared = settings.checkpoint.hub_repo is not None and settings.swarm.nodes > 1
         repo = f"{settings.checkpoint.hub_repo}-{node}" if shared else settings.checkpoint.hub_repo
         workers[node] = settings.changed(
-            node_id=node,
-            identity_path=str(key),
-            threads=threads,
-            hub_repo=repo,
-            owner=owner,
-            role=roles[number - 1],
+            node_id=node, identity_path=str(key), threads=threads, hub_repo=repo, owner=owner, role=roles[number - 1]
         )
     return workers

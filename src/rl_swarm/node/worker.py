@@ -399,11 +399,7 @@ def check_name(state: State, identity: Identity, name: str) -> None:
 
 
 def _restored(
-    checkpoints: "Checkpoints",
-    swarm: str,
-    settings: NodeSettings,
-    system_prompt: str,
-    sharing: "SharedDevice | None",
+    checkpoints: "Checkpoints", swarm: str, settings: NodeSettings, system_prompt: str, sharing: "SharedDevice | None"
 ) -> "tuple[Policy, Place | None]":
     """Load the policy of the newest usable checkpoint, or a new one."""
     from rl_swarm.learning.checkpoints import CheckpointError, restore_optimizer

@@ -213,21 +213,12 @@ def call_filter(for_code: bool = False) -> bytes:
     def half(calls: list[tuple[int, str]]) -> list[bytes]:
         if len(calls) == 1:
             ((number, name),) = calls
-            return [
-                _op(EQUAL, number, 0, 1),
-                _op(RETURN, answers[name]),
-                _op(RETURN, refuse),
-            ]
+            return [_op(EQUAL, number, 0, 1), _op(RETURN, answers[name]), _op(RETURN, refuse)]
         middle = len(calls) // 2
         below, others = half(calls[:middle]), half(calls[middle:])
         return [_op(ABOVE, calls[middle][0], len(below), 0), *below, *others]
 
-    program = [
-        _op(LOAD, 4),
-        _op(EQUAL, machine, 1, 0),
-        _op(RETURN, kill),
-        _op(LOAD, 0),
-    ]
+    program = [_op(LOAD, 4), _op(EQUAL, machine, 1, 0), _op(RETURN, kill), _op(LOAD, 0)]
     for number, name in numbered:
         if number >= NEWER:
             program += [_op(EQUAL, number, 0, 1), _op(RETURN, answers[name])]
@@ -236,11 +227,7 @@ def call_filter(for_code: bool = False) -> bytes:
         opening = each[column]
         if opening is not None and name not in answers:
             flags = 16 + 8 * argument  # the lower half of the argument
-            program += [
-                _op(EQUAL, opening, 0, 4),
-                _op(LOAD, flags),
-                _op(ANY_BIT, WRITING, 0, 1),
-            ]
+            program += [_op(EQUAL, opening, 0, 4), _op(LOAD, flags), _op(ANY_BIT, WRITING, 0, 1)]
             program += [_op(RETURN, refuse), _op(RETURN, allow)]
     return b"".join(program + half([(number, name) for number, name in numbered if number < NEWER]))
 

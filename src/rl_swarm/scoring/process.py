@@ -60,11 +60,7 @@ class ScoringProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: dict[ChildName, int] = {}
         self._prepare("o")
-        log.log(
-            logging.INFO if all(self.denied.values()) else logging.WARNING,
-            "scoring: %s",
-            self.protection(),
-        )
+        log.log(logging.INFO if all(self.denied.values()) else logging.WARNING, "scoring: %s", self.protection())
 
     def protection(self) -> str:
         """Describe what the scoring process was shown to be kept from."""

@@ -182,11 +182,7 @@ class LocalFiles:
     def remove(self, folder: str) -> None:
         """Remove a folder; without a name, all that is in the root."""
         parent, name = _split(folder)
-        with (
-            suppress(FileNotFoundError, NotADirectoryError),
-            beneath.named(folder),
-            self._folder(parent) as inside,
-        ):
+        with suppress(FileNotFoundError, NotADirectoryError), beneath.named(folder), self._folder(parent) as inside:
             for each in [name] if name else self.names(parent):
                 beneath.remove_tree(inside, each)
 
@@ -197,11 +193,7 @@ class LocalFiles:
 
     def move(self, folder: str, target: str) -> None:
         parent, name = _split(folder)
-        with (
-            beneath.named(folder),
-            self._folder(parent) as source,
-            self._parent(target) as (goal, wanted),
-        ):
+        with beneath.named(folder), self._folder(parent) as source, self._parent(target) as (goal, wanted):
             try:
                 os.rename(name, wanted, src_dir_fd=source, dst_dir_fd=goal)
             except OSError as error:

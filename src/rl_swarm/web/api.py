@@ -106,11 +106,7 @@ def create_app(
         """Return one node, by its name in files, its peer id or its animal name."""
         return found_or_404(snapshot.node(swarm, node))
 
-    @app.get(
-        "/api/nodes/{node}/tables/{table}",
-        response_class=PlainTextResponse,
-        responses=OR_CSV | OR_NOT,
-    )
+    @app.get("/api/nodes/{node}/tables/{table}", response_class=PlainTextResponse, responses=OR_CSV | OR_NOT)
     def node_table(swarm: Swarm, node: str, table: tables.NodeTable) -> Response:
         """Return a table of a node's page, as CSV."""
         found = found_or_404(snapshot.node(swarm, node))
@@ -158,12 +154,7 @@ def create_app(
 
     @app.get("/api/events", response_model=r.EventPage, responses=OR_CSV)
     def events(
-        swarm: Swarm,
-        node: Name = "",
-        kind: Name = "",
-        offset: Offset = 0,
-        limit: Limit = 100,
-        format: Format = "json",
+        swarm: Swarm, node: Name = "", kind: Name = "", offset: Offset = 0, limit: Limit = 100, format: Format = "json"
     ) -> object:
         """Return events, newest first."""
         page = snapshot.events(swarm, node, kind, offset, limit)
@@ -171,10 +162,7 @@ def create_app(
 
     @app.get("/api/runs", response_model=r.RunPage, responses=OR_CSV)
     def all_runs(
-        swarm: Swarm,
-        offset: Offset = 0,
-        limit: Annotated[int, Query(ge=1, le=20)] = 20,
-        format: Format = "json",
+        swarm: Swarm, offset: Offset = 0, limit: Annotated[int, Query(ge=1, le=20)] = 20, format: Format = "json"
     ) -> object:
         """Return the runs in the same folder, the newest first."""
         page = runs.page(offset, limit, follower)

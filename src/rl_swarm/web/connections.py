@@ -21,10 +21,7 @@ from rl_swarm.web.stream import PATH as STREAM
 HEAD_SECONDS = 10.0  # from the connection, or the end of the last response, to the end of the next head
 BODY_SECONDS = 20.0  # from there to the end of the body
 IDLE_SECONDS = 5  # without a byte, after a response
-WRITE_SECONDS, WRITE_BYTES = (
-    30.0,
-    64 << 10,
-)  # a client takes so many waiting bytes in that time, or all of them
+WRITE_SECONDS, WRITE_BYTES = (30.0, 64 << 10)  # a client takes so many waiting bytes in that time, or all of them
 MAX_HEAD, MAX_REQUEST = 64 << 10, 1 << 20  # bytes
 MAX_PIPELINED = 16  # requests of a connection that wait for an earlier one
 

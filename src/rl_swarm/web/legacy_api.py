@@ -129,10 +129,7 @@ def router(current: Callable[[], Follower], reader: RolloutReader) -> APIRouter:
         found = snapshot.find(swarm, " ".join(name.lower().split()))
         return PeerIdOf(found.peer.peer_id if found and found.peer else None)
 
-    @routes.post(
-        "/id-to-name",
-        responses={400: {"description": "No text."}, 413: {"description": "More than 100 KB."}},
-    )
+    @routes.post("/id-to-name", responses={400: {"description": "No text."}, 413: {"description": "More than 100 KB."}})
     def id_to_name(ids: Annotated[list[PeerId], Body(max_length=1000)]) -> dict[str, str]:
         return {peer_id: animal_name(peer_id) for peer_id in ids}
 

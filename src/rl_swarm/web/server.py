@@ -89,13 +89,7 @@ def serve_experiment(path: Path, listening: socket.socket, stop: threading.Event
 def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> None:
     import uvicorn
 
-    from rl_swarm.web.connections import (
-        BACKLOG,
-        IDLE_SECONDS,
-        BoundedStreams,
-        bounded_protocol,
-        max_connections,
-    )
+    from rl_swarm.web.connections import BACKLOG, IDLE_SECONDS, BoundedStreams, bounded_protocol, max_connections
 
     most = max_connections()
     config = uvicorn.Config(

@@ -20,11 +20,7 @@ def test_it_begins_easy_and_looks_every_fifth_iteration():
     rising = [0.3] * 10 + [0.4] * 10
     assert after(rising[:19]).name == "easy"
     assert after(rising).name == "medium"
-    assert [after(rising + [0.4] * n, Difficulty(iterations=3)).name for n in (0, 1, 2)] == [
-        "easy",
-        "easy",
-        "medium",
-    ]
+    assert [after(rising + [0.4] * n, Difficulty(iterations=3)).name for n in (0, 1, 2)] == ["easy", "easy", "medium"]
 
 
 def test_the_halves_that_are_compared_grow():

@@ -88,12 +88,7 @@ def test_ending_by_itself_earns_a_little_and_being_cut_costs_it(coding):
     (group,) = score(coding, "peer", [question], [completions])
     assert group.rewards == pytest.approx((1.2, 0.8, 0.2, -0.2, -0.8, -1.2, -1.0, -1.4))
     # The held-out score is the share of right answers.
-    assert [coding.credit(reward) for reward in coding.score([(question, text) for text in texts])] == [
-        1,
-        0,
-        0,
-        0,
-    ]
+    assert [coding.credit(reward) for reward in coding.score([(question, text) for text in texts])] == [1, 0, 0, 0]
 
 
 def proposal(text, level="easy", peer="proposer-1", seed=0):
@@ -186,11 +181,7 @@ def test_what_was_proposed_before_is_not_asked_again(coding):
     environment = Coding(coding.tasks)
     first, other = proposed(2)
     assert environment.follow_up(follow_ups([first], count=1))[0].parents == (first,)
-    later = [
-        proposal(first.texts[0], peer="copier", seed=90),
-        proposal(rewritten(first.texts[0]), seed=91),
-        other,
-    ]
+    later = [proposal(first.texts[0], peer="copier", seed=90), proposal(rewritten(first.texts[0]), seed=91), other]
     questions = environment.follow_up(follow_ups(later, count=3))
     assert [question.parents for question in questions if question.parents] == [(other,)]
     # After a restart neither.

@@ -61,10 +61,7 @@ def test_what_the_generator_makes_counts(level, judge):
             "a trivial program passes",
         ),
         (
-            {
-                "solution": "def twice(n):\n    return 9e999",
-                "tests": [["twice(1)", "inf"], ["twice(2)", "inf"]],
-            },
+            {"solution": "def twice(n):\n    return 9e999", "tests": [["twice(1)", "inf"], ["twice(2)", "inf"]]},
             "a trivial program passes",
         ),
         (

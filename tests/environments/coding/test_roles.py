@@ -38,19 +38,7 @@ def lines(folder: Path, role: str) -> list[dict]:
 
 def test_three_roles_play_together(tmp_path):
     code, output = run(
-        tmp_path,
-        "up",
-        "--env",
-        "coding",
-        "--run",
-        "r",
-        "--nodes",
-        "3",
-        "--rounds",
-        "2",
-        "--local-groups",
-        "2",
-        *QUICK,
+        tmp_path, "up", "--env", "coding", "--run", "r", "--nodes", "3", "--rounds", "2", "--local-groups", "2", *QUICK
     )
     assert code == 0, output
     assert "Proposer" in output and "Evaluator" in output and "proposes at the level easy" in output

@@ -260,18 +260,9 @@ except TaskError as error:
 
 
 def load_from(url, tmp_path, offline="0"):
-    names = {
-        "HF_ENDPOINT": url,
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_OFFLINE": offline,
-        "HF_HUB_DISABLE_XET": "1",
-    }
+    names = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD],
-        env={**os.environ, **names},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, "-c", LOAD], env={**os.environ, **names}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

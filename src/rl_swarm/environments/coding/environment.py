@@ -46,11 +46,7 @@ class Coding(Environment):
     ending_bonus: ClassVar[float] = answers.ENDED
     system_prompt: ClassVar[str] = prompts.SOLVER
     defaults: ClassVar[Mapping[str, object]] = {"model": "auto", "rounds": 40}
-    roles: ClassVar[Mapping[str, type[Role]]] = {
-        "solver": Solver,
-        "proposer": Proposer,
-        "evaluator": Evaluator,
-    }
+    roles: ClassVar[Mapping[str, type[Role]]] = {"solver": Solver, "proposer": Proposer, "evaluator": Evaluator}
 
     def __init__(self, tasks: Sequence[Task], partial_rewards: bool = False) -> None:
         super().__init__(tasks, partial_rewards)

@@ -59,11 +59,7 @@ class Segments:
         blocks.sort(key=lambda block: -children[block[0]][1])  # the longest programs first
         if count:
             blocks += [(count - 1, 0)] * (cls.max_blocks(tokens, count) - len(blocks))
-        return cls(
-            flat(table, np.int32).view(-1, 6),
-            flat(blocks, np.int32).view(-1, 2),
-            flat([places], np.int64),
-        )
+        return cls(flat(table, np.int32).view(-1, 6), flat(blocks, np.int32).view(-1, 2), flat([places], np.int64))
 
     @classmethod
     def stack_rows(cls, rows: Sequence["Segments"], tokens: int) -> "Segments":

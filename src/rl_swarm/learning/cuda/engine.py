@@ -242,10 +242,7 @@ class CudaEngine:
         at = self.scratch
         at.lengths_B.zero_()
         at.lengths_B[:, -1] = 1  # the last slot of a node pads its batch
-        done_B, seed_Z = (
-            torch.ones(at.done_B.shape, dtype=torch.int32),
-            torch.zeros_like(at.seed_Z, device="cpu"),
-        )
+        done_B, seed_Z = (torch.ones(at.done_B.shape, dtype=torch.int32), torch.zeros_like(at.seed_Z, device="cpu"))
         for node, request in requests.items():
             done_B[node, : request.total] = 0
             seed_Z[node] = request.seed * 0x9E3779B97F4A7C15 % (1 << 62)
@@ -364,13 +361,7 @@ class CudaEngine:
             self.square_blocks = 1
 
     def _product(
-        self,
-        rows: int,
-        x_ME: Tensor,
-        linear: Linear,
-        out_MN: Tensor,
-        activation: str = "",
-        gated: bool = False,
+        self, rows: int, x_ME: Tensor, linear: Linear, out_MN: Tensor, activation: str = "", gated: bool = False
     ) -> None:
         """Apply a linear map from one buffer to another; it adds to the residual stream."""
         at = self.scratch

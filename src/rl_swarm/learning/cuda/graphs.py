@@ -32,10 +32,7 @@ capture_lock = threading.RLock()  # one thread at a time compiles kernels and ca
 @contextmanager
 def capture(graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
     """Capture the kernels that are launched inside. Other threads may continue to use the GPU."""
-    with (
-        capture_lock,
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"),
-    ):
+    with capture_lock, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"):
         yield
 
 

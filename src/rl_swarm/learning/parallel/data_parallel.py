@@ -177,11 +177,7 @@ class DataParallelPolicy(DataParallelRank):
 
     @classmethod
     def load(
-        cls,
-        settings: PolicySettings,
-        system_prompt: str,
-        path: Path | None = None,
-        shared: SharedDevice | None = None,
+        cls, settings: PolicySettings, system_prompt: str, path: Path | None = None, shared: SharedDevice | None = None
     ) -> "DataParallelPolicy":
         device, wanted = pick_device(settings.model), settings.model.devices_per_node
         if device.type == "cuda":

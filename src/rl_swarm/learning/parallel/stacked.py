@@ -19,26 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rl_swarm.learning.batches import (
-    Batch,
-    BatchShape,
-    TrainingGroup,
-    count_tokens,
-    micro_batches,
-    stack_rows,
-)
+from rl_swarm.learning.batches import Batch, BatchShape, TrainingGroup, count_tokens, micro_batches, stack_rows
 from rl_swarm.learning.decoder import Attend, Decoder, has_kernels, is_transposed
 from rl_swarm.learning.devices import out_of_memory, release_memory
 from rl_swarm.learning.sizes import alike
 from rl_swarm.learning.support import LLAMA_LIKE
-from rl_swarm.learning.trainer import (
-    UPDATE_METRICS,
-    Trainer,
-    Update,
-    add_gradients,
-    attention_of,
-    token_losses,
-)
+from rl_swarm.learning.trainer import UPDATE_METRICS, Trainer, Update, add_gradients, attention_of, token_losses
 
 if TYPE_CHECKING:
     from rl_swarm.learning.cuda.attention import Segments

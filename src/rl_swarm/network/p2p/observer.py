@@ -35,10 +35,7 @@ def observed(text: str, settings: NetworkSettings) -> Iterator[tuple[Address, Ca
     """Yield the address with the swarm's documents, and its state by the clock where there is no coordinator."""
     address = open_address(text)
     identity, stop = Identity.generate(), threading.Event()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        engine_of(identity, address.peers, settings, Path(folder)) as engine,
-    ):
+    with tempfile.TemporaryDirectory() as folder, engine_of(identity, address.peers, settings, Path(folder)) as engine:
         waited = threading.Timer(OBSERVE_SECONDS, stop.set)
         waited.start()
         found = await_manifest(engine, settings, stop)
@@ -101,10 +98,7 @@ class SwarmObserver:
             report = unseal(data, Report, RECORD_BYTES)
         except Rejected:  # `validate` tells more
             return
-        if (report.round, report.stage, report.peer_id, report.swarm) == (
-            *place,
-            self.coordinator.manifest.swarm(),
-        ):
+        if (report.round, report.stage, report.peer_id, report.swarm) == (*place, self.coordinator.manifest.swarm()):
             self.reports[place] = report
 
     def _counted(self, state: State) -> State:

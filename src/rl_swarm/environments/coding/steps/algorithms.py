@@ -63,10 +63,7 @@ ALGORITHMS = (
                 "        $v //= p",
                 "r",
             ),
-            "the digits of it in base $k, last first": (
-                "r = []\nwhile $v:\n    r.append($v % $k)\n    $v //= $k",
-                "r",
-            ),
+            "the digits of it in base $k, last first": ("r = []\nwhile $v:\n    r.append($v % $k)\n    $v //= $k", "r"),
             "the list of the first Fibonacci numbers, as many as it says": (
                 "r, a, b = [], 0, 1\nfor _ in range($v):\n    r.append(a)\n    a, b = b, a + b",
                 "r",
@@ -156,10 +153,7 @@ ALGORITHMS = (
                 "r, t = [], 0\nfor x in $v:\n    t += x\n    r.append(t)",
                 "r",
             ),
-            "the list of the largest so far": (
-                "r = []\nfor x in $v:\n    r.append(max([x] + r[-1:]))",
-                "r",
-            ),
+            "the list of the largest so far": ("r = []\nfor x in $v:\n    r.append(max([x] + r[-1:]))", "r"),
             "drop numbers that are not larger than the last one kept": (
                 "r = []\nfor x in $v:\n    if not r or x > r[-1]:\n        r.append(x)",
                 "r",
@@ -172,10 +166,7 @@ ALGORITHMS = (
                 "r = []\nfor x in $v:\n    if sum(r) + x > $j:\n        break\n    r.append(x)",
                 "r",
             ),
-            "swap neighbours in pairs": (
-                "r = []\nfor i in range(0, len($v), 2):\n    r += $v[i:i + 2][::-1]",
-                "r",
-            ),
+            "swap neighbours in pairs": ("r = []\nfor i in range(0, len($v), 2):\n    r += $v[i:i + 2][::-1]", "r"),
             "reverse every stretch of $i": (
                 "r = []\nfor i in range(0, len($v), $i):\n    r += $v[i:i + $i][::-1]",
                 "r",
@@ -270,21 +261,15 @@ ALGORITHMS = (
                 "r = ''\nfor c in $v[:1] and $v[0]:\n    if not all(w.startswith(r + c) for w in $v):\n"
                 "        break\n    r += c",
                 "r",
-            ),
+            )
         },
     ),
     *_steps(
         "words",
         "groups",
         {
-            "group the words by length": (
-                "r = {}\nfor w in $v:\n    r.setdefault(len(w), []).append(w)",
-                "r",
-            ),
-            "group the words by first letter": (
-                "r = {}\nfor w in $v:\n    r.setdefault(w[:1], []).append(w)",
-                "r",
-            ),
+            "group the words by length": ("r = {}\nfor w in $v:\n    r.setdefault(len(w), []).append(w)", "r"),
+            "group the words by first letter": ("r = {}\nfor w in $v:\n    r.setdefault(w[:1], []).append(w)", "r"),
         },
     ),
 )

@@ -87,9 +87,5 @@ DICTIONARIES = (
             "whether the sum of the values is greater than $j": "sum($v.values()) > $j",
         },
     ),
-    *table(
-        "dict",
-        "swapped",
-        {"swap keys and values, later ones winning": "{x: w for w, x in $v.items()}"},
-    ),
+    *table("dict", "swapped", {"swap keys and values, later ones winning": "{x: w for w, x in $v.items()}"}),
 )
