@@ -101,7 +101,7 @@ def entries(folder: Path) -> Iterator[Path]:
 def has_table(folder: Path) -> bool:
     """Return whether the files of a folder are listed one by one."""
     name = folder.relative_to(ROOT).as_posix()
-    return name in LISTED or ("tests" not in folder.parts and (folder / "__init__.py").is_file())
+    return name in LISTED or ("tests" not in folder.relative_to(ROOT).parts and (folder / "__init__.py").is_file())
 
 
 def tables(folder: Path, level: int = 2) -> Iterator[str]:

@@ -73,8 +73,8 @@ NAMES = {
 }
 UNGUARDED = (  # the sandbox's fork server without its guards
     "from rl_swarm.scoring.sandbox import fork_server as server\n"
-    "assert all(map(callable, (server.move, server.lock, server.probe, server.lockdown.probe)))\n"
-    "server.move = server.lock = lambda *_: None\n"
+    "assert all(map(callable, (server.isolate, server.lock, server.probe, server.lockdown.probe)))\n"
+    "server.isolate = server.lock = lambda *_: None\n"
     "server.lockdown.probe = lambda *_: {}\n"
     "server.probe = lambda channel: server.os.write(channel, b'{\"measured\": true}')\n"
     "server.main()\n"

@@ -208,7 +208,7 @@ def stub_node(
         environment=(timed := TimedArithmetic(environment, monotonic)),
         role=Role(timed),
         policy=Policy(environment, manifest.round_interval, sleep),  # type: ignore[arg-type]
-        exchange=DocumentExchange(
+        exchange=TimedExchange(
             store,
             manifest,
             identity,
@@ -218,7 +218,6 @@ def stub_node(
             chosen.network.poll_interval,
             chosen.sharing.fetch_max_peers,
             coordinator.refusal,
-            store.subnets,
             clock=clock,
             monotonic=monotonic,
         ),
