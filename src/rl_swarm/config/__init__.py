@@ -1,1 +1,1 @@
-"""Defines every setting, and finds out what a user has set."""
+"""Puts the sections of settings together, and finds out what a user has set."""

@@ -1,7 +1,7 @@
 """Computes GRPO as pure functions: advantage, ratio, loss. Shapes: M tokens, each with the advantage of its completion.
 
 Group relative policy optimisation (arXiv:2402.03300) with the token-level mean and the asymmetric
-clip of DAPO (arXiv:2503.14476). Groups in which every reward is equal never get here.
+clip of DAPO (arXiv:2503.14476). `token_losses` in `trainer.py` weights the tokens, and adds up the metrics.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
     centred = [reward - mean for reward in rewards]
     if not normalize:
         return centred
-    deviation = (sum(x * x for x in centred) / (len(rewards) - 1)) ** 0.5
+    deviation = (sum(x * x for x in centred) / max(1, len(rewards) - 1)) ** 0.5
     return [x / (deviation + 1e-6) for x in centred]
 
 
@@ -27,8 +27,8 @@ def clipped_loss(
     ratio_M = torch.exp(logprobs_M - old_logprobs_M)
     clipped_M = ratio_M.clamp(1 - clip_low, 1 + clip_high)
     loss_M = -torch.minimum(ratio_M * advantages_M, clipped_M * advantages_M)
-    acts_M = (clipped_M * advantages_M) < (ratio_M * advantages_M)
-    return loss_M, acts_M
+    gradient_clipped_M = (clipped_M * advantages_M) < (ratio_M * advantages_M)
+    return loss_M, gradient_clipped_M
 
 
 def token_loss(

@@ -17,7 +17,7 @@ class Kind(str, Enum):
     ACCESS_LIST = "access list"  # whom the owner allows and denies
     STATE = "state"  # round, stage and members, written by the coordinator alone
     HISTORY = "history"  # one signed line per stage that ended
-    PEER = "introduction"  # who takes part
+    INTRODUCTION = "introduction"  # who takes part
     ROLLOUTS = "rollouts"  # what a node published
     ARCHIVE = "archived rollouts"
     REPORT = "report"  # a node's reward and its vote
@@ -44,7 +44,7 @@ MANIFEST = DocumentKey(Kind.MANIFEST)
 ACCESS_LIST = DocumentKey(Kind.ACCESS_LIST)
 STATE = DocumentKey(Kind.STATE)
 HISTORY = DocumentKey(Kind.HISTORY)
-PEERS = DocumentKey(Kind.PEER)
+PEERS = DocumentKey(Kind.INTRODUCTION)
 
 
 def rollouts_key(round: int, stage: int, node: str = "") -> DocumentKey:

@@ -25,7 +25,7 @@ SINGLE = {
     Kind.STATE: "state/current_state.json",
     Kind.HISTORY: "state/history.jsonl",
 }
-FOLDERS = {Kind.PEER: "peers", Kind.ROLLOUTS: "rollouts", Kind.ARCHIVE: "archives", Kind.REPORT: "rewards"}
+FOLDERS = {Kind.INTRODUCTION: "peers", Kind.ROLLOUTS: "rollouts", Kind.ARCHIVE: "archives", Kind.REPORT: "rewards"}
 ENDING = ".json"
 _SINGLE_KEYS = {path: DocumentKey(kind) for kind, path in SINGLE.items()}
 _KINDS = {folder: kind for kind, folder in FOLDERS.items()}
@@ -41,7 +41,7 @@ def folder_of(key: DocumentKey) -> str:
     if key.kind in SINGLE:
         return SINGLE[key.kind].rpartition("/")[0]
     top = FOLDERS[key.kind]
-    return top if key.kind is Kind.PEER else f"{round_folder(key.kind, key.round)}/stage_{key.stage}"
+    return top if key.kind is Kind.INTRODUCTION else f"{round_folder(key.kind, key.round)}/stage_{key.stage}"
 
 
 def round_folder(kind: Kind, round: int) -> str:
@@ -58,7 +58,7 @@ def key_at(path: str) -> DocumentKey | None:
     node, kind = node_of(name), _KINDS.get(top)
     if node is None or kind is None:
         return None
-    if kind is Kind.PEER:
+    if kind is Kind.INTRODUCTION:
         return None if between else DocumentKey(kind, node=node)
     if len(between) != 2:
         return None

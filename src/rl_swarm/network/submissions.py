@@ -131,7 +131,7 @@ class Submissions:
         if self._refusals > MAX_LOGGED:
             log.warning("%d more documents are not used", self._refusals - MAX_LOGGED)
         self._refusals = 0
-        self._incomplete = {key: since for key, since in self._incomplete.items() if key.kind is Kind.PEER}
-        self._counted = {key for key in self._counted if key.kind is Kind.PEER}
-        self._refused = {key: stamp for key, stamp in self._refused.items() if key.kind is Kind.PEER}
-        self._next = {turn: node for turn, node in self._next.items() if turn[0].kind is Kind.PEER}
+        self._incomplete = {key: since for key, since in self._incomplete.items() if key.kind is Kind.INTRODUCTION}
+        self._counted = {key for key in self._counted if key.kind is Kind.INTRODUCTION}
+        self._refused = {key: stamp for key, stamp in self._refused.items() if key.kind is Kind.INTRODUCTION}
+        self._next = {turn: node for turn, node in self._next.items() if turn[0].kind is Kind.INTRODUCTION}

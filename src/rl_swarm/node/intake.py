@@ -1,7 +1,7 @@
-"""Collects peers' rollouts and keeps those that pass every check: fetch, verify, make again, score, gate, choose.
+"""Collects peers' rollouts and keeps those that pass every check: fetch, verify, regenerate, score, filter, choose.
 
-The node believes nothing that a peer says. It makes every question again from the manifest and compares, ignores the
-rewards that come along, and leaves out text that its own model would hardly write. No source fills a batch alone.
+The node believes nothing that a peer says. It regenerates every question from the manifest and compares, ignores the
+rewards that come along, and leaves out text that is improbable under its own model. One source has a limited share.
 Peers are asked one after the other, by most strategies only until enough groups are found.
 """
 
@@ -31,7 +31,7 @@ from rl_swarm.telemetry.journal import Journal
 
 log = logging.getLogger(__name__)
 
-LATE_ROUNDS = 3  # in which a late peer publishes in time until it is waited for again
+LATE_ROUNDS = 3  # in which a late peer must publish in time before it is waited for again
 LONG_TEXT = 64  # characters from which two peers do not write the same text by chance
 
 Conversations = Callable[[int], Conversation]  # by round
@@ -66,7 +66,7 @@ class Intake:
     rejected: Counter[RejectReason] = field(default_factory=Counter)  # in this stage
     used: set[RolloutId] = field(default_factory=set)  # rollouts that the node has trained on
     refused: set[PublicationId] = field(default_factory=set)  # publications that failed and are not read again
-    late: Counter[str] = field(default_factory=Counter)  # nodes that are not waited for, and for how many rounds
+    late: Counter[str] = field(default_factory=Counter)  # publications in time that each late node still owes
     conversations: dict[int, Conversation] = field(default_factory=dict)  # by round
 
     def __post_init__(self) -> None:

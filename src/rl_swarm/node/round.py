@@ -1,4 +1,4 @@
-"""Plays one round of a node, top to bottom, and offers roles the steps of it."""
+"""Plays one stage of a round (most swarms have one), top to bottom, and offers roles the steps of it."""
 
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING

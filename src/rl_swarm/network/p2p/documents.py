@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 OWNERS = {MANIFEST, ACCESS_LIST, STATE, HISTORY}  # which only the owner writes, and every peer serves
 SERVED_KINDS = {ACCESS_LIST: "access_list", STATE: "state"}  # kinds of the owner's documents that peers keep and serve
 OF_A_ROUND = (Kind.ROLLOUTS, Kind.REPORT)
-ANNOUNCED_BY_NODES = (Kind.PEER, Kind.REPORT)
+ANNOUNCED_BY_NODES = (Kind.INTRODUCTION, Kind.REPORT)
 MAX_OF_ROUNDS = 400  # documents of single rounds that a peer serves: as far back as nodes ask
 FRESH_SECONDS = 0.2  # for which a listing from the DHT is good enough to find an author in
 MAX_NAMES = 4096  # node names that are kept with their authors
@@ -159,7 +159,7 @@ class PeerStore:
         author = self._author(key)
         if author == me:  # from before this process began
             return self.local.read(key, limit)
-        if key.kind is Kind.PEER and self.members is not None:
+        if key.kind is Kind.INTRODUCTION and self.members is not None:
             return self.members.introduction(key.node)[: limit + 1]
         with self._lock:
             if key.group == self._asked_for[0] and key.node in self._direct:
@@ -187,7 +187,7 @@ class PeerStore:
         """List the nodes of which there are notices. Rollouts have none, so of those only this peer's are listed."""
         if group.kind not in ANNOUNCED_BY_NODES:
             return self.local.nodes(group)
-        if group.kind is Kind.PEER and self.members is not None:
+        if group.kind is Kind.INTRODUCTION and self.members is not None:
             return sorted(self.members.known)
         is_coordinator = group.kind is Kind.REPORT and self.identity.peer_id == self.owner
         direct = self._asked_directly(group) if is_coordinator else set[str]()
@@ -330,8 +330,8 @@ class PeerStore:
             size=len(data),
             timestamp=self.clock(),
             content=_text(data) if len(data) <= MAX_CONTENT else "",
-            depth=self.members.depth if self.members is not None and key.kind is Kind.PEER else 0,
-            addresses=list(self.engine.addresses)[:8] if key.kind in (Kind.MANIFEST, Kind.PEER) else [],
+            depth=self.members.depth if self.members is not None and key.kind is Kind.INTRODUCTION else 0,
+            addresses=list(self.engine.addresses)[:8] if key.kind in (Kind.MANIFEST, Kind.INTRODUCTION) else [],
         )
         sealed = seal(notice, self.identity, limit=MAX_NOTICE)
         try:
@@ -343,7 +343,7 @@ class PeerStore:
 
     def _places(self, key: DocumentKey) -> Iterator[tuple[str, float, int]]:
         """Yield the parts of the DHT in which a notice belongs, for how long, and how many copies."""
-        if key.kind is Kind.PEER and self.members is not None:
+        if key.kind is Kind.INTRODUCTION and self.members is not None:
             yield from self.members.places()
         else:
             yield folder_of(key), REPORT_SECONDS if key.kind is Kind.REPORT else KEPT_SECONDS, REPLICAS

@@ -52,7 +52,7 @@ class DhtRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return the DHT keys under which it may lie."""
         if self.key is None:
             return []
-        if self.key.kind is Kind.PEER:
+        if self.key.kind is Kind.INTRODUCTION:
             return [dht_key(self.swarm, part) for part in parts_of(self.swarm, self.peer_id)]
         return [group_key(self.swarm, self.key)]
 
