@@ -36,7 +36,7 @@ class RejectReason(str, Enum):
     QUESTION = "question"  # not the question that this peer was asked, or questions are left out
     ROLE = "role"  # a role that the environment does not have
     PARENTS = "parents"  # this node cannot retrace which messages the question was made from
-    SLOW = "slow"  # its questions or scores took too long to make again
+    SLOW = "slow"  # its questions or scores took too long to regenerate
     COPY = "copy"  # the same long text as another source's
     UNLIKELY = "unlikely"  # this node's model would hardly write it
 
