@@ -180,7 +180,7 @@ def test_who_waits_at_an_address_where_nobody_is_ends_without_noise(tmp_path: Pa
     node = start(tmp_path, "join", nobody, "--set", f"p2p_listen={LOOPBACK}", PYTHONUNBUFFERED="1")
     try:
         assert node.stdout is not None
-        seen = next(line for line in node.stdout if "waiting for somebody" in line)
+        seen = next(line for line in node.stdout if "waiting for a peer" in line)
         node.send_signal(signal.SIGTERM)
         output = seen + node.communicate(timeout=240)[0]
     finally:
