@@ -303,7 +303,7 @@ class Folder(Target):
         shutil.rmtree(base)
         if listener.heard:
             raise Harm(f"text of a stranger is in the log: {listener.heard!a}")
-        if sys.platform == "linux" and len(os.listdir("/proc/self/fd")) != descriptors:
+        if sys.platform == "linux" and len(os.listdir("/proc/self/fd")) > descriptors:
             raise Harm("files stay open")
         return {f"{case['user']}: {label}" for label in reached}
 

@@ -2,6 +2,7 @@
 nothing."""
 
 import base64
+import gc
 import json
 import math
 import os
@@ -69,6 +70,12 @@ PLACES = [
     for name, whole in RECORDS.items()
     for path, record in places(whole)
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def files_of_earlier_tests_are_closed():
+    """Open files are counted here."""
+    gc.collect()
 
 
 @pytest.fixture

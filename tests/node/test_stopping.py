@@ -273,7 +273,7 @@ def servers(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 def test_a_run_outlives_the_server_that_its_nodes_are_forked_from(tmp_path: Path) -> None:
     address = tmp_path / "r"
-    process = start(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "30", *QUICK)
+    process = start(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "20", *QUICK)
     killed = 0
     try:
         until(lambda: bool(servers(process)))
@@ -289,7 +289,7 @@ def test_a_run_outlives_the_server_that_its_nodes_are_forked_from(tmp_path: Path
     assert "Aborted" not in output and "Traceback" not in output
     for done in versions(address).values():
         assert done == sorted(done), "its nodes had saved"
-    code, output = run(tmp_path, "validate", "r", "--rounds", "30", "--nodes", "2")
+    code, output = run(tmp_path, "validate", "r", "--rounds", "20", "--nodes", "2")
     assert code == 0, output
     assert "died" in (address / "logs" / "swarm.log").read_text()
     assert json.loads((address / "settings.json").read_text())["settings"]["nodes"] == 2
