@@ -8,6 +8,7 @@ line for it. A test that starts a process out of sight fails and says so; then t
 import inspect
 import multiprocessing.util
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -75,6 +76,7 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 
 def install() -> None:
     """Watch this process: Python tells before it starts another, except in `multiprocessing`."""
+    platform.processor()  # asks `uname`, and remembers the answer: libraries ask it too
     sys.addaudithook(_audit)
     spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
