@@ -26,6 +26,7 @@ from rl_swarm.notebook.picture import Picture
 from rl_swarm.protocol.identity import Identity, animal_name
 
 ROUNDS = 30
+START_FILE = ".bashrc"  # to which logs in the folder lead, while the first cell runs
 QUICK = "web=False, held_out_questions=8, held_out_samples=1, local_groups=2, generations=4"
 CELL = f"from rl_swarm import notebook\nnotebook.up('runs/r', nodes=2, rounds={ROUNDS}, {QUICK})"
 
@@ -55,6 +56,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         until(lambda: state(run)["round"] >= 2)
         nodes = jupyter.family
         assert len(nodes) >= 4, "it runs as in a shell: a process for each"
+        (cwd / START_FILE).write_text("true\n")
+        for log in ("metrics", "training_events"):
+            for shared in run.glob(f"logs/*/{log}.jsonl"):
+                (cwd / "link").symlink_to(cwd / START_FILE)
+                (cwd / "link").replace(shared)
         jupyter.manager.interrupt_kernel()
         stopped = jupyter.finish(cell)
         _, alive = psutil.wait_procs(nodes, timeout=400)  # the fork server ends when it notices
@@ -91,6 +97,12 @@ def test_an_interrupted_cell_stops_cleanly_and_goes_on_when_run_again(trained: T
         assert [line["policy_version"] for line in played] == sorted(line["policy_version"] for line in played)
     (shown,) = trained.again  # a finished run is only shown
     assert f"round {ROUNDS}/{ROUNDS}" in shown["content"]["data"]["text/plain"]
+
+
+def test_nodes_below_a_cell_write_through_no_link_in_their_folder(trained: Trained) -> None:
+    assert (trained.cwd / START_FILE).read_text() == "true\n"
+    logs = [*(trained.cwd / "runs" / "r").glob("logs/*/*.jsonl")]
+    assert len(logs) == 4 and not [log for log in logs if log.is_symlink()], "the links are replaced by the logs"
 
 
 def test_the_monitor_shows_table_and_curves(trained: Trained) -> None:
