@@ -16,7 +16,7 @@ from urllib.request import urlopen
 from playwright.sync_api import Browser, sync_playwright
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-ROUNDS, SHOT_AT = 60, 45  # as many as a default run of `up` has
+ROUNDS, SHOT_AT = 60, 31  # as many as a default run of `up` has
 PICTURES = {  # name: view, width, height, colours
     "overview": ("#/", 1200, 1070, "light"),
     "node": ("#/node/{node}", 1200, 1240, "light"),
