@@ -13,9 +13,8 @@ collect_ignore = [] if HAS_HIVEMIND else list(THROUGHOUT)  # they need hivemind 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    """A drive's faults last a tenth of a second here, so pauses after them are as short. So are pauses after a peer
-    that
-    did not answer: on a busy machine that happens to an honest one."""
+    """Shorten the pauses after a drive's faults, which last a tenth of a second here, and after a peer that did not
+    answer, as an honest one may on a busy machine."""
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.02)
     monkeypatch.setattr("rl_swarm.network.p2p.engine.SILENT_SECONDS", (0.2, 1.0))
 

@@ -230,7 +230,7 @@ class Selection:
         return self.accepted
 
     def _check(self, publications: Iterator[Publication], enough: float) -> list[CandidateGroup]:
-        """Verify, make again and score publications until there are enough candidates."""
+        """Verify, regenerate and score publications until there are enough candidates."""
         checks, batch = self.checks, list[CandidateGroup]()
         for publication in publications:
             if self.taken[self._source(publication)] >= self.quota:

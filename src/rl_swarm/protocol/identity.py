@@ -74,7 +74,7 @@ class Identity:
 
     @classmethod
     def derived(cls, *parts: str | int) -> "Identity":
-        """Derive an identity that every machine can make again, for nodes of experiments, which have no secrets."""
+        """Derive an identity that every machine can derive again, for nodes of experiments, which have no secrets."""
         return cls._from_key(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(repr(parts).encode()).digest()))
 
     @classmethod

@@ -23,7 +23,7 @@ class Question:
 
 @dataclass(frozen=True)
 class PeerMessage:
-    """Holds a peer's rollout of an earlier stage, signed, its question made again. Its texts are a stranger's."""
+    """Holds a peer's rollout of an earlier stage, signed, with its question regenerated. Its texts are untrusted."""
 
     digest: str
     peer_id: str
