@@ -84,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
-        if process_guard.starts_processes(item):
+        if item.get_closest_marker("gpu") or process_guard.starts_processes(item):  # Triton compiles in processes
             item.add_marker("processes")
 
 

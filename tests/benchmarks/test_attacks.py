@@ -38,12 +38,12 @@ def outcome(environment, tmp_path_factory):
     ("name", "reasons"),
     [
         ("before", {"unlikely"}),
-        ("flooding", {"unlikely"}),
+        pytest.param("flooding", {"unlikely"}, marks=pytest.mark.slow),
         ("invented", {"question"}),
-        ("copying", {"question"}),
+        pytest.param("copying", {"question"}, marks=pytest.mark.slow),
         ("forged", {"signature"}),
-        ("replay", {"place", "question"}),
-        ("round", {"place"}),
+        pytest.param("replay", {"place", "question"}, marks=pytest.mark.slow),
+        pytest.param("round", {"place"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_lie_is_learned_by_those_who_believe_it_and_by_no_others(name: str, reasons: set[str], outcome) -> None:

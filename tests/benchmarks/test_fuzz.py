@@ -202,6 +202,7 @@ def test_messages_do_no_harm_and_reach_every_verdict(tmp_path, monkeypatch):
     assert len(target.verdicts) > 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
@@ -221,6 +222,7 @@ def test_a_reader_that_does_harm_is_noticed(harm, said, tmp_path, monkeypatch):
         messages.Messages(seed=9).play(kept["case"])
 
 
+@pytest.mark.slow
 def test_a_message_that_takes_long_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(messages, "SLOWEST", 0.0)
     result = fuzz(messages.Messages(seed=1), tmp_path, cases=3)
@@ -228,6 +230,7 @@ def test_a_message_that_takes_long_is_noticed(tmp_path, monkeypatch):
     assert all("s of processor time for one message" in failure for failure in result.failures)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("memory_is_looked_at_seldom")
 def test_the_same_seed_gives_the_same_run(tmp_path):
     targets = [messages.Messages(seed=4) for _ in range(2)]
@@ -293,6 +296,7 @@ def write_parts_of_lines(monkeypatch):
     monkeypatch.setattr(SharedLog, "append", append)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
@@ -316,15 +320,14 @@ def test_no_client_does_harm_to_the_server(tmp_path):
     assert {"response: 200", "response: 400", "response: 408"} <= set(result.reached)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
         ("connections.HEAD_SECONDS = connections.BODY_SECONDS = 1e6", "are not let go"),
-        pytest.param("connections.max_connections = lambda: 4", "an honest client", marks=pytest.mark.slow),
-        pytest.param(
-            "connections.BoundedProtocol._notice_end = lambda self: None", "the server wrote", marks=pytest.mark.slow
-        ),
+        ("connections.max_connections = lambda: 4", "an honest client"),
+        ("connections.BoundedProtocol._notice_end = lambda self: None", "the server wrote"),
     ],
 )
 @pytest.mark.processes
@@ -375,14 +378,15 @@ def count_nothing(monkeypatch, target):
     monkeypatch.setattr(quota.DhtQuota, "_displaced", lambda self, claim, now: [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
         (answer_wrongly, "an honest peer gets"),
         (count_nothing, "account|too many notices|without being counted"),
         (wait_for_ever, "is not closed"),
-        pytest.param(raise_errors, "it says|not answered", marks=pytest.mark.slow),
-        pytest.param(keep_slots, "slots are not freed|too many|not answered", marks=pytest.mark.slow),
+        (raise_errors, "it says|not answered"),
+        (keep_slots, "slots are not freed|too many|not answered"),
     ],
 )
 @pytest.mark.processes
@@ -401,6 +405,7 @@ def run_fuzzer(*arguments, **options):
     return start_benchmark("robustness.fuzz", *arguments, stderr=subprocess.STDOUT, **options)
 
 
+@pytest.mark.slow
 def test_the_command_shares_the_time_and_ends_with_a_table(tmp_path):
     process = run_fuzzer("--targets", "messages,folder", "--cases", "20", "--processes", "2", cwd=tmp_path)
     output = process.communicate(timeout=240)[0]

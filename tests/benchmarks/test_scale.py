@@ -31,6 +31,7 @@ def simulated() -> list[dict[str, Any]]:
     return [simulate(peers, 4) for peers in (12, 48)]
 
 
+@pytest.mark.slow
 def test_everybody_in_a_simulated_swarm_plays_every_round_and_collects(simulated: list[dict[str, Any]]) -> None:
     for swarm in simulated:
         assert swarm["played"] == 1

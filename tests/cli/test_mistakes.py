@@ -75,6 +75,7 @@ def test_a_model_that_the_nodes_cannot_load_leaves_no_run_behind(tmp_path: Path)
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.slow
 def test_a_run_may_have_any_name_that_a_folder_can_have(tmp_path: Path) -> None:
     name = "_mein Läufchen [1]"
     code, output = run(tmp_path, "up", "--run", f"runs/{name}", "--nodes", "1", "--rounds", "2", *SMALL)

@@ -149,6 +149,7 @@ def test_tasks_that_teach_nothing_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_it_and_keeps_nothing(tmp_path: Path) -> None:
     process = start(tmp_path, "warmup", "tiny", "--out", "warm", "--examples", "1000000")
     try:

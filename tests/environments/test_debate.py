@@ -178,6 +178,7 @@ def test_a_round_has_three_stages_in_which_peers_learn_from_each_other(tmp_path:
     assert [lines_of(node) for node in again.nodes] == [lines_of(node) for node in swarm.nodes]
 
 
+@pytest.mark.slow
 def test_a_debate_of_real_nodes_tells_its_rewards_by_stage(tmp_path: Path) -> None:
     code, output = run(
         tmp_path, "up", "--env", "debate", "--run", "r", "--nodes", "3", "--rounds", "2", "--local-groups", "2", *QUICK

@@ -46,6 +46,7 @@ def test_they_are_about_twenty_and_fifty_lines_long() -> None:
     assert lengths[0] <= 26 and lengths[1] <= 60
 
 
+@pytest.mark.slow
 def test_the_smallest_one_is_measured_and_learns(installed: str, tmp_path: Path) -> None:
     measured, played = commands(0)
     code, output = run(tmp_path, *measured, "--json", PYTHONPATH=installed)

@@ -195,6 +195,7 @@ def test_nodes_with_other_models_and_tokenizers_learn_from_each_other(tmp_path: 
     assert set(first[0]["by_task"]) == set(second[0]["by_task"]), "both are asked the swarm's tasks"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_controls_train_twice_on_their_own_or_have_everybodys_questions(tmp_path: Path) -> None:
     once = played(job(Arm(4, 0, "alone"), rounds=1, nodes=2, generations=8), tmp_path / "once")

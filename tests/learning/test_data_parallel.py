@@ -121,6 +121,7 @@ def test_a_question_is_answered_with_the_draws_of_one_device(settings, load):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_rank_without_completions_takes_the_same_step(settings, load):
     alone, policy = single(settings), load(settings.changed(devices_per_node=3))
     words = (Completion("4", True), Completion("7", True))
@@ -201,6 +202,7 @@ def test_the_error_of_a_worker_is_reported(settings, load, tmp_path):
         policy.sample(PROMPTS, 1, 0)
 
 
+@pytest.mark.slow
 def test_weights_that_differ_are_noticed(settings, load):
     policy = load(settings)
     groups = groups_of(policy)

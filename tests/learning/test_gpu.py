@@ -1,4 +1,4 @@
-"""On a real GPU: compiled kernels, CUDA graphs, and memory that really runs out. `./run_tests.sh -m gpu`"""
+"""On a real GPU: compiled kernels, CUDA graphs, and memory that really runs out. `./run_tests.sh --gpu`"""
 
 import copy
 import dataclasses

@@ -174,6 +174,7 @@ def test_an_address_that_is_none_gets_a_clear_error(text: str, tmp_path: Path) -
     assert not [word for word in NOISE if word in output] and "\x1b" not in output, output
 
 
+@pytest.mark.slow
 @needs_hivemind
 def test_who_waits_at_an_address_where_nobody_is_ends_without_noise(tmp_path: Path) -> None:
     nobody = "p2p:///ip4/127.0.0.1/tcp/1/p2p/12D3KooWEChVMMMzV8acJ53mJHrw1pQ27UAGkCxWXLJutbeUMvVu"

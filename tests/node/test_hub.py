@@ -379,6 +379,7 @@ def test_settings_help_and_the_package_do_not_load_the_library() -> None:
 # Whole runs.
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_model_on_the_hub_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_server() as hub:
         code, output = run(

@@ -66,7 +66,7 @@ def checkpoints(address: Path) -> set[str]:
     return {path.parent.name for path in address.glob("checkpoints/round_*/*/place.json")}
 
 
-OFTEN = (0.4, 1.2, 3)  # the other moments are tried by ./run_tests.sh --slow
+OFTEN = (0.4, 3)  # the other moments are tried by ./run_tests.sh --slow
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,7 @@ def test_a_second_ctrl_c_is_heard_while_the_fork_server_imports(tmp_path: Path) 
                 child.kill()
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_stops_a_run_which_saves_and_goes_on_later(tmp_path: Path) -> None:
     address = tmp_path / "r"
     process, master = in_terminal(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "30", *SMALL)
@@ -174,6 +175,7 @@ def test_a_node_and_a_coordinator_that_lose_their_terminal_save_and_leave(tmp_pa
     assert '"left"' in (address / "logs" / "one" / "training_events.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_an_experiment_that_loses_its_terminal_saves_and_leaves(tmp_path: Path) -> None:
     arms = ["--configs", "2/0", "--nodes", "2", "--rounds", "300", "--set", "generations=4"]
     process = subprocess.Popen(
@@ -193,6 +195,7 @@ def test_an_experiment_that_loses_its_terminal_saves_and_leaves(tmp_path: Path) 
     assert any(tmp_path.glob("e/runs/*/checkpoints/*")), "it has saved"
 
 
+@pytest.mark.slow
 def test_what_nohup_started_survives_its_terminal(tmp_path: Path) -> None:
     command = [*RL_SWARM, "up", "--run", "r", "--nodes", "1", "--rounds", "25", *SMALL]
     process = subprocess.Popen(
@@ -209,6 +212,7 @@ def test_what_nohup_started_survives_its_terminal(tmp_path: Path) -> None:
     assert state(tmp_path / "r")["phase"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_what_it_learned_goes_on_only_when_that_is_meant(tmp_path: Path) -> None:
     address = tmp_path / "r"
     process = start(tmp_path, "up", "--run", "r", "--nodes", "1", "--rounds", "20", *SMALL)
@@ -271,6 +275,7 @@ def servers(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_server_that_its_nodes_are_forked_from(tmp_path: Path) -> None:
     address = tmp_path / "r"
     process = start(tmp_path, "up", "--run", "r", "--nodes", "2", "--rounds", "20", *QUICK)

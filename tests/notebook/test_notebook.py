@@ -170,6 +170,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return cwd, executed("sapo.ipynb", cwd, OUT="e", SETTINGS=small, **sizes)
 
 
+@pytest.mark.slow
 def test_the_experiment_runs_below_its_cell_and_shows_what_came_of_it(compared: tuple[Path, Any]) -> None:
     cwd, run = compared
     (shown,) = output(run, "run")

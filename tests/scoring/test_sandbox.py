@@ -191,7 +191,7 @@ def run_as_ordinary_user(isolation):
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "seccomp"])
-@pytest.mark.parametrize("who", ["as it is started", "as an ordinary user"])
+@pytest.mark.parametrize("who", ["as it is started", pytest.param("as an ordinary user", marks=pytest.mark.slow)])
 def test_every_attack_is_contained_and_changes_no_verdict(isolation, who, tmp_path, monkeypatch):
     needs(isolation)
     monkeypatch.setenv("SANDBOX_SECRET", "")
@@ -265,7 +265,7 @@ def test_the_fork_server_never_holds_code_or_expected_values(best):
 
 
 @only_root
-@pytest.mark.parametrize("isolation", ["namespaces", "seccomp"])
+@pytest.mark.parametrize("isolation", ["namespaces", pytest.param("seccomp", marks=pytest.mark.slow)])
 def test_the_process_that_forks_forgets_how_a_program_ended(isolation):
     """Otherwise the next child, which inherits its memory, could read a message of the last one."""
     needs(isolation)

@@ -10,10 +10,9 @@ import pytest
 from processes import QUICK, WHOLE, end, run, start, state, until
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has mount namespaces")
-@pytest.mark.parametrize(
-    "megabytes", [pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(60, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("megabytes", [1, 8, 60])
 def test_a_full_disk_is_said_clearly(tmp_path: Path, megabytes: int) -> None:
     """A real file system of that size, in a mount namespace of its own: too small for the first files, for a
     checkpoint, for the checkpoints of a few rounds."""

@@ -48,7 +48,7 @@ UP = ["up", "--run", "r", "--nodes", "2", *QUICK]
 COMMAND = "$(touch ran)"
 
 
-@pytest.fixture(params=["this user", "an ordinary user"])
+@pytest.fixture(params=["this user", pytest.param("an ordinary user", marks=pytest.mark.slow)])
 def person(request):
     """Says how to start `rl-swarm` as this user and, where this is root, as an ordinary one; and a folder of theirs."""
     with tempfile.TemporaryDirectory() as folder:  # the one that pytest makes is closed to others
@@ -122,6 +122,7 @@ def junk_rollouts(address: Path, node: str, number: int) -> bytes:
     return json.dumps({**fields, "digest": digest(canonical(fields)), "signature": "AAAA"}).encode()
 
 
+@pytest.mark.slow
 def test_a_log_that_is_a_link_to_a_start_file_of_a_shell_writes_no_command_there(tmp_path: Path) -> None:
     """The node says in its log what it has refused, and from whom; the log leads to a file that a shell runs."""
     profile = tmp_path / "profile"
@@ -150,9 +151,8 @@ def test_a_log_that_is_a_link_to_a_start_file_of_a_shell_writes_no_command_there
         assert COMMAND not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    "put", [os.mkfifo, pytest.param(os.mkdir, marks=pytest.mark.slow)], ids=["a pipe", "a directory"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir], ids=["a pipe", "a directory"])
 def test_a_log_that_is_a_pipe_stops_nobody(tmp_path: Path, put) -> None:
     process = begin(tmp_path, *UP, "--rounds", "6")
     try:
@@ -190,6 +190,7 @@ def test_the_log_of_a_swarm_is_written_again_when_it_was_cut_or_is_without_end(
     log.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:
     process = begin(tmp_path, *UP, "--rounds", "2000")
     try:
@@ -205,7 +206,10 @@ def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:
     assert process.returncode == 130 and "up --resume" in output
 
 
-@pytest.mark.parametrize("folders", [["rollouts", "rewards", "peers", "state"], ["checkpoints", "logs"]])
+@pytest.mark.parametrize(
+    "folders",
+    [["rollouts", "rewards", "peers", "state"], pytest.param(["checkpoints", "logs"], marks=pytest.mark.slow)],
+)
 def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path: Path, folders: list[str]) -> None:
     """Old rollouts and checkpoints are removed, new ones written: none of it at the other end of a link."""
     outside = tmp_path / "outside"
@@ -237,7 +241,7 @@ def zeroed(weights: Path) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("machine", ["the same machine", "another machine"])
+@pytest.mark.parametrize("machine", [pytest.param("the same machine", marks=pytest.mark.slow), "another machine"])
 def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine: str) -> None:
     """A watcher renames zeroed weights over the real ones as soon as they are read; on another machine there is only
     the
@@ -400,6 +404,7 @@ def test_a_node_of_a_run_that_somebody_gave_another_manifest_goes_on_with_the_pr
     assert run_settings.manifest_of(FolderStore(files), tmp_path / "r", user) is None
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_whatever_lies_in_place_of_its_state_and_is_known_to_have_begun(tmp_path: Path) -> None:
     """A directory of many levels lies there; and in the end the folder says that no round was ever begun."""
     process = begin(tmp_path, *UP, "--rounds", "2000", "--set", "checkpoint_every=1")
@@ -478,6 +483,7 @@ def test_an_experiment_whose_folder_others_write_to(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_a_run_of_an_experiment_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -494,6 +500,7 @@ def test_a_run_of_an_experiment_that_is_a_link_is_not_followed(tmp_path: Path) -
     assert list(outside.iterdir()) == [] and not (tmp_path / "e" / "report.md").is_symlink()
 
 
+@pytest.mark.slow
 def test_what_a_url_swarm_keeps_on_this_machine_is_attacked_in_vain(tmp_path: Path, s3) -> None:
     """With a URL, the copies of logs and checkpoints lie in `runs/`, here in a folder that others can write to."""
     from stores import BUCKET

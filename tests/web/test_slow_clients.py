@@ -33,6 +33,7 @@ if seconds:
 server._main(root, int(listening))
 """
 KINDS = {"fast": "", "plain": "httptools,uvloop"}  # what is not installed
+EACH_KIND = pytest.mark.parametrize("kind", ["fast", pytest.param("plain", marks=pytest.mark.slow)])
 PATIENCE = 60.0
 
 
@@ -118,7 +119,7 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH_KIND
 def test_clients_that_do_not_finish_are_let_go(swarm: SmallRun, kind: str) -> None:
     """A byte now and then does not help them."""
     with served(swarm.root, "2", KINDS[kind]) as found, ExitStack() as stack:
@@ -144,7 +145,7 @@ def test_clients_that_do_not_finish_are_let_go(swarm: SmallRun, kind: str) -> No
         assert found.status("/health") == 200
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH_KIND
 def test_who_sends_too_much_and_leaves_amid_a_file_stops_nobody(swarm: SmallRun, kind: str) -> None:
     head_of = b"GET /static/vendor/uPlot.esm.js HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n"
     with served(swarm.root, missing=KINDS[kind]) as found:
@@ -156,14 +157,14 @@ def test_who_sends_too_much_and_leaves_amid_a_file_stops_nobody(swarm: SmallRun,
             assert head(asked).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH_KIND
 def test_connections_that_are_done_and_ask_nothing_more_are_closed(swarm: SmallRun, kind: str) -> None:
     with served(swarm.root, "2", KINDS[kind]) as found, found.ask("/health") as idle:
         assert head(idle).startswith(b"HTTP/1.1 200") and found.holds(idle)
         until(lambda: not found.holds(idle))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH_KIND
 def test_heads_without_end_are_cut_off(swarm: SmallRun, kind: str) -> None:
     with served(swarm.root, "", KINDS[kind]) as found, found.connect(sent=b"GET / HTTP/1.1\r\n") as endless:
         with pytest.raises(ConnectionError):
@@ -196,7 +197,7 @@ def test_clients_that_leave_while_requests_wait_are_noticed(
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH_KIND
 def test_clients_that_do_not_read_are_let_go(swarm: SmallRun, kind: str) -> None:
     deaf = socket.socket()
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -260,6 +261,7 @@ def test_an_address_is_what_a_client_cannot_choose_freely() -> None:
     assert source_of("fe80::1%eth0") == source_of("fe80::2%eth1") and source_of("") == ""
 
 
+@pytest.mark.slow
 def test_a_run_has_its_dashboard_under_these_limits(swarm: SmallRun, tmp_path: Path) -> None:
     """As `up` starts it, with the files that this process has."""
     with server.dashboard_process(swarm.root, "127.0.0.1", 28080, None, tmp_path / "log", threading.Event()) as url:
@@ -283,7 +285,7 @@ def test_a_stream_ends_with_its_client_whatever_was_asked_behind_it(swarm: Small
         until(lambda: found.status("/api/stream") == 200)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH_KIND
 def test_clients_that_are_let_go_leave_no_lines_in_the_log(
     swarm: SmallRun, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

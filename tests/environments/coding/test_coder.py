@@ -53,6 +53,7 @@ def test_the_skill_is_there_and_the_manners_are_not(policy, coding):
     assert found.accuracy_well_formed > 0.35  # of the answers that have a program
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_it_was_taught_by_mixed_company():
     import random
