@@ -1,0 +1,16 @@
+// Explains the words of the page, one line each, behind a "?". The same words stand in the terminal and in docs/glossary.md.
+
+import { h } from "./dom.js";
+
+export const WORDS = {
+  "Held-out score": "Share of right answers to a fixed set of questions that training never sees, sampled at temperature 1.",
+  "Reward": "Mean reward of the answers that the models have just written: 1 for a right answer, 0 for a wrong one.",
+  "From peers": "Share of the trained groups (a question with all its answers) that other nodes wrote.",
+};
+
+// A label with its explanation, which the keyboard and a touch reach too.
+export function term(label, said = WORDS[label]) {
+  if (!said) return label;
+  return h("span", { class: "term" }, label,
+    h("button", { type: "button", class: "why", "aria-label": `What is ${label}?` }, "?", h("span", { class: "tip", role: "tooltip" }, said)));
+}
