@@ -1,6 +1,7 @@
 """Opens the page in a real browser."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class Visit:
 
     def open(self, route: str) -> Page:
         self.page.goto(f"{self.url}/{route}")
-        expect(self.page.locator("#live")).to_have_text("live")
+        expect(self.page.locator("#live")).to_have_text(re.compile("live|finished"))
         return self.page
 
     def too_wide(self) -> int:

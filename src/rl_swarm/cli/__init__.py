@@ -10,6 +10,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from rl_swarm.commands import program as program
+from rl_swarm.commands import quoted as quoted
 from rl_swarm.errors import UserError
 from rl_swarm.protocol.untrusted import printable
 
@@ -20,18 +22,6 @@ if TYPE_CHECKING:
     from rl_swarm.config.resolve import Resolved
 
 INTERRUPTED = 130  # exit code of a command that was told to stop
-
-
-def program() -> str:
-    """Return the name the user calls this program by, for the commands that it suggests."""
-    return os.environ.get("RL_SWARM_PROGRAM", "rl-swarm")
-
-
-def quoted(path: object) -> str:
-    """Quote a path for a shell."""
-    import shlex
-
-    return shlex.quote(str(path))
 
 
 def parse_assignments(sets: "Sequence[str] | None") -> dict[str, str]:

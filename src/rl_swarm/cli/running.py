@@ -5,7 +5,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -122,13 +123,23 @@ def _tend(
         if interrupted.is_set():
             return
         with (
-            dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted),
+            dashboard.dashboard_of_run(root, settings.web, private_log, console, interrupted),  # sees how it ends
+            _ended(swarm, root, console, interrupted),
             LiveView(RunView(root), console) as live,
         ):
             while not interrupted.is_set() and swarm.tend():
                 live.update(swarm.restarts)
                 interrupted.wait(0.25)
             live.update(swarm.restarts)
+    finally:
+        swarm.stop()
+
+
+@contextmanager
+def _ended(swarm: SwarmProcesses, root: Path, console: Console, interrupted: threading.Event) -> Iterator[None]:
+    """Let the nodes save and end, whatever happens inside."""
+    try:
+        yield
     finally:
         try:
             if interrupted.is_set() and has_begun(root):

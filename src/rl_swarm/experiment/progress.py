@@ -205,7 +205,8 @@ class ExperimentProgress:
         arms = self.arms()
         runs = [run.progress() for followed in arms for run in followed.runs]
         phases = {run.phase for run in [*self.runs.values(), *self.tuning.values()]}
-        phase: Phase = next(p for p in ("running", "stopped", "waiting", "finished") if p in phases or p == "finished")
+        order: tuple[Phase, ...] = ("running", "crashed", "stopped", "waiting")
+        phase: Phase = next((each for each in order if each in phases), "finished")
         return ExperimentState(
             name=name_of(self.path),
             phase=phase if phases else "waiting",

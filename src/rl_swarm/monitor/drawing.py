@@ -104,6 +104,8 @@ class Drawing:
             return f"starting: {overview.alive} of {overview.nodes} online"
         if overview.phase == "stopped":
             return "stopped: no node is online"
+        if overview.phase == "crashed":
+            return f"crashed: {counted(len(overview.condition.crashed), 'node')} ended without leaving"
         if overview.phase == "finished":
             return "measuring the held-out score" if overview.alive else "finished"
         soon, left = overview.seconds_to_next, self.seconds_left(overview)

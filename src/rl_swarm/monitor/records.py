@@ -7,11 +7,29 @@ from rl_swarm.monitor.run_reader import Phase
 
 
 @dataclass(frozen=True)
+class DamagedFile:
+    path: str
+    lines: int  # that cannot be read
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Says what a viewer needs to know where a run does not just go on."""
+
+    last_sign: float | None  # of life, of any node
+    crashed: list[str]  # names of nodes that are gone without having left
+    log_end: list[str]  # the last lines of logs/swarm.log, where nodes have crashed
+    damaged: list[DamagedFile]
+    resume: str  # the command that goes on with the run; empty where it cannot be resumed
+    watch: str  # the command that opens the page again
+
+
+@dataclass(frozen=True)
 class Overview:
     name: str
     address: str
     swarm: str
-    phase: Phase  # `stopped`: it has not finished, and no node is alive
+    phase: Phase  # `stopped`, `crashed`: it has not finished, and no node is alive
     round: int
     stage: int
     rounds: int
@@ -33,6 +51,7 @@ class Overview:
     external_share: float | None  # of the groups trained on
     has_logs: bool  # the nodes' logs can be read
     unreadable_lines: int  # in these logs
+    condition: Condition
     can_stop: bool  # a user with the token can stop the run here
     experiment: str  # the experiment that it is a run of, if that is watched
     version: int  # grows when anything changes

@@ -30,7 +30,8 @@ from rl_swarm.telemetry.schema import HeldOutRecord, RoundRecord
 
 TREND_ROUNDS = 20
 LONGEST_LINE = 64 << 10  # bytes of a line about a round
-Phase = Literal["waiting", "running", "stopped", "finished"]
+Phase = Literal["waiting", "running", "stopped", "crashed", "finished"]
+MEMBERSHIP = ("joined", "resumed", "left")  # events that begin and end the work of a node
 MAX_FIGURES = 32
 MAX_OTHERS = 256  # introductions of peers that are no members, read at a time
 OTHERS_SECONDS = 5.0  # spent on their logs at a time
@@ -64,6 +65,7 @@ class NodeView:
     unreadable: Counter[str] = field(default_factory=Counter)  # whole lines, by log
     cut_off: set[str] = field(default_factory=set)  # logs that end amid a line although the node is gone
     _read: Counter[str] = field(default_factory=Counter)  # bytes, by log
+    _membership: str = ""  # the last of these events in its log
 
     @property
     def name(self) -> str:
@@ -104,6 +106,11 @@ class NodeView:
         return sum(line.external_accepted for line in self.rounds)
 
     @property
+    def has_crashed(self) -> bool:
+        """Return whether it is gone, and its log does not say that it left."""
+        return not self.alive and self._membership in ("joined", "resumed")
+
+    @property
     def unreadable_lines(self) -> int:
         return sum(map(self.unreadable_in, LOGS))
 
@@ -113,7 +120,8 @@ class NodeView:
     def refresh(self, files: LocalFiles) -> None:
         for line in self._new_lines(files, EVENTS):
             try:
-                _EVENT.decode(line)
+                event = _EVENT.decode(line).event
+                self._membership = event if event in MEMBERSHIP else self._membership
             except UNREADABLE:
                 self.unreadable[EVENTS] += 1
         for line in self._new_lines(files, METRICS):
@@ -264,11 +272,14 @@ class RunView:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase of the run. A `stopped` run has not finished, and none of its nodes is alive."""
+        """Return the phase of the run. A run that is `stopped` or `crashed` has not finished, and none of its nodes is
+        alive; some of those that crashed did not leave."""
         if self.state is None:
             return "waiting"
-        left = bool(self.nodes) and not any(view.alive for view in self.nodes.values())
-        return "stopped" if left and self.state.phase == "running" else self.state.phase
+        nodes = self.nodes.values()
+        if self.state.phase != "running" or not nodes or any(view.alive for view in nodes):
+            return self.state.phase
+        return "crashed" if any(view.has_crashed for view in nodes) else "stopped"
 
     def mean_held_out(self, when: str) -> float | None:
         lines = [view.start if when == "start" else view.now for view in self.nodes.values()]

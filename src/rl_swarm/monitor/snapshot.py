@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Literal
 
+from rl_swarm.monitor.condition import condition, last_sign
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.node_history import by_stage
 from rl_swarm.monitor.records import (
@@ -64,6 +65,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             external_share=external / (own + external) if own + external else None,
             has_logs=any(node.rounds or node.held_out for node in nodes),
             unreadable_lines=sum(node.unreadable_lines for node in nodes),
+            condition=condition(follower),
             can_stop=can_stop,
             experiment=experiment,
             version=follower.version,
@@ -86,18 +88,18 @@ def health(follower: Follower) -> Health:
     with follower.lock:
         state, manifest, now = follower.view.state, follower.view.manifest, follower.now()
         nodes = list(follower.view.nodes.values())
-        signs = [node.peer.timestamp for node in nodes if node.peer]
-        signs += [when for node in nodes if node.last and (when := node.last.timestamp) is not None]
-        signs += [state.timestamp] if state else []
-        since = max(0.0, now - max(signs)) if signs else None
+        sign = last_sign(follower.view)
+        since = None if sign is None else max(0.0, now - sign)
         alive = sum(node.alive for node in nodes)
         phase = follower.view.phase
         late = since is not None and manifest is not None and since > max(30.0, manifest.peer_timeout)
         status: Literal["alive", "stale", "waiting", "finished"]
-        if phase == "stopped" or (phase == "running" and late):
+        if phase in ("stopped", "crashed") or (phase == "running" and late):
             status = "stale"
+        elif phase == "running":
+            status = "alive"
         else:
-            status = "alive" if phase == "running" else phase
+            status = "finished" if phase == "finished" else "waiting"
         return Health(status, state.round if state else 0, alive, since)
 
 

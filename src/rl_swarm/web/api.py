@@ -214,6 +214,7 @@ def page_app(title: str, about: str, page: str, stream: Stream, runs: Runs, clos
         lifespan=lifespan,
     )
     app.state.close = close
+    app.state.announce_end = stream.announce_end
     app.add_middleware(ResponseCache, version=lambda: stream.follower.version)
     app.include_router(stream.router())
     app.mount("/static", StaticFiles(directory=STATIC))

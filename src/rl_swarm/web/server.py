@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 MAX_PORTS = 100  # that are tried, from the requested one on
+LAST_READ_SECONDS = 1.0  # for open pages to read how it ended
 NICENESS = 10  # of the dashboard of `up`: the nodes come first
 TOKEN = "SWARM_WEB_TOKEN"
 STOP = b"stop\n"  # written by the dashboard of `up` when a user with the token stops the run
@@ -111,6 +113,8 @@ def _serve(app: "FastAPI", listening: socket.socket, stop: threading.Event) -> N
     thread.start()
     while thread.is_alive() and not stop.wait(0.2):
         pass
+    if thread.is_alive() and app.state.announce_end():
+        time.sleep(LAST_READ_SECONDS)
     app.state.close()
     server.should_exit = True
     thread.join()

@@ -20,7 +20,9 @@ class Stream:
     def __init__(self, follower: Poller) -> None:
         self.follower = follower
         self.listeners: set[asyncio.Event] = set()
+        self.closing = False  # listeners are told, and read once more what there is
         self.closed = False  # set from any thread; listeners end within a second
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Task[None] | None = None
 
     def router(self) -> APIRouter:
@@ -30,7 +32,9 @@ class Stream:
         return router
 
     async def changes(self) -> AsyncIterator[ServerSentEvent]:
-        """Yield an event `changed`, with the number of the version, whenever there is something new to read."""
+        """Yield an event `changed`, with the number of the version, whenever there is something new to read; at last
+        `closing`."""
+        self._loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         changed.set()
         self.listeners.add(changed)
@@ -40,9 +44,19 @@ class Stream:
             while not self.closed:
                 await changed.wait()
                 changed.clear()
-                yield ServerSentEvent(event="changed", data=self.follower.version)
+                yield ServerSentEvent(event="closing" if self.closing else "changed", data=self.follower.version)
         finally:
             self.listeners.discard(changed)
+
+    def announce_end(self) -> bool:
+        """Tell the listeners, from any thread, that the server is about to close; return whether there are any."""
+        if self._loop is None or not self.listeners:
+            return False
+        self.follower.poll_now()
+        self.closing = True
+        for listener in list(self.listeners):
+            self._loop.call_soon_threadsafe(listener.set)
+        return True
 
     @property
     def is_polling(self) -> bool:

@@ -31,27 +31,3 @@ async function fetched(where, options = { headers: { Accept: "application/json" 
 }
 
 export const csv = (path, parameters) => address(path, { ...parameters, format: "csv" });
-
-// Calls back with the version whenever the swarm has changed, and when the server is lost; not while the page is hidden.
-export function follow(changed, lost) {
-  let source = null;
-  const tell = (connected) => {
-    const live = document.getElementById("live");
-    live.textContent = connected ? "live" : "not connected";
-    live.classList.toggle("on", connected);
-    if (!connected) lost();
-  };
-  const open = () => {
-    source = new EventSource("api/stream");
-    source.addEventListener("changed", (event) => changed(Number(event.data)));
-    source.onopen = () => tell(true);
-    source.onerror = () => tell(false);
-  };
-  document.addEventListener("visibilitychange", () => {
-    if (document.hidden) {
-      source?.close();
-      source = null;
-    } else if (!source) open();
-  });
-  open();
-}

@@ -1,12 +1,14 @@
 // Starts the page: routes to a view, and refreshes it.
 
-import { follow, get } from "./api.js";
+import { get } from "./api.js";
 import { forget } from "./charts.js";
+import { follow, rest } from "./connection.js";
 import { h } from "./dom.js";
 import { overview } from "./overview.js";
 import { node } from "./node.js";
 import { rollouts } from "./rollouts.js";
 import { events } from "./events.js";
+import { runState } from "./run_state.js";
 import { runs } from "./runs.js";
 import { offer } from "./stopping.js";
 
@@ -16,11 +18,15 @@ let view = null; // {title, element, refresh}
 let busy = null; // the view that is being refreshed
 let again = false;
 let version = null; // of what was read last
+let known = null; // the last overview
+let connection = "open"; // or "closing", when the server has said that it ends
+const state = runState();
 
 function failure(error) {
-  const old = main.querySelector(".failure");
-  old?.remove();
-  if (error) main.prepend(h("p", { class: "failure", role: "alert" }, error.message));
+  main.querySelector(".failure")?.remove();
+  if (!error) return;
+  if (error instanceof TypeError) connection === "open" && state.lost(known); // the request did not arrive
+  else main.prepend(h("p", { class: "failure", role: "alert" }, error.message));
 }
 
 async function refresh() {
@@ -35,6 +41,10 @@ async function refresh() {
     const [about] = await Promise.all([get("api/overview"), asked.refresh()]);
     if (asked !== view) return; // the user has opened another page
     version = about.version;
+    known = about;
+    state.show(about, connection);
+    rest(about.phase);
+    main.removeAttribute("aria-busy");
     document.getElementById("swarm").textContent = about.name || "RL Swarm";
     const phase = document.getElementById("phase");
     phase.textContent = about.phase;
@@ -67,7 +77,7 @@ function show() {
   }
   const [found, make] = ROUTES.map(([pattern, make]) => [path.match(pattern), make]).find(([match]) => match) ?? [[""], overview];
   view = make(plain(found[1] ?? ""), new URLSearchParams(query));
-  main.replaceChildren(h("h1", {}, view.title), view.element);
+  main.replaceChildren(state.element, h("h1", {}, view.title), view.element);
   forget();
   refresh();
 }
@@ -80,4 +90,15 @@ addEventListener("hashchange", () => {
 });
 if (!location.hash || location.hash === "#main") history.replaceState(null, "", "#/");
 show();
-follow((newest) => newest !== version && refresh(), () => { version = null; }); // the server may restart
+follow({
+  changed: (newest) => newest !== version && refresh(),
+  closing: () => {
+    connection = "closing";
+    if (known) state.show(known, connection);
+    refresh();
+  },
+  lost: () => {
+    version = null; // the server may restart
+    state.lost(known);
+  },
+});

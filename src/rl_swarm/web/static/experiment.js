@@ -1,7 +1,8 @@
 // Shows an experiment: its arms as curves, their measures so far, and a link to every run.
 
-import { csv, follow, get } from "./api.js";
+import { csv, get } from "./api.js";
 import { Chart } from "./charts.js";
+import { follow } from "./connection.js";
 import { card, fact, h, redraw, score, signed, table } from "./dom.js";
 
 const CURVES = [["fresh_local", "Reward of fresh local rollouts"], ["held_out", "Held-out score"], ["training_set", "Reward of the training set"]];
@@ -97,4 +98,8 @@ main.append(h("h1", {}, "What sharing is worth"), h("div", { class: "stack" },
   h("section", { class: "card", "aria-label": charts[2].label }, charts[2].element),
   card("Runs", csv("api/experiment/runs"), runs)));
 update();
-follow((newest) => newest !== version && update(), () => { version = null; }); // the server may restart
+follow({
+  changed: (newest) => newest !== version && update(),
+  closing: update,
+  lost: () => { version = null; }, // the server may restart
+});

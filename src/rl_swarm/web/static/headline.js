@@ -1,35 +1,56 @@
 // Shows where the swarm stands: rounds, nodes, scores.
 
-import { count, duration, fact, h, percent, score } from "./dom.js";
+import { count, duration, fact, h, score } from "./dom.js";
+import { term } from "./words.js";
 
 const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all nodes in lock-step" };
 
+// The most that can be said in one line, and a question that shows it.
 export function headline() {
+  const sentence = h("p", { class: "sentence" });
+  const example = h("div", { class: "example", hidden: true });
+  const main = h("dl", { class: "three" });
   const facts = h("dl", { class: "facts" });
   const progress = h("progress", { max: 1, value: 0, "aria-label": "Rounds played" });
-  const note = h("p", { class: "note", hidden: true }, "The nodes' logs cannot be read from here: this page shows what the nodes report.");
-  const unreadable = h("p", { class: "note", role: "status", hidden: true });
+  let shown = "";
 
   function show(about) {
     const played = about.phase === "finished" ? about.rounds : about.round;
     progress.max = about.rounds || 1;
     progress.value = played;
-    facts.replaceChildren(
-      fact("Round", `${played} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : "one stage each"),
-      fact("Next round in", about.phase === "running" ? duration(about.seconds_to_next) : "–", about.phase === "running" ? ENDS[about.round_end] ?? "" : about.phase),
-      fact("Nodes", `${about.alive} of ${about.nodes}`, "online"),
-      fact("Models", about.models.join(", ") || "–", "trained by the nodes"),
-      fact("Tasks", String(about.tasks.length), "in the task list"),
-      fact("Reward", score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
-      fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}; ${about.held_out_protocol}`),
-      fact("External groups", percent(about.external_share), "of the groups trained on"),
-      fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
-      fact("Rollouts", count(about.rollouts), "questions answered"),
+    sentence.textContent = about.headline;
+    const told = JSON.stringify(about.example);
+    if (told !== shown) example.replaceChildren(...(about.example ? before_and_after(about.example) : []));
+    example.hidden = !about.example;
+    shown = told;
+    const next = about.phase === "running" && about.seconds_to_next !== null ? `the next in ${duration(about.seconds_to_next)}` : about.phase;
+    main.replaceChildren(
+      fact(term("Round"), `${played} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}; ${next}` : next),
+      fact(term("Score on unseen questions"), share(about.held_out_now), about.held_out_start === null ? "not measured yet" : `from ${share(about.held_out_start)} before training`),
+      fact(term("Learned from peers"), share(about.external_share), "of the groups trained on"),
     );
-    note.hidden = about.has_logs || !about.nodes;
-    unreadable.hidden = !about.unreadable_lines;
-    unreadable.textContent = `${count(about.unreadable_lines)} ${about.unreadable_lines === 1 ? "line" : "lines"} of the nodes' logs cannot be read: the curves may have gaps.`;
+    facts.replaceChildren(
+      fact(term("Nodes"), `${about.alive} of ${about.nodes}`, "online"),
+      fact("Models", about.models.join(", ") || "–"),
+      fact(term("Tasks"), String(about.tasks.length), about.tasks.slice(0, 3).join(", ") + (about.tasks.length > 3 ? " …" : "")),
+      fact(term("Reward"), share(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(share).join(", ")}` : "last 20 rounds"),
+      fact(term("Rollouts"), count(about.rollouts), "questions answered"),
+      fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
+      fact("A round ends", ENDS[about.round_end] ?? "–"),
+    );
   }
 
-  return { element: h("section", { class: "card", "aria-label": "Status" }, progress, facts, note, unreadable), show };
+  const more = h("details", { class: "more" }, h("summary", {}, "More figures"), facts);
+  const element = h("section", { class: "card headline", "aria-label": "Status" }, sentence, example, progress, main, more);
+  return { element, show };
+}
+
+const share = (value) => (value !== null && value !== undefined && value >= 0 && value <= 1 ? `${Math.round(value * 100)} %` : score(value));
+
+function before_and_after({ question, before, after, key, name }) {
+  const answer = (label, text, right) => h("div", { class: right ? "said right" : "said" }, h("h3", {}, label), h("pre", {}, text || "(nothing)"));
+  return [
+    h("div", { class: "asked" }, h("h3", {}, `A question that ${name} never trained on`), h("pre", {}, question)),
+    answer("Before", before, false), answer(key ? `After: right, ${key}` : "After: right", after, true),
+  ];
 }

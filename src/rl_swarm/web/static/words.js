@@ -3,9 +3,15 @@
 import { h } from "./dom.js";
 
 export const WORDS = {
-  "Held-out score": "Share of right answers to a fixed set of questions that training never sees, sampled at temperature 1.",
-  "Reward": "Mean reward of the answers that the models have just written: 1 for a right answer, 0 for a wrong one.",
+  "Round": "In a round every node answers questions, scores its answers, shares them, and learns from its own and from those of peers.",
+  "Score on unseen questions": "Share of right answers to a fixed set of questions that training never uses, sampled at temperature 1; the mean of all nodes.",
+  "Held-out score": "Share of right answers to a fixed set of questions that training never uses, sampled at temperature 1.",
+  "Learned from peers": "Share of the trained groups (a question with all its answers) that other nodes wrote.",
   "From peers": "Share of the trained groups (a question with all its answers) that other nodes wrote.",
+  "Reward": "Mean reward of what the models have just written: 1 for a right answer, 0 for a wrong one, as the task says.",
+  "Nodes": "A node is a process that owns one model, answers questions with it and trains it.",
+  "Tasks": "Kinds of questions whose answers can be checked, such as sums.",
+  "Rollouts": "A rollout is one question with all answers that a node's model wrote: what nodes share.",
 };
 
 // A label with its explanation, which the keyboard and a touch reach too.
