@@ -38,6 +38,7 @@ def test_everybody_in_a_simulated_swarm_plays_every_round_and_collects(simulated
         assert swarm["groups_taken"] > 7.5 and swarm["rejected"] == {}
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_received_and_every_kind_is_counted_once(simulated: list[dict[str, Any]]) -> None:
     for swarm in simulated:
         assert swarm["bytes"] == swarm["received"] == pytest.approx(sum(swarm["bytes_by_kind"].values()))

@@ -108,10 +108,14 @@ def test_chat_answers(tmp_path: Path) -> None:
     assert code == 0 and output.strip()
 
 
-def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_models_are_listed_with_what_they_need(tmp_path: Path) -> None:
     code, output = run(tmp_path, "models")
     assert code == 0 and "Qwen/Qwen2.5-0.5B-Instruct" in output and "fits" in output and "GiB" in output
     assert "Qwen/Qwen2.5-Coder-1.5B-Instruct" in output, "names are whole at 80 columns"
+
+
+def test_models_and_doctor_tell_what_this_machine_can_do(tmp_path: Path) -> None:
     code, output = run(tmp_path, "models", "--json", "--set", "lora_rank=8")
     found = json.loads(output[output.index("{") :])
     assert code == 0 and found["available"] > 0

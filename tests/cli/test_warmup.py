@@ -72,6 +72,7 @@ def test_a_task_that_teaches_nothing_does_not_go_on_for_ever() -> None:
         environment.close()
 
 
+@pytest.mark.slow
 def test_only_the_answer_is_learned_and_it_becomes_likelier(environment: Reasoning) -> None:
     policy = tiny()
     examples, _ = make_examples(environment, 320, seed=1)

@@ -62,6 +62,7 @@ def test_the_smallest_one_is_measured_and_learns(installed: str, tmp_path: Path)
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_it_plays_learns_and_can_be_checked(installed: str, tmp_path: Path) -> None:
     (arguments,) = commands(1)
     shorter = ["--rounds", "6", "--run", "r", *QUICK]

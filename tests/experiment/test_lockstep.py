@@ -96,6 +96,7 @@ def test_a_run_that_was_stopped_writes_what_it_would_have_written(tmp_path: Path
     assert is_finished(tmp_path / "stopped") and not (tmp_path / "stopped" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_not_all_nodes_have_whole_does_not_count(tmp_path: Path) -> None:
     wanted = job(Arm(1, 0, "alone"), rounds=5, nodes=2, checkpoint_every=1, keep_checkpoints=3)
     whole = played(wanted, tmp_path / "whole")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from processes import HELD_OUT, QUICK, RL_SWARM, WHOLE, end, family, members, metrics, run, start, state, status, until
 
-ROUNDS = 40  # so many that a run is not over before it is stopped
+ROUNDS = 24  # so many that a run is not over before it is stopped
 
 
 def test_a_swarm_runs_to_its_end_and_tells_what_it_achieved(tmp_path: Path) -> None:

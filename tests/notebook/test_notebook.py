@@ -25,7 +25,7 @@ from rl_swarm.notebook.experiments import OPTIONS, flags
 from rl_swarm.notebook.picture import Picture
 from rl_swarm.protocol.identity import Identity, animal_name
 
-ROUNDS = 30
+ROUNDS = 20
 START_FILE = ".bashrc"  # to which logs in the folder lead, while the first cell runs
 QUICK = "web=False, held_out_questions=8, held_out_samples=1, local_groups=2, generations=4"
 CELL = f"from rl_swarm import notebook\nnotebook.up('runs/r', nodes=2, rounds={ROUNDS}, {QUICK})"
@@ -184,6 +184,7 @@ def test_the_experiment_runs_below_its_cell_and_shows_what_came_of_it(compared: 
     _has_picture(output(run, "curves"), "fresh local reward, training set reward")
 
 
+@pytest.mark.slow
 def test_results_stand_beside_each_other_and_beside_the_paper(compared: tuple[Path, Any]) -> None:
     cwd, _ = compared
     (cwd / "kept").mkdir()

@@ -206,10 +206,8 @@ def test_ctrl_c_ends_a_swarm_whose_logs_are_pipes(tmp_path: Path) -> None:
     assert process.returncode == 130 and "up --resume" in output
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [["rollouts", "rewards", "peers", "state"], pytest.param(["checkpoints", "logs"], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("folders", [["rollouts", "rewards", "peers", "state"], ["checkpoints", "logs"]])
 def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path: Path, folders: list[str]) -> None:
     """Old rollouts and checkpoints are removed, new ones written: none of it at the other end of a link."""
     outside = tmp_path / "outside"
@@ -241,7 +239,8 @@ def zeroed(weights: Path) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("machine", [pytest.param("the same machine", marks=pytest.mark.slow), "another machine"])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["the same machine", "another machine"])
 def test_foreign_weights_in_the_folder_are_never_loaded(tmp_path: Path, machine: str) -> None:
     """A watcher renames zeroed weights over the real ones as soon as they are read; on another machine there is only
     the

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
-EXAMPLES = 15  # of every endpoint
+EXAMPLES = 8  # of every endpoint
 SMALL = ["--local-groups", "2", "--generations", "2", *QUICK]
 UNENDING = "/api/stream"
 

@@ -222,6 +222,7 @@ def test_many_connections_of_one_address_shut_nobody_else_out(swarm: SmallRun) -
         until(lambda: found.status("/health") == 200)  # and to that address too, when their time is up
 
 
+@pytest.mark.slow
 def test_where_all_are_taken_the_address_with_the_most_makes_room(swarm: SmallRun) -> None:
     with served(swarm.root) as found, ExitStack() as stack:
         for number in range(2, 10):
@@ -230,6 +231,7 @@ def test_where_all_are_taken_the_address_with_the_most_makes_room(swarm: SmallRu
         assert [found.status("/health", f"127.0.0.{number}") for number in range(20, 40)] == [200] * 20
 
 
+@pytest.mark.slow
 def test_streams_outlive_every_deadline(swarm: SmallRun) -> None:
     with served(swarm.root, "1") as found, found.ask("/api/stream") as stream:
         lines = (line for line in stream.makefile("rb") if line.startswith(b"data: "))

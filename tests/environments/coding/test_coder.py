@@ -47,6 +47,7 @@ def test_prompts_and_programs_are_short(policy, coding):
     assert len(policy.prompt_ids(prompts.proposer_prompt("easy", "lists"))) < 12
 
 
+@pytest.mark.slow
 def test_the_skill_is_there_and_the_manners_are_not(policy, coding):
     found = evaluate(policy, coding, coding.held_out(60), 8, greedy=True)
     assert 0.1 < found.sampled < 0.5 and found.sampled < found.greedy < 0.8
