@@ -127,7 +127,7 @@ class Drawing:
         if overview.reward is not None:
             start = f"reward {_figure(overview.reward)}  "
             room = max(1, min(CURVE_WIDTH, width - len(start)))
-            mean = snapshot.lines(self.follower, "reward_local", points=room, most=0).mean
+            mean = snapshot.lines(self.follower, "reward_local", points=room, most=0, spread=False).mean
             lines.insert(0, _line(start).append(curve(mean), style="green"))
         if any(reward is not None for reward in overview.reward_by_stage):
             figures = ("–" if reward is None else _figure(reward) for reward in overview.reward_by_stage)
