@@ -1,6 +1,6 @@
 // Shows where the swarm stands: rounds, nodes, scores.
 
-import { count, duration, fact, h, percent, score } from "./dom.js";
+import { count, duration, fact, h, percent, roundOf, score } from "./dom.js";
 
 const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all nodes in lock-step" };
 
@@ -11,11 +11,10 @@ export function headline() {
   const unreadable = h("p", { class: "note", role: "status", hidden: true });
 
   function show(about) {
-    const played = about.phase === "finished" ? about.rounds : about.round;
     progress.max = about.rounds || 1;
-    progress.value = played;
+    progress.value = about.phase === "finished" ? about.rounds : about.round;
     facts.replaceChildren(
-      fact("Round", `${played} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : "one stage each"),
+      fact("Round", `${roundOf(about)} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}` : "one stage each"),
       fact("Next round in", about.phase === "running" ? duration(about.seconds_to_next) : "–", about.phase === "running" ? ENDS[about.round_end] ?? "" : about.phase),
       fact("Nodes", `${about.alive} of ${about.nodes}`, "online"),
       fact("Models", about.models.join(", ") || "–", "trained by the nodes"),
