@@ -17,7 +17,7 @@ export function shown(value, kind = "plain") {
 
 // From 0 to a round number, for what lies between 0 and 1. A part that was zoomed into fills the height.
 export function valueRange(kind, zoomed, low, high) {
-  if (low === null || high === null) return [0, 1];
+  if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
   if (kind !== "plain" && !zoomed && low >= 0 && high <= 1) return [0, TOPS.find((top) => top >= high)];
   const [bottom, top] = uPlot.rangeNum(low, high, 0.1, true);
   return kind !== "plain" && low >= 0 ? [Math.max(0, bottom), top] : [bottom, top];

@@ -29,7 +29,7 @@ export function entriesOf(data, window) {
     entries.push({ key: "mean", role: "mean", name: data.nodes > 1 ? `Mean of ${data.nodes.toLocaleString("en")} nodes` : "Mean", color: 0, values, raw: data.mean });
   }
   if (data.low && data.high && data.nodes >= MIN_FOR_BAND) {
-    entries.push({ key: "band", role: "band", name: "10th to 90th percentile of all nodes", color: 0, low: smooth(data.low), high: smooth(data.high) });
+    entries.push({ key: "band", role: "band", name: "10th–90th percentile of all nodes", color: 0, low: smooth(data.low), high: smooth(data.high) });
     entries.push({ key: "median", role: "median", name: "Median", color: 2, values: smooth(data.median), off: true });
   }
   data.lines.forEach((line, k) => entries.push({

@@ -28,15 +28,15 @@ export function smoothingSelect(choice, label = "Smoothing") {
 
 // Returns the tools of `chart`: {element, update(state)}.
 export function chartTools(chart, { ownSmoothing, link }) {
-  const reset = h("button", { type: "button", class: "quiet reset", hidden: true, "aria-label": `Reset the zoom of ${chart.label}`, onclick: () => chart.reset() }, "Reset zoom");
+  const reset = h("button", { type: "button", class: "reset", hidden: true, "aria-label": `Reset the zoom of ${chart.label}`, onclick: () => chart.reset() }, "Reset zoom");
   const full = h("button", { type: "button", class: "icon", title: "Full screen", "aria-label": `Full screen: ${chart.label}`, hidden: !document.fullscreenEnabled, onclick: () => chart.toggleFullScreen() }, icon(EXPAND));
   const log = h("input", { type: "checkbox", onchange: () => chart.setLog(log.checked) });
   const why = h("span", { class: "note", hidden: true }, "Only where all values are above 0.");
   const picture = h("button", { type: "button", "aria-label": `Save ${chart.label} as PNG`, onclick: () => chart.savePicture() }, "PNG");
   const panel = h("div", { class: "panel" },
     ownSmoothing ? smoothingSelect(chart.smoothing) : null,
-    h("label", { class: "line" }, log, "Logarithmic axis"), why,
-    h("div", { class: "line" }, "Save as", picture, link));
+    h("label", { class: "beside" }, log, "Logarithmic axis"), why,
+    h("div", { class: "beside" }, "Save as", picture, link));
   const options = h("details", { class: "options", onkeydown: (event) => event.key === "Escape" && close() },
     h("summary", { class: "icon", title: "Options", "aria-label": `Options of ${chart.label}` }, icon(SLIDERS)), panel);
   const close = () => {
@@ -53,5 +53,5 @@ export function chartTools(chart, { ownSmoothing, link }) {
     log.disabled = !positive;
     why.hidden = positive;
   }
-  return { element: h("div", { class: "chart-tools" }, reset, full, options), update };
+  return { element: h("div", { class: "chart-tools" }, full, options), reset, update };
 }

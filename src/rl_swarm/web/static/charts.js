@@ -40,7 +40,8 @@ export class Chart {
     this.link = csv ? save(csv, label) : null;
     this.tools = chartTools(this, { ownSmoothing: !smoothing, link: this.link });
     this.element = h("figure", { class: "chart" },
-      h("figcaption", { class: "head" }, h("h2", {}, said ? term(label, said) : label), this.tools.element), this.place, this.legend);
+      h("figcaption", { class: "head" }, h("h2", {}, said ? term(label, said) : label), this.tools.element),
+      h("div", { class: "frame" }, this.place, this.tools.reset), this.legend);
     new ResizeObserver(() => this.fit()).observe(this.place);
     charts.add(this);
   }

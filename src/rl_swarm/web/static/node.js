@@ -101,7 +101,7 @@ export function node(id) {
     if (places.length !== grid.childElementCount || places.some((place) => place.parentElement !== grid)) grid.replaceChildren(...places);
     for (const { chart, metrics, unit } of drawn) {
       const rounds = metrics[0] === "held_out" ? scores.rounds : curves.rounds.map(roundNumber);
-      chart.show({ rounds, lines: metrics.map((metric) => ({ name: plain(metric), values: inUnits(measured[metric], unit) })) });
+      chart.show({ rounds, lines: metrics.map((metric) => ({ name: metrics.length > 1 ? plain(metric) : "this node", values: inUnits(measured[metric], unit) })) });
     }
     const open = new Set([...rest.querySelectorAll("details[open]")].map((each) => each.id));
     const saved = (name) => `${path}/tables/${name}`;
