@@ -34,24 +34,28 @@ def of(arms: Sequence[Comparison], finished: Sequence[bool]) -> tuple[Verdict, s
         return "nothing", "There is nothing to compare: the experiment has no arm beside the one that trains alone."
     one = chosen[0]
     assert one.change
-    verdict, gave = _gave(one.change)
-    way = "Sharing" if one.arm.external_groups else "Training another way"
-    way = way if verdict != "unclear" else f"No clear difference: {way.lower()}"
+    verdict, changed = _words(one.change, "reward of fresh answers")
+    way = "sharing" if one.arm.external_groups else "training another way"
+    way = f"No clear difference: {way}" if verdict == "unclear" else f"{way[0].upper()}{way[1:]}"
     few = " With one seed, this is how nodes differ, not how runs do." if one.seeds == 1 else ""
     return verdict, (
-        f"{way} ({one.arm.label}) gave {gave} of the fresh local reward of training alone ({one.against}), "
+        f"{way} ({one.arm.label}) {changed}, compared with training alone ({one.against}), "
         f"at the same number of generated tokens.{few}"
     )
 
 
-def _gave(change: Measure) -> tuple[Verdict, str]:
-    """Return whether the interval lies above 0, below it or around it, and the change in words."""
-    verdict: Verdict = "more" if change.low > 0 else "less" if change.high < 0 else "unclear"
-    return verdict, f"{_signed(change.mean)} % ({_signed(change.low)} to {_signed(change.high)})"
+def _words(change: Measure, what: str) -> tuple[Verdict, str]:
+    """Say whether the interval lies above 0, below it or around it."""
+    mean, low, high = change.mean, change.low, change.high
+    if low > 0:
+        return "more", f"raised the {what} by {_percent(mean)} % ({_percent(low)} to {_percent(high)})"
+    if high < 0:
+        return "less", f"lowered the {what} by {_percent(-mean)} % ({_percent(-high)} to {_percent(-low)})"
+    signed = [_percent(value, "+") for value in (mean, low, high)]
+    return "unclear", f"changed the {what} by {signed[0]} % ({signed[1]} to {signed[2]})"
 
 
-def _signed(share: float) -> str:
-    """Format a share with a digit where it is small, so that what is clearly above 0 is not shown as 0."""
-    digits = 1 if abs(share) < 0.095 else 0
-    shown = f"{100 * min(share, MAX_SHARE):+.{digits}f}"
+def _percent(share: float, sign: str = "") -> str:
+    """Format a share; small ones with a digit, so that what is clearly above 0 is not shown as 0."""
+    shown = f"{100 * min(share, MAX_SHARE):{sign}.{1 if abs(share) < 0.095 else 0}f}"
     return "0" if float(shown) == 0 else shown.replace("-", "−")
