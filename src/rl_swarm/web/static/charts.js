@@ -42,6 +42,7 @@ export class Chart {
     this.element = h("figure", { class: "chart" },
       h("figcaption", { class: "head" }, h("h2", {}, said ? term(label, said) : label), this.tools.element),
       h("div", { class: "frame" }, this.place, this.tools.reset), this.legend);
+    this.element.chart = this; // for a look from the browser's console
     new ResizeObserver(() => this.fit()).observe(this.place);
     charts.add(this);
   }
