@@ -17,7 +17,7 @@ from test_page import pytestmark as needs_chromium
 
 from rl_swarm.experiment import conclusion, report
 from rl_swarm.experiment.arms import Arm, Job
-from rl_swarm.experiment.conclusion import Comparison
+from rl_swarm.experiment.conclusion import ArmComparison
 from rl_swarm.experiment.lockstep import rewind
 from rl_swarm.experiment.measures import Measure
 from rl_swarm.experiment.progress import ExperimentProgress, followed
@@ -130,9 +130,9 @@ def test_the_conclusion_says_whether_the_interval_lies_above_zero(experiment: Sm
     ],
 )
 def test_a_change_is_told_in_words(change: Measure, verdict: str, words: str) -> None:
-    other = Comparison(Arm(8, 8), "8/0", Measure(1.0, 0.9, 1.1), 3)
-    alone = Comparison(Arm(4, 0), None, None, 3)
-    found = conclusion.of([alone, other, Comparison(Arm(4, 4), "4/0", change, 3)], [True] * 9)
+    other = ArmComparison(Arm(8, 8), "8/0", Measure(1.0, 0.9, 1.1), 3)
+    alone = ArmComparison(Arm(4, 0), None, None, 3)
+    found = conclusion.of([alone, other, ArmComparison(Arm(4, 4), "4/0", change, 3)], [True] * 9)
     assert found[0] == verdict and words in found[1] and "(4/4 sapo)" in found[1], "as published, not the best"
     assert found[1].startswith("No clear difference: sharing" if verdict == "unclear" else "Sharing")
     assert conclusion.of([alone], [True])[0] == "nothing" and conclusion.of([], [])[0] == "early"

@@ -13,7 +13,7 @@ PUBLISHED = ("4/4", "sapo")  # the paper's best
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ArmComparison:
     """Compares an arm with the one that trains alone: fresh local reward at the same number of generated tokens."""
 
     arm: Arm
@@ -22,7 +22,7 @@ class Comparison:
     seeds: int
 
 
-def of(arms: Sequence[Comparison], finished: Sequence[bool]) -> tuple[Verdict, str]:
+def of(arms: Sequence[ArmComparison], finished: Sequence[bool]) -> tuple[Verdict, str]:
     """Conclude from the paper's best arm, or else from the first that shares. The best arm is not picked: of many
     equal arms one looks good by chance."""
     if not all(finished) or not finished:

@@ -16,7 +16,7 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import conclusion, measures, packed
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, is_packed, job_folders, name_of
-from rl_swarm.experiment.conclusion import Comparison, Verdict
+from rl_swarm.experiment.conclusion import ArmComparison, Verdict
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
@@ -57,8 +57,10 @@ class ArmState:
     training_set_change: Measure | None
     fresh_local_change: Measure | None
     held_out_change: Measure | None
-    fresh_local_change_equal_tokens: Measure | None  # when nodes had generated as much as those of the cheapest arm
-    held_out_change_equal_tokens: Measure | None
+    fresh_local_change_equal_tokens: Measure | None = (
+        None  # when nodes had generated as much as those of the cheapest arm
+    )
+    held_out_change_equal_tokens: Measure | None = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class ExperimentState:
     runs: list[RunProgress]
     tuning: int  # short runs of the learning-rate grid
     tuned: int  # of those, finished
-    verdict: Verdict
-    conclusion: str  # one sentence
+    verdict: Verdict = "early"
+    conclusion: str = ""  # one sentence
 
 
 _LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
@@ -293,9 +295,9 @@ def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm 
     return None if followed.arm.is_plain or base is followed else base
 
 
-def _comparison(arm: Arm, state: ArmState) -> Comparison:
+def _comparison(arm: Arm, state: ArmState) -> ArmComparison:
     """Return what the conclusion says of an arm."""
-    return Comparison(arm, state.against, state.fresh_local_change_equal_tokens, len(state.seeds))
+    return ArmComparison(arm, state.against, state.fresh_local_change_equal_tokens, len(state.seeds))
 
 
 def _arm_state(followed: FollowedArm, base: FollowedArm | None, budget: float) -> ArmState:
