@@ -226,7 +226,7 @@ def _event(event: Event) -> Text:
         when = time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     except (OverflowError, ValueError, OSError):  # no time at all
         when = "--:--:--"
-    played = f" in round {event.round}" if event.round is not None else ""
+    played = f" in round {event.round + 1}" if event.round is not None else ""
     line = _line(f"{when}  {plain(event.name, 64)} {plain(event.event)}{played}", style="dim")
     return line.append(f"  {plain(event.detail)}") if event.detail else line
 

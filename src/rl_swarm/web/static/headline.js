@@ -1,5 +1,6 @@
 // Shows where the swarm stands: rounds, nodes, scores.
 
+import { shown } from "./chart_axes.js";
 import { count, duration, fact, h, percent, roundOf, score } from "./dom.js";
 
 const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all nodes in lock-step" };
@@ -20,7 +21,7 @@ export function headline() {
       fact("Models", about.models.join(", ") || "–", "trained by the nodes"),
       fact("Tasks", String(about.tasks.length), "in the task list"),
       fact("Reward", score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
-      fact("Held-out score", score(about.held_out_now), about.held_out_start === null ? null : `from ${score(about.held_out_start)}; ${about.held_out_protocol}`),
+      fact("Score on unseen questions", shown(about.held_out_now, "share"), about.held_out_start === null ? null : `from ${shown(about.held_out_start, "share")}; ${about.held_out_protocol}`),
       fact("External groups", percent(about.external_share), "of the groups trained on"),
       fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
       fact("Rollouts", count(about.rollouts), "questions answered"),

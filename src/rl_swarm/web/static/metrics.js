@@ -1,5 +1,7 @@
 // Names the metrics in plain words, with a line of explanation and what their numbers are.
 
+import { WORDS } from "./words.js";
+
 // kind: `reward` from 0 to 1, `share` shown in percent, or a plain number. unit: what a value is divided by.
 const MIB = 2 ** 20;
 const reward = (title, said) => ({ title, said, kind: "reward" });
@@ -7,8 +9,8 @@ const share = (title, said) => ({ title, said, kind: "share" });
 const plain = (title, said, unit = 1) => ({ title, said, kind: "plain", unit });
 
 const METRICS = {
-  reward_local: reward("Reward while training", "Mean reward of the answers that the models have just written: 1 for a right answer, 0 for a wrong one."),
-  held_out: share("Score on unseen questions", "Share of right answers to a fixed set of questions that training never sees, sampled at temperature 1."),
+  reward_local: reward("Reward while training", WORDS.Reward),
+  held_out: share("Score on unseen questions", WORDS["Held-out score"]),
   reward_training: reward("Reward of what it trained on", "Mean reward of all answers that were trained on, those of peers included. They were chosen, so this does not say what a model can do."),
   external_accepted: plain("Groups from peers", "Questions with all their answers that peers wrote and this node trained on, in a round."),
   tokens_per_second: plain("Tokens per second", "How fast answers are written. A token is a piece of a word."),

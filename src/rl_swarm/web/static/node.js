@@ -1,6 +1,7 @@
 // Shows one node: its curves, the peers whose rollouts it used, and its errors.
 
 import { csv, get } from "./api.js";
+import { shown } from "./chart_axes.js";
 import { RECENT } from "./chart_entries.js";
 import { Chart } from "./charts.js";
 import { smoothingSelect } from "./chart_tools.js";
@@ -80,7 +81,7 @@ export function node(id) {
       h("dl", { class: "facts" },
         fact("Rank", String(row.rank), `wins: ${row.wins}`),
         fact("Reward", score(row.reward), row.trend === null ? "last 20 rounds" : `trend ${signed(row.trend)}`),
-        fact("Held-out score", score(row.held_out_now), row.held_out_start === null ? null : `from ${score(row.held_out_start)}`),
+        fact("Score on unseen questions", shown(row.held_out_now, "share"), row.held_out_start === null ? null : `from ${shown(row.held_out_start, "share")}`),
         fact("Rejected", count(Object.values(about.rejected).reduce((sum, times) => sum + times, 0)), "peer rollouts"),
         fact("Rounds", String(row.participation), row.round === null ? null : `last: ${roundNumber(row.round)}`),
         fact("External groups", percent(row.external_share), "of the groups trained on"),
@@ -109,10 +110,10 @@ export function node(id) {
       h("div", { class: "columns" },
         card("Learned from", saved("learned_from"), links("Peers whose groups it trained on", about.learned_from, "No external groups yet.")),
         card("Used by", saved("used_by"), links("Peers that trained on its groups", about.used_by, "No peer yet, according to the logs on this machine.")),
-        card("Held-out score by task", saved("held_out"), table("Held-out score by task", [
+        card("Score on unseen questions, by task", saved("held_out"), table("Score on unseen questions, by task", [
           { title: "Task", cell: (each) => each.task },
-          { title: "Before", number: true, cell: (each) => score(each.start) },
-          { title: "Now", number: true, cell: (each) => score(each.now) },
+          { title: "Before", number: true, cell: (each) => shown(each.start, "share") },
+          { title: "Now", number: true, cell: (each) => shown(each.now, "share") },
         ], about.held_out)),
         card("Rejected peer rollouts", saved("rejected"), pairs("Reason", "Times", about.rejected, "None.")),
         card("Own rollouts rejected by peers", saved("rejected_by_peers"), pairs("Reason", "Times", about.rejected_by_peers, "None, according to the logs on this machine.")),

@@ -1,6 +1,7 @@
 // Compares the runs in the same folder: their curves laid over each other, and the settings in which they differ.
 
 import { csv, get } from "./api.js";
+import { shown } from "./chart_axes.js";
 import { COLORS, RECENT } from "./chart_entries.js";
 import { Chart } from "./charts.js";
 import { card, count, h, redraw, roundNumber, roundOf, save, score, table } from "./dom.js";
@@ -68,12 +69,12 @@ export function runs(_, query) {
     const run = [...chosen];
     settingsLink.href = csv("api/runs/settings", { run });
     const found = run.length ? await get("api/runs/settings", { run }) : { runs: [], settings: [] };
-    const shown = found.settings.filter((each) => each.differs || equal.checked);
+    const listed = found.settings.filter((each) => each.differs || equal.checked);
     const none = run.length < 2 ? "Choose two runs or more to see in which settings they differ." : "These runs have the same settings.";
     redraw(differences, table("Settings of the chosen runs", [
       { title: "Setting", cell: (each) => h("span", {}, each.name.replaceAll("_", " "), each.about ? h("span", { class: "interval" }, each.about) : null) },
       ...found.runs.map((name, k) => ({ title: name, cell: (each) => (each.differs ? h("strong", {}, each.values[k] ?? "not known") : each.values[k] ?? "not known") })),
-    ], shown, none));
+    ], listed, none));
   }
 
   function pick(row) {
@@ -107,7 +108,7 @@ export function runs(_, query) {
       { title: sortBy("Round", roundOf), number: true, wide: true, cell: (row) => `${roundOf(row)} of ${count(row.rounds)}` },
       { title: sortBy("Nodes", (row) => row.nodes), number: true, wide: true, cell: (row) => String(row.nodes) },
       { title: sortBy("Reward", (row) => row.reward), number: true, cell: (row) => score(row.reward) },
-      { title: sortBy("Unseen questions", (row) => row.held_out_now), number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${score(row.held_out_start)} → ${score(row.held_out_now)}`) },
+      { title: sortBy("Unseen questions", (row) => row.held_out_now), number: true, wide: true, cell: (row) => (row.held_out_now === null ? "–" : `${shown(row.held_out_start, "share")} → ${shown(row.held_out_now, "share")}`) },
     ], order));
   }
 
