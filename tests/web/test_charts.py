@@ -263,6 +263,52 @@ def test_one_crosshair_runs_through_all_charts_of_a_page(visit: Visit, few: Char
     expect(entropy.locator(".at")).not_to_have_text(here)
 
 
+def test_a_chart_is_zoomed_by_keyboard_and_by_two_fingers(visit: Visit) -> None:
+    _, reward = opened_at(visit)
+    plot, whole = reward.locator(".plot"), scale(reward)
+    plot.press("+")
+    first, last = scale(reward)
+    assert last - first == pytest.approx((whole[1] - whole[0]) / 2) and first > whole[0]
+    plot.press("-")
+    expect(reward.locator(".reset")).to_be_hidden()
+    assert scale(reward) == whole
+    plot.press("+")
+    plot.press("Escape")
+    assert scale(reward) == whole
+    stretched = reward.evaluate("""async figure => {
+        const { plot, place } = figure.chart;
+        const box = plot.over.getBoundingClientRect();
+        const tell = (kind, pointerId, share) => place.dispatchEvent(new PointerEvent(kind, {
+            pointerId, pointerType: 'touch', clientX: box.x + share * box.width, clientY: box.y + 9, bubbles: true }));
+        tell('pointerdown', 1, 0.4);
+        tell('pointerdown', 2, 0.6);
+        const held = [0.4, 0.6].map(share => plot.posToVal(share * box.width, 'x'));
+        tell('pointermove', 1, 0.2);
+        tell('pointermove', 2, 0.8);
+        await new Promise(requestAnimationFrame);
+        const under = [0.2, 0.8].map(share => figure.chart.plot.posToVal(share * box.width, 'x'));
+        tell('pointerup', 1, 0.2);
+        tell('pointerup', 2, 0.8);
+        return { held, under };
+    }""")
+    assert stretched["under"] == pytest.approx(stretched["held"], abs=0.5), "what a finger holds stays below it"
+    expect(reward.locator(".reset")).to_be_visible()
+
+
+def test_all_curves_of_a_node_are_smoothed_together(visit: Visit, few: Charts) -> None:
+    node = few.history.peers[0].node
+    page, reward = opened_at(visit, f"#/node/{node}")
+    entropy = figure(page, "Entropy")
+    tile = page.locator(".fact", has=page.get_by_text("Reward", exact=True)).locator("dd").first
+    expect(reward.locator(".key", has_text="its own answers").locator(".value")).to_have_text(tile.inner_text())
+    page.get_by_label("Smoothing of all curves").select_option("5")
+    told = few.get(f"nodes/{node}/curves?metric=entropy")["metrics"]["entropy"]
+    assert values(entropy)[-1] == pytest.approx(statistics.fmean(told[-5:]))
+    assert reward.evaluate("figure => figure.chart.parts.filter(part => part.part === 'raw').length") == 3
+    mean = few.get("curves?metric=reward_local")["mean"]
+    assert values(reward, 2)[-1] == pytest.approx(statistics.fmean(mean[-5:])), "that of all nodes, to compare with"
+
+
 def test_a_chart_fills_the_screen(visit: Visit) -> None:
     page, reward = opened_at(visit)
     height = reward.evaluate("figure => figure.chart.plot.height")

@@ -33,5 +33,5 @@ export function axes(kind, color) {
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
   const values = (_, ticks) => ticks.map(ticked(kind));
   const size = (_, ticks) => 14 + 7 * Math.max(1, ...(ticks ?? []).map((tick) => tick.length));
-  return [{ ...axis, size: 24, space: 70, incrs: WHOLE, label: "round", labelFont: axis.font, labelSize: 18, labelGap: -2 }, { ...axis, size, gap: 4, values }];
+  return [{ ...axis, size: 24, space: 70, incrs: WHOLE, label: "round", labelFont: axis.font, labelSize: 18, labelGap: -2 }, { ...axis, size, space: 40, gap: 4, values }];
 }

@@ -5,12 +5,14 @@ import { axes, roundRange, shown, valueRange } from "./chart_axes.js";
 import { COLORS, compacted, drawnOf, entriesOf, limits } from "./chart_entries.js";
 import { savePicture } from "./chart_picture.js";
 import { chartTools } from "./chart_tools.js";
+import { touch } from "./chart_touch.js";
 import { h, save } from "./dom.js";
 import { Choice, keep, recall } from "./kept.js";
 import { WINDOWS } from "./smoothing.js";
 import { term } from "./words.js";
 
 const HEIGHT = 250;
+const MIN_ROUNDS = 1; // of a zoom
 const FEW = 24; // points that are drawn as dots too
 const CROSSHAIR = uPlot.sync("page"); // the same in all charts of a page
 const ONLY_MOVES = { pub: (type) => type === "mousemove", sub: (type) => type === "mousemove" };
@@ -43,6 +45,7 @@ export class Chart {
       h("figcaption", { class: "head" }, h("h2", {}, said ? term(label, said) : label), this.tools.element),
       h("div", { class: "frame" }, this.place, this.tools.reset), this.legend);
     this.element.chart = this; // for a look from the browser's console
+    touch(this.place, () => this.plot, (range) => this.zoomInto(...range));
     new ResizeObserver(() => this.fit()).observe(this.place);
     charts.add(this);
   }
@@ -69,7 +72,7 @@ export class Chart {
     this.list();
     this.tools.update({ zoomed: zoom !== null, logarithmic, positive });
     const main = this.entries.find((entry) => entry.values);
-    this.place.setAttribute("aria-label", `${this.label}. Lines: ${this.data.lines.length}, the latest value is ${shown(main?.values.findLast((value) => value !== null), this.kind)}. Arrow keys read the values.`);
+    this.place.setAttribute("aria-label", `${this.label}. Lines: ${this.data.lines.length}, the latest value is ${shown(main?.values.findLast((value) => value !== null), this.kind)}. Arrow keys read the values, plus and minus zoom.`);
   }
 
   make(values, logarithmic) {
@@ -165,8 +168,7 @@ export class Chart {
     if (width <= 0) return;
     const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    const middle = (from + to) / 2;
-    zoomTo([Math.min(from, middle - 0.5), Math.max(to, middle + 0.5)]);
+    this.zoomInto(from, to);
   }
 
   rescale() {
@@ -177,11 +179,28 @@ export class Chart {
     if (zoom) zoomTo(null);
   }
 
-  // Moves the crosshair by keyboard.
+  // Zooms around the crosshair, or the middle; what would show more than all shows all.
+  scaleBy(factor) {
+    const { min, max } = this.plot.scales.x;
+    const middle = this.data.rounds[this.plot.cursor.idx ?? -1] ?? (min + max) / 2;
+    this.zoomInto(middle - (middle - min) * factor, middle + (max - middle) * factor);
+  }
+
+  zoomInto(from, to) {
+    const [first, last] = roundRange(this.data.rounds, null);
+    const least = Math.max(0, MIN_ROUNDS - (to - from)) / 2;
+    const range = [Math.max(first, from - least), Math.min(last, to + least)];
+    zoomTo(range[0] <= first && range[1] >= last ? null : range);
+  }
+
+  // Moves the crosshair and zooms by keyboard.
   press(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.target !== this.place || !this.plot || (!step && event.key !== "Escape")) return;
-    if (event.key === "Escape") return this.reset();
+    const factor = { "+": 0.5, "-": 2 }[event.key];
+    if (event.target !== this.place || !this.plot || !this.data.rounds.length || event.ctrlKey || event.metaKey) return;
+    if (event.key === "Escape") this.reset();
+    if (factor) this.scaleBy(factor);
+    if (!step) return;
     event.preventDefault();
     const { rounds } = this.data;
     const at = Math.min(rounds.length - 1, Math.max(0, (this.plot.cursor.idx ?? rounds.length) + step));

@@ -54,6 +54,13 @@ const pairs = (first, second, found, empty, number = true) => table(first, [
   { title: second, number, cell: ([, value]) => String(value) },
 ], Object.entries(found), empty);
 
+// The swarm's mean as a line to compare with, where its points stand for as many rounds as those of the node.
+function meanOf(swarm, rounds) {
+  const step = (of) => of[1] - of[0];
+  if (!(swarm?.nodes > 1) || step(swarm.rounds) !== step(rounds)) return [];
+  return [{ name: "mean of all nodes", values: rounds.map((_, k) => swarm.mean[k] ?? null) }];
+}
+
 export function node(id) {
   const path = `api/nodes/${encodeURIComponent(id)}`;
   const head = h("div", { class: "card" });
@@ -71,7 +78,7 @@ export function node(id) {
   }
 
   async function refresh() {
-    const [about, curves, scores, happened] = await Promise.all([get(path), get(`${path}/curves`), get("api/curves", { metric: "held_out", limit: 0, node: id }), get("api/events", { node: id, limit: 20 })]);
+    const [about, curves, all, scores, happened] = await Promise.all([get(path), get(`${path}/curves`), get("api/curves", { limit: 0 }), get("api/curves", { metric: "held_out", limit: 0, node: id }), get("api/events", { node: id, limit: 20 })]);
     if (!head.isConnected) return; // the user has opened another page
     const { row } = about;
     view.title = row.name;
@@ -102,7 +109,8 @@ export function node(id) {
     if (places.length !== grid.childElementCount || places.some((place) => place.parentElement !== grid)) grid.replaceChildren(...places);
     for (const { chart, metrics, unit } of drawn) {
       const rounds = metrics[0] === "held_out" ? scores.rounds : curves.rounds.map(roundNumber);
-      chart.show({ rounds, lines: metrics.map((metric) => ({ name: metrics.length > 1 ? plain(metric) : "this node", values: inUnits(measured[metric], unit) })) });
+      const lines = metrics.map((metric) => ({ name: metrics.length > 1 ? plain(metric) : "this node", values: inUnits(measured[metric], unit) }));
+      chart.show({ rounds, lines: [...lines, ...meanOf({ held_out: scores, reward_local: all }[metrics[0]], rounds)] });
     }
     const open = new Set([...rest.querySelectorAll("details[open]")].map((each) => each.id));
     const saved = (name) => `${path}/tables/${name}`;

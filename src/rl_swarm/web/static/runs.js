@@ -9,7 +9,8 @@ import { keep, recall } from "./kept.js";
 import { inUnits, metricInfo } from "./metrics.js";
 
 const FIRST = ["reward_local", "held_out", "reward_training", "external_accepted", "completion_length", "tokens_per_second"]; // in the list of metrics
-const MOST = 8;
+const MOST = 8; // shown together
+const PAGE = 20; // in the list
 const COLOURS = "runs.colors";
 const root = location.pathname.replace(/run\/[^/]+\/$/, ""); // of this server: other runs are at run/<name>/ there
 
@@ -27,11 +28,13 @@ export function runs(_, query) {
   const metric = h("select", { id: "metric", onchange: () => { view = null; remember(); } });
   const place = h("div");
   const list = h("div");
+  const pages = h("div", { class: "pages" });
   const differences = h("div");
   const equal = h("input", { type: "checkbox", onchange: compare });
   const settingsLink = save("#", "settings of the chosen runs");
   const chosen = new Set(query.getAll("run").slice(0, MOST));
   const wanted = query.get("metric") ?? FIRST[0];
+  let offset = 0;
   let begun = chosen.size > 0;
   let view = null; // the chart of the chosen metric
   let sorted = { by: null, down: true };
@@ -122,10 +125,12 @@ export function runs(_, query) {
   }
 
   async function refresh() {
-    const page = await get("api/runs");
+    const page = await get("api/runs", { offset });
     if (!begun) page.runs.filter((row) => row.current).forEach((row) => chosen.add(row.run));
     begun = true;
     rows = page.runs;
+    const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; refresh(); } }, label);
+    pages.replaceChildren(...[offset > 0 && move(-PAGE, "Newer runs"), offset + PAGE < page.total && move(PAGE, "Older runs")].filter(Boolean));
     offer(page.metrics);
     listRuns();
     if (metric.value) await draw();
@@ -135,7 +140,7 @@ export function runs(_, query) {
   const element = h("div", { class: "stack" },
     h("section", { class: "card", "aria-label": "Curves" }, h("div", { class: "tools" }, h("label", { for: "metric" }, "Curve", metric)), place,
       h("p", { class: "note" }, "Each line is the mean of all nodes of one run.")),
-    card("Runs in this folder", csv("api/runs"), list, full),
+    card("Runs in this folder", csv("api/runs"), list, pages, full),
     card("Differences in settings", null, h("label", { class: "beside" }, equal, "Show equal settings too"), differences));
   element.lastElementChild.querySelector(".head").append(settingsLink);
   return { title: "Runs", refresh, element };
