@@ -3,6 +3,7 @@
 import uPlot from "./vendor/uPlot.esm.js";
 
 const WHOLE = [1, 2, 5].flatMap((step) => Array.from({ length: 13 }, (_, power) => step * 10 ** power)).sort((a, b) => a - b);
+const ROOM = 1.03; // above the highest value
 const TOPS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];
 
 const short = (tick) => (Math.abs(tick) >= 10000 ? `${+(tick / 1000).toPrecision(4)}k` : String(+tick.toPrecision(6)));
@@ -18,7 +19,7 @@ export function shown(value, kind = "plain") {
 // From 0 to a round number, for what lies between 0 and 1. A part that was zoomed into fills the height.
 export function valueRange(kind, zoomed, low, high) {
   if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
-  if (kind !== "plain" && !zoomed && low >= 0 && high <= 1) return [0, TOPS.find((top) => top >= high)];
+  if (kind !== "plain" && !zoomed && low >= 0 && high <= 1) return [0, TOPS.find((top) => top >= ROOM * high) ?? 1];
   const [bottom, top] = uPlot.rangeNum(low, high, 0.1, true);
   return kind !== "plain" && low >= 0 ? [Math.max(0, bottom), top] : [bottom, top];
 }

@@ -146,12 +146,13 @@ export class Chart {
     const pointed = this.plot?.cursor.idx ?? null;
     const at = (values) => values[pointed ?? values.findLastIndex((value, k) => k <= end && value !== null)];
     const ends = new Set(this.entries.map((entry) => (entry.values ?? entry.low).findLastIndex((value) => value !== null)));
-    this.round.textContent = !rounds.length ? "Nothing yet." : pointed === null && ends.size > 1 ? "Latest" : this.roundText(pointed ?? end);
+    this.round.textContent = !rounds.length ? "Nothing yet: the first round is under way." : pointed === null && ends.size > 1 ? "Latest" : this.roundText(pointed ?? end);
     const near = this.plot?.cursor.idx === null ? null : this.parts[(this.plot?.series.findIndex((series, k) => k > 0 && series._focus) ?? 0) - 1]?.entry;
     this.keys.forEach((key, k) => {
       const entry = this.entries[k];
       const value = entry.role === "band" ? `${shown(at(entry.low), this.kind)} to ${shown(at(entry.high), this.kind)}` : shown(at(entry.values), this.kind);
-      key.lastElementChild.textContent = rounds.length ? value : "";
+      key.lastElementChild.textContent = value;
+      key.hidden = !rounds.length;
       key.classList.toggle("near", entry === near);
     });
   }
