@@ -115,12 +115,12 @@ class SmallRun:
         node = identity.node
         DocumentExchange(self.store, self.manifest, identity, node, self.stop, print).publish(publication)
 
-    def write_round(self, node: str, played: int, reward: float, learned_from: list[str]) -> None:
+    def write_round(self, node: str, played: int, reward: float, learned_from: list[str], tokens: int = 50) -> None:
         self.journals[node].metrics(RoundRecord(
             round=played, stage=0, reward_local=reward, reward_training=reward, local_groups=4,
             local_with_signal=3, external_accepted=len(learned_from), external_by_peer=dict.fromkeys(learned_from, 1),
             external_rejected={"digest": 1}, tokens_per_second=100.0,
-            generated_tokens=50, trained_tokens=40, seconds=Seconds(generate=0.5, train=0.25),
+            generated_tokens=tokens, trained_tokens=40, seconds=Seconds(generate=0.5, train=0.25),
             entropy=0.5, grad_norm=1.0, completion_length=6.0, peak_memory=1 << 28,
         ))  # fmt: skip
 

@@ -15,15 +15,25 @@ from small_runs import SmallRun
 from starlette.testclient import TestClient
 from test_page import pytestmark as needs_chromium
 
-from rl_swarm.experiment import report
+from rl_swarm.experiment import conclusion, report
 from rl_swarm.experiment.arms import Arm, Job
+from rl_swarm.experiment.conclusion import ArmComparison
 from rl_swarm.experiment.lockstep import rewind
+from rl_swarm.experiment.measures import Measure
 from rl_swarm.experiment.progress import ExperimentProgress, followed
 from rl_swarm.storage.files import LocalFiles
 from rl_swarm.telemetry.journal import METRICS
 from rl_swarm.web.experiment import create_experiment_app
 
 ROUNDS = 4
+
+
+def signed(share: float) -> str:
+    """Format a change as the page does."""
+    digits = 1 if abs(share) < 0.095 else 0
+    return f"{100 * share:+.{digits}f}".replace("-", "−") if round(100 * share, digits) else "0"
+
+
 ALONE, SHARING = Arm(2, 0, "alone"), Arm(2, 2)
 
 
@@ -73,10 +83,59 @@ def test_when_all_have_finished_it_stands_as_the_report_says(experiment: SmallEx
         assert vars(arm.held_out) == pytest.approx(found["held_out"]["sampled"]["end"])
         for name, change in found["against"].get("2/0", {}).items():
             assert vars(getattr(arm, f"{name}_change")) == pytest.approx(change)
+        for name, change in found["against_at_equal_tokens"].get("2/0", {}).items():
+            assert vars(getattr(arm, f"{name}_change_equal_tokens")) == pytest.approx(change)
     for name in ("fresh_local", "training_set", "held_out"):
         assert progress.curves(name, 100)["2/2 sapo"] == [
             (after, pytest.approx(mean)) for after, mean, _, _ in numbers["2/2 sapo"][name]["by_round"]
         ]
+
+
+def test_at_equal_tokens_an_arm_that_writes_more_is_counted_up_to_the_cheaper_one(tmp_path: Path) -> None:
+    experiment = SmallExperiment(tmp_path / "e")
+    long = experiment.runs["2/2 sapo"]
+    write = long.write_round
+    long.write_round = lambda *told: write(*told, tokens=100)  # type: ignore[method-assign]
+    experiment.play("2/0", ROUNDS)
+    experiment.play("2/2 sapo", ROUNDS // 2)
+    experiment.play("2/2 sapo", ROUNDS // 2, more=0.5)
+    found = report.as_numbers(report.find([experiment.out]))["configurations"]["2/2 sapo"]
+    sharing = followed(experiment.out).state().arms[1]
+    assert vars(sharing.fresh_local_change_equal_tokens) == pytest.approx(
+        found["against_at_equal_tokens"]["2/0"]["fresh_local"]
+    )
+    assert sharing.fresh_local_change_equal_tokens.mean == pytest.approx(0), "its later rounds are not paid for"
+    assert sharing.fresh_local_change.mean > 0.9
+
+
+def test_the_conclusion_says_whether_the_interval_lies_above_zero(experiment: SmallExperiment) -> None:
+    early = followed(experiment.out).state()
+    assert (early.verdict, early.conclusion) == ("early", "Too early to say: 1 of 2 runs have finished.")
+    experiment.play("2/2 sapo", 2, more=0.1)
+    state = followed(experiment.out).state()
+    assert state.verdict == "more"
+    assert state.conclusion == (
+        "Sharing (2/2 sapo) raised the reward of fresh answers by 39 % (35 to 44), compared with training alone (2/0), "
+        "at the same number of generated tokens. With one seed, this is how nodes differ, not how runs do."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "words"),
+    [
+        (Measure(0.062, 0.041, 0.081), "more", "raised the reward of fresh answers by 6.2 % (4.1 to 8.1)"),
+        (Measure(-0.3, -0.4, -0.2), "less", "lowered the reward of fresh answers by 30 % (20 to 40)"),
+        (Measure(0.01, -0.2, 0.3), "unclear", "changed the reward of fresh answers by +1.0 % (−20 to +30)"),
+        (Measure(0.0, 0.0, 0.0), "unclear", "changed the reward of fresh answers by 0 % (0 to 0)"),
+    ],
+)
+def test_a_change_is_told_in_words(change: Measure, verdict: str, words: str) -> None:
+    other = ArmComparison(Arm(8, 8), "8/0", Measure(1.0, 0.9, 1.1), 3)
+    alone = ArmComparison(Arm(4, 0), None, None, 3)
+    found = conclusion.of([alone, other, ArmComparison(Arm(4, 4), "4/0", change, 3)], [True] * 9)
+    assert found[0] == verdict and words in found[1] and "(4/4 sapo)" in found[1], "as published, not the best"
+    assert found[1].startswith("No clear difference: sharing" if verdict == "unclear" else "Sharing")
+    assert conclusion.of([alone], [True])[0] == "nothing" and conclusion.of([], [])[0] == "early"
 
 
 def test_a_packed_experiment_stands_as_the_one_that_it_was_packed_from(experiment: SmallExperiment) -> None:
@@ -162,24 +221,44 @@ def test_the_page_shows_arms_and_runs_and_changes_by_itself(experiment: SmallExp
     with opened() as browser:
         visit = Visit(browser, watched)
         page = visit.open("")
-        sharing = page.get_by_label("Arms", exact=True).locator("tbody tr").nth(1)
+        sharing = page.get_by_label("Ways of training", exact=True).locator("tbody tr").nth(1)
         expect(sharing).to_contain_text("against 2/0")
         expect(sharing).to_contain_text("2 of 4")
         expect(sharing).to_contain_text("+39 %")
         expect(page.locator("canvas")).to_have_count(3)
         expect(page.locator("figure .key", has_text="2/2 sapo")).to_have_count(3)
+        expect(page.locator(".conclusion")).to_have_text("Too early to say: 1 of 2 runs have finished.")
         assert not visit.barriers()
         experiment.play("2/2 sapo", 2, more=0.1)
         expect(page.locator("#phase")).to_have_text("finished")
         expect(sharing).to_contain_text("4 of 4")
         expect(sharing).to_contain_text("0.200 → 0.650")
+        expect(page.locator(".conclusion.more")).to_contain_text(
+            "raised the reward of fresh answers by 39 % (35 to 44)"
+        )
+        found = report.as_numbers(report.find([experiment.out]))["configurations"]["2/2 sapo"]
+        page.locator("#more summary").click()
+        shown = page.locator(".forest tbody tr", has_text="2/2 sapo against 2/0").locator("td.number").all_inner_texts()
+        equal, plain = found["against_at_equal_tokens"]["2/0"], found["against"]["2/0"]
+        changes = [
+            equal["fresh_local"],
+            equal["held_out"],
+            *(plain[m] for m in ("fresh_local", "held_out", "training_set")),
+        ]
+        assert shown == ["{} % ({} to {})".format(*(signed(c[k]) for k in ("mean", "low", "high"))) for c in changes]
+        assert page.locator(".forest circle").count() == len(changes), "and drawn"
+        places = page.locator(".forest circle").first.evaluate(
+            "dot => ['zero', 'whisker'].map(name => dot.parentNode.querySelector(`.${name}`).getBoundingClientRect().x)"
+        )
+        assert places[0] < places[1], "its interval lies right of zero"
+        assert not visit.barriers()
         page.get_by_role("link", name="2-2-sapo-seed1").click()
         expect(page).to_have_title("Overview · 2-2-sapo-seed1")
         page.get_by_role("link", name="Experiment").click()
         expect(page).to_have_title("e · RL Swarm")
         visit.close()
         phone = Visit(browser, watched, 360, "dark")
-        expect(phone.open("").get_by_label("Arms", exact=True)).to_contain_text("0.650")
+        expect(phone.open("").get_by_label("Ways of training", exact=True)).to_contain_text("0.650")
         assert phone.too_wide() <= 0 and not phone.barriers()
         phone.close()
 

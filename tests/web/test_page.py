@@ -124,7 +124,7 @@ def test_the_overview_shows_where_the_swarm_stands_and_its_curve_moves(visit: Vi
     expect(page.locator("canvas")).to_have_count(2)
     expect(page.locator("table tbody tr")).to_have_count(2)
     reading = page.locator(".reading").first
-    expect(reading).to_have_text(re.compile(r"round \d+ *mean [01]"))
+    expect(reading).to_have_text(re.compile(r"Round \d+ *Mean of 2 nodes [01]"))
     latest = reading.locator("span").first
     expect(latest).not_to_have_text(latest.inner_text())
     assert page.title() == "Overview · real"
@@ -169,8 +169,8 @@ def test_a_node_shows_its_own_settings_hardware_and_load(visit: Visit, swarm: Re
     page = visit.open(f"#/node/{swarm.identities[0].node}")
     expect(page.get_by_label("Hardware", exact=True)).to_contain_text("torch")
     for curve in (
-        "Reward", "Completion length", "Entropy", "Gradient norm", "Tokens per second", "CPU load", "Memory",
-        "Seconds per phase",
+        "Reward while training", "Length of answers", "Entropy", "Gradient norm", "Tokens per second", "Processor",
+        "Memory", "Seconds per phase",
     ):  # fmt: skip
         expect(page.locator("figure", has_text=curve).locator("canvas")).to_be_visible()
     page.locator("#settings summary").click()
@@ -332,7 +332,8 @@ def test_runs_are_laid_over_each_other_and_opened(browser: Browser, watched: str
     page.reload()
     expect(page.locator(".reading .key")).to_have_count(2)
     with page.expect_download() as download:
-        page.get_by_label("Save Means of the chosen runs as CSV").click()
+        page.get_by_label("Options of Reward while training").click()
+        page.get_by_label("Save Reward while training as CSV").click()
     assert "other-run" in Path(download.value.path()).read_text().splitlines()[0]
     page.get_by_role("link", name="other-run").click()
     expect(page).to_have_title("Overview · other-run")

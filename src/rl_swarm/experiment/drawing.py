@@ -30,6 +30,7 @@ def drawn(state: ExperimentState, width: int) -> Group:
     parts: list[RenderableType] = [_head(state)]
     if state.arms:
         parts.append(arms_table(state, width))
+    parts.append(Text(plain(state.conclusion)))
     going = [f"{plain(run.run)} {run.phase} {run.played}/{run.rounds}" for run in state.runs if run.phase != "finished"]
     if going:
         parts.append(Text(", ".join(going), style="dim"))

@@ -226,9 +226,12 @@ def _learned(node: NodeLog, task: str) -> int | None:
 
 def held_out_at(node: NodeLog, spent: Sequence[float], budget: float) -> float:
     """Interpolate the held-out score at a budget between two evaluations."""
-    points = [
-        (0.0 if line.round < 0 else spent[min(line.round, len(spent) - 1)], line.sampled) for line in node.held_out
-    ]
+    return score_at([(line.round + 1, line.sampled) for line in node.held_out], spent, budget)
+
+
+def score_at(scores: Sequence[tuple[int, float]], spent: Sequence[float], budget: float) -> float:
+    """Interpolate a score at a budget; each was measured after so many rounds."""
+    points = [(spent[min(after, len(spent)) - 1] if after else 0.0, score) for after, score in scores]
     for (x, y), (next_x, next_y) in pairwise(points):
         if x <= budget <= next_x and next_x > x:
             return y + (next_y - y) * (budget - x) / (next_x - x)
@@ -237,8 +240,12 @@ def held_out_at(node: NodeLog, spent: Sequence[float], budget: float) -> float:
 
 def fresh_until(node: NodeLog, spent: Sequence[float], budget: float) -> float:
     """Average the reward of fresh rollouts over the rounds within a budget."""
-    count = max(1, min(len(spent), bisect_left(spent, budget * (1 - 1e-9)) + 1))
-    return mean([line.reward_local for line in node.rounds[:count]])
+    return mean([line.reward_local for line in node.rounds[: rounds_within(spent, budget)]])
+
+
+def rounds_within(spent: Sequence[float], budget: float) -> int:
+    """Return how many rounds a budget lasts, of which at least one is counted."""
+    return max(1, min(len(spent), bisect_left(spent, budget * (1 - 1e-9)) + 1))
 
 
 def tokens_spent(run: Run, node: NodeLog) -> list[float]:

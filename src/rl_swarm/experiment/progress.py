@@ -8,13 +8,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 
 from rl_swarm.errors import UserError
-from rl_swarm.experiment import measures, packed
+from rl_swarm.experiment import conclusion, measures, packed
 from rl_swarm.experiment.arms import RUNS, TUNING, Arm, Job, is_experiment, is_packed, job_folders, name_of
+from rl_swarm.experiment.conclusion import ArmComparison, Verdict
 from rl_swarm.experiment.measures import Measure, Values
 from rl_swarm.monitor.run_reader import Phase, RunView
 from rl_swarm.node.evaluation import mean
@@ -55,6 +57,10 @@ class ArmState:
     training_set_change: Measure | None
     fresh_local_change: Measure | None
     held_out_change: Measure | None
+    fresh_local_change_equal_tokens: Measure | None = (
+        None  # when nodes had generated as much as those of the cheapest arm
+    )
+    held_out_change_equal_tokens: Measure | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class ExperimentState:
     runs: list[RunProgress]
     tuning: int  # short runs of the learning-rate grid
     tuned: int  # of those, finished
+    verdict: Verdict = "early"
+    conclusion: str = ""  # one sentence
 
 
 _LINE = msgspec.json.Decoder(RoundRecord | HeldOutRecord)
@@ -77,7 +85,7 @@ class FollowedNode:
         self._begin(0)
 
     def _begin(self, file: int) -> None:
-        self.fresh, self.training = array("d"), array("d")
+        self.fresh, self.training, self.tokens = array("d"), array("d"), array("d")
         self.held_out: Points = []
         self._file, self._read = file, 0
 
@@ -87,6 +95,7 @@ class FollowedNode:
         found = cls()
         found.fresh.extend(line.reward_local for line in log.rounds)
         found.training.extend(line.reward_training for line in log.rounds)
+        found.tokens.extend(line.generated_tokens for line in log.rounds)
         found.held_out += [(line.round + 1, line.sampled) for line in log.held_out]
         return found
 
@@ -105,6 +114,7 @@ class FollowedNode:
                 if isinstance(found, RoundRecord):
                     self.fresh.append(found.reward_local)
                     self.training.append(found.reward_training)
+                    self.tokens.append(found.generated_tokens)
                 else:
                     self.held_out.append((found.round + 1, found.sampled))
         return bool(lines)
@@ -112,6 +122,10 @@ class FollowedNode:
     def scored(self, rounds: int) -> float:
         """Return the held-out score of the last evaluation until then, or of the first."""
         return ([score for after, score in self.held_out if after <= rounds] or [self.held_out[0][1]])[-1]
+
+    def spent(self, rounds: int, share: float) -> list[float]:
+        """Return the tokens generated so far after each of these rounds, per node that this one stands for."""
+        return list(accumulate(tokens / share for tokens in self.tokens[:rounds]))
 
 
 @dataclass
@@ -166,6 +180,18 @@ class FollowedArm:
         """Return a number of every node, by seed."""
         return {run.job.seed: [value(log) for log in run.logs.values()] for run in self.counted}
 
+    @property
+    def share(self) -> float:
+        """Return how many nodes one node stands for: a pooled learner has the questions of all."""
+        return self.runs[0].job.nodes / self.runs[0].job.count
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens that a node has generated in the rounds played, on average."""
+        return measures.measured(
+            list(self.each(lambda log: sum(log.tokens[: self.played]) / self.share).values()), count=1
+        ).mean
+
 
 class ExperimentProgress:
     """Follows an experiment; a packed one is read once."""
@@ -203,21 +229,31 @@ class ExperimentProgress:
 
     def state(self) -> ExperimentState:
         arms = self.arms()
+        budget = min((followed.tokens for followed in arms if followed.played), default=0.0)
         runs = [run.progress() for followed in arms for run in followed.runs]
         phases = {run.phase for run in [*self.runs.values(), *self.tuning.values()]}
         order: tuple[Phase, ...] = ("running", "crashed", "stopped", "waiting")
         phase: Phase = next((each for each in order if each in phases), "finished")
+        phase = phase if phases else "waiting"
+        states = [self._arm(followed, _base_of(followed, arms), budget) for followed in arms]
+        verdict, says = conclusion.of(
+            [_comparison(followed.arm, state) for followed, state in zip(arms, states, strict=True)],
+            [run.phase == "finished" for run in self.runs.values()],
+        )
         return ExperimentState(
             name=name_of(self.path),
-            phase=phase if phases else "waiting",
-            arms=[self._arm(followed, _base_of(followed, arms)) for followed in arms],
+            phase=phase,
+            arms=states,
             runs=runs,
             tuning=len(self.tuning),
             tuned=sum(run.phase == "finished" for run in self.tuning.values()),
+            verdict=verdict,
+            conclusion=says,
         )
 
-    def _arm(self, followed: FollowedArm, base: FollowedArm | None) -> ArmState:
-        made_from = tuple(
+    def _arm(self, followed: FollowedArm, base: FollowedArm | None, budget: float) -> ArmState:
+        made_from: tuple[object, ...] = (budget,) if base else ()
+        made_from += tuple(
             (run.job.seed, run.played, sum(len(log.held_out) for log in run.logs.values()))
             for one in (followed, base)
             if one
@@ -225,7 +261,7 @@ class ExperimentProgress:
         )
         before, state = self._states.get(followed.arm.label, (None, None))
         if state is None or before != made_from:
-            state = _arm_state(followed, base)
+            state = _arm_state(followed, base, budget)
             self._states[followed.arm.label] = (made_from, state)
         return state
 
@@ -260,7 +296,12 @@ def _base_of(followed: FollowedArm, arms: Sequence[FollowedArm]) -> FollowedArm 
     return None if followed.arm.is_plain or base is followed else base
 
 
-def _arm_state(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
+def _comparison(arm: Arm, state: ArmState) -> ArmComparison:
+    """Return what the conclusion says of an arm."""
+    return ArmComparison(arm, state.against, state.fresh_local_change_equal_tokens, len(state.seeds))
+
+
+def _arm_state(followed: FollowedArm, base: FollowedArm | None, budget: float) -> ArmState:
     job, played = followed.runs[0].job, followed.played
     both = min(played, base.played) if base else 0
 
@@ -270,6 +311,16 @@ def _arm_state(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
 
     def change(value: Callable[[FollowedNode], float]) -> Measure | None:
         return measures.compared(followed.each(value), base.each(value)) if base and both else None
+
+    def equal(value: Callable[[FollowedNode, list[float]], float]) -> Measure | None:
+        """Compare at the same number of generated tokens."""
+        if not (base and both):
+            return None
+        ours, theirs = (
+            one.each(lambda log, one=one: value(log, log.spent(one.played, one.share)))  # type: ignore[misc]
+            for one in (followed, base)
+        )
+        return measures.compared(ours, theirs)
 
     return ArmState(
         arm=followed.arm.label,
@@ -285,6 +336,10 @@ def _arm_state(followed: FollowedArm, base: FollowedArm | None) -> ArmState:
         training_set_change=change(lambda log: mean(log.training[:both])),
         fresh_local_change=change(lambda log: mean(log.fresh[:both])),
         held_out_change=change(lambda log: log.scored(both)),
+        fresh_local_change_equal_tokens=equal(
+            lambda log, spent: mean(log.fresh[: measures.rounds_within(spent, budget)])
+        ),
+        held_out_change_equal_tokens=equal(lambda log, spent: measures.score_at(log.held_out, spent, budget)),
     )
 
 

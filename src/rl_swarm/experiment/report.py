@@ -11,6 +11,7 @@ import msgspec
 from rl_swarm.errors import UserError
 from rl_swarm.experiment import measures, packed, text
 from rl_swarm.experiment.arms import RUNS, files_of, is_packed, job_folders, name_of
+from rl_swarm.experiment.conclusion import PUBLISHED
 from rl_swarm.experiment.measures import ArmResult, NodeLog, Run, Score, Tuned
 from rl_swarm.experiment.packed import Head
 from rl_swarm.node.evaluation import mean
@@ -20,7 +21,6 @@ from rl_swarm.telemetry.schema import RoundRecord
 
 MACHINE, RATES, NUMBERS = "machine.json", "rates.json", "report.json"
 THOUSAND, HOUR = 1000.0, 3600.0
-PUBLISHED = ("4/4", "sapo")  # the paper's best
 
 
 @dataclass

@@ -129,7 +129,7 @@ class Drawing:
         if overview.reward is not None:
             start = f"reward {_figure(overview.reward)}  "
             room = max(1, min(CURVE_WIDTH, width - len(start)))
-            mean = snapshot.lines(self.follower, "reward_local", points=room, most=0).mean
+            mean = snapshot.lines(self.follower, "reward_local", points=room, most=0, spread=False).mean
             lines.insert(0, _line(start).append(curve(mean), style="green"))
         if any(reward is not None for reward in overview.reward_by_stage):
             figures = ("–" if reward is None else _figure(reward) for reward in overview.reward_by_stage)
@@ -228,7 +228,7 @@ def _event(event: Event) -> Text:
         when = time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     except (OverflowError, ValueError, OSError):  # no time at all
         when = "--:--:--"
-    played = f" in round {event.round}" if event.round is not None else ""
+    played = f" in round {event.round + 1}" if event.round is not None else ""
     line = _line(f"{when}  {plain(event.name, 64)} {plain(event.event)}{played}", style="dim")
     return line.append(f"  {plain(event.detail)}") if event.detail else line
 

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 from rl_swarm.monitor.node_history import AHEAD, NodeHistory
 from rl_swarm.monitor.records import Event
@@ -19,6 +20,8 @@ LONGEST_PAUSE = 5.0
 IDLE_TIMES = 25  # a pause is this many times as long as the poll's processor time
 READ_SECONDS, FIRST_SECONDS = (2.0, 10.0)  # that a poll, and the first one, spend on logs; the rest waits for the next
 MAX_EVENTS = 2000  # kept, of all nodes together
+MAX_MADE = 64  # results that are kept for one version
+T = TypeVar("T")
 Place = tuple[str, int, int, int]  # phase, round, stage, reports
 
 
@@ -29,6 +32,8 @@ class Poller:
         self.clock = clock
         self.lock = threading.Lock()
         self.version = 0
+        self._made: dict[Hashable, Any] = {}  # at this version
+        self._made_at = 0
         self._polling = threading.Lock()
         self._next = -1.0
 
@@ -54,6 +59,15 @@ class Poller:
         """Poll although it is not time to: a viewer that leaves wants the end."""
         self._next = self.clock()
         return self.poll()
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returns, and make it once for every version. Hold the lock."""
+        if self._made_at != self.version or len(self._made) >= MAX_MADE:
+            self._made, self._made_at = {}, self.version
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def _read(self) -> bool:
         """Read what is new; return whether there was anything."""

@@ -106,7 +106,7 @@ class NodeHistory:
             self.settings = words(public_settings(settings) if isinstance(settings, dict) else None)
             if self._begun or event.event == "resumed":
                 self.restarts += 1
-                after = f"after round {event.round}" if event.round is not None else "from the start"
+                after = f"after round {event.round + 1}" if event.round is not None else "from the start"
                 event = replace(event, event="restarted", detail=f"{after}, {event.detail}")
             self._begun = True
         self.skipped += event.event == "skipped"
@@ -148,8 +148,10 @@ def event_of(line: Mapping[str, Any], view: NodeView) -> Event | None:
     if not isinstance(kind, str) or not 0 < len(kind) <= 32 or when is None:
         return None
     played = number(line.get("round"))
+    first, last = (number(line.get(name)) for name in ("first", "last"))
+    skipped = f"rounds {first + 1:.0f} to {last + 1:.0f}" if first is not None and last is not None else ""
     shown = {
-        "skipped": f"rounds {line.get('first')} to {line.get('last')}",
+        "skipped": skipped,
         "rejected": f"{line.get('node')}: {line.get('reason')}. {line.get('detail')}",
         "not_asked": f"{line.get('peer')} for {line.get('rounds')} rounds",
         "joined": f"with {line.get('model')}",

@@ -1,6 +1,6 @@
 """Defines what is known of a swarm, as plain records: exactly the API's responses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_swarm.monitor.run_reader import Phase
@@ -137,12 +137,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Holds one metric of several nodes over the same rounds, and their mean."""
+    """Holds one metric of several nodes over the same rounds; mean and percentiles are those of all nodes."""
 
     metric: str
     rounds: list[int]
     mean: list[float | None]
     lines: list[Line]
+    nodes: int = 0  # whose mean and percentiles these are; 0 where the lines are no nodes
+    low: list[float | None] = field(default_factory=list)  # the 10th percentile; empty where nobody asked for it
+    median: list[float | None] = field(default_factory=list)
+    high: list[float | None] = field(default_factory=list)  # the 90th percentile
+    recent: float | None = None  # mean of the nodes' last rounds: the overview's reward, which is the same number
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,25 @@ class RunPage:
     total: int
     offset: int
     runs: list[RunRow]
+    metrics: list[str]  # that any of these runs has a curve of
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """Holds one setting of several runs."""
+
+    name: str
+    about: str  # what it is, where it is a setting of a node
+    values: list[str | None]  # by run; None where it is not known
+    differs: bool
+
+
+@dataclass(frozen=True)
+class SettingsTable:
+    """Compares the public settings of runs."""
+
+    runs: list[str]
+    settings: list[SettingRow]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rl_swarm.monitor import snapshot
 from rl_swarm.monitor.follower import Follower
-from rl_swarm.monitor.records import Line, Lines, RunPage, RunRow
+from rl_swarm.monitor.records import Line, Lines, RunPage, RunRow, SettingRow, SettingsTable
 from rl_swarm.monitor.run_reader import RunView
 from rl_swarm.monitor.series import Curves, mean_of, padded
 from rl_swarm.network.layout import MANIFEST_FILE
+from rl_swarm.node.settings import NodeSettings
+from rl_swarm.sections import settings_of
 from rl_swarm.storage.files import LocalFiles
 
 MAX_OPEN = 32  # runs that are kept in memory
@@ -59,14 +61,14 @@ class Runs:
         """Return a page of the list; `current` is by default the run that is watched."""
         names = self.names()
         found = [(name, self.get(name)) for name in names[offset : offset + limit]]
-        return RunPage(
-            len(names), offset, [_row(name, run, run is (current or self.current)) for name, run in found if run]
-        )
+        rows = [_row(name, run, run is (current or self.current)) for name, run in found if run]
+        metrics = {metric for _, run in found if run for metric in snapshot.metrics(run)}
+        return RunPage(len(names), offset, rows, sorted(metrics))
 
     def lines(self, names: list[str], metric: str, points: int) -> Lines:
         """Return the mean over the nodes of every run, over the same rounds."""
         found = [(name, run) for name in names if (run := self.get(name)) is not None]
-        means = [(name, snapshot.lines(run, metric, points, most=0)) for name, run in found]
+        means = [(name, snapshot.lines(run, metric, points, most=0, spread=False)) for name, run in found]
         curves = [_as_curves(lines) for _, lines in means]
         step = max((lines.rounds[1] for _, lines in means if len(lines.rounds) > 1), default=1)
         values = [curve.points(metric, step) for curve in curves]
@@ -74,6 +76,15 @@ class Runs:
         whole = [padded(line, length) for line in values]
         shown = [Line(name, name, line) for (name, _), line in zip(means, whole, strict=True)]
         return Lines(metric, [k * step for k in range(length)], mean_of(whole), shown)
+
+    def settings(self, names: list[str]) -> SettingsTable:
+        """Compare the public settings of some runs."""
+        found = {name: run for name in names if (run := self.get(name)) is not None}
+        known = [snapshot.run_settings_of(run) for run in found.values()]
+        rows = {name: [settings.get(name) for settings in known] for each in known for name in each}
+        about = {setting.name: setting.description for setting in settings_of(NodeSettings)}
+        table = [SettingRow(name, about.get(name, ""), row, len(set(row)) > 1) for name, row in rows.items()]
+        return SettingsTable(list(found), table)
 
 
 def _row(name: str, run: Follower, current: bool) -> RunRow:

@@ -58,10 +58,14 @@ class Curves:
 
     def points(self, name: str, stride: int) -> list[float | None]:
         """Return the curve in steps of `stride` rounds, a multiple of its own; None where there is no value."""
+        return [value if value is None else float(f"{value:.6g}") for value in self.means(name, stride)]
+
+    def means(self, name: str, stride: int) -> list[float | None]:
+        """Return the same with all digits."""
         step = stride // self.stride
         sums = _sum_neighbours(step, self.sums.get(name, array("d")))
         counts = _sum_neighbours(step, self.counts.get(name, array("I")))
-        return [float(f"{s / n:.6g}") if n else None for s, n in zip(sums, counts, strict=True)]
+        return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
 
 
 def stride_for(curves: Sequence[Curves], points: int) -> int:
@@ -88,6 +92,25 @@ def combined(curves: Sequence[Curves], name: str, stride: int) -> Curves:
         counts.append(_sum_neighbours(stride // own, _sum_columns([curve.counts[name] for curve in same])))
     whole.sums[name], whole.counts[name] = array("d", _sum_columns(sums)), array("I", _sum_columns(counts))
     return whole
+
+
+def percentiles(
+    curves: Sequence[Curves], name: str, stride: int, shares: Sequence[float]
+) -> tuple[list[float | None], ...]:
+    """Return percentiles over several nodes at every step of `stride` rounds, interpolated between neighbours."""
+    rows = [curve.means(name, stride) for curve in curves]
+    found: tuple[list[float | None], ...] = tuple([] for _ in shares)
+    for column in zip_longest(*rows):
+        known = sorted(value for value in column if value is not None)
+        for line, share in zip(found, shares, strict=True):
+            line.append(_percentile(known, share) if known else None)
+    return found
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return float(f"{low + (high - low) * (place % 1):.6g}")
 
 
 def mean_of(rows: Sequence[Sequence[float | None]]) -> list[float | None]:

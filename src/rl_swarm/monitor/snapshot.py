@@ -22,7 +22,7 @@ from rl_swarm.monitor.records import (
     TaskScore,
 )
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
-from rl_swarm.monitor.series import combined, number, padded, stride_for
+from rl_swarm.monitor.series import Curves, combined, number, padded, percentiles, stride_for
 from rl_swarm.network.address import is_url
 from rl_swarm.node import run_settings
 from rl_swarm.node.evaluation import mean
@@ -31,6 +31,7 @@ from rl_swarm.protocol.wire import Rejected
 
 HELD_OUT = "held_out"  # the metric of the held-out score, which is measured now and then
 MAX_TASKS = 256
+BAND = (0.1, 0.5, 0.9)  # the percentiles over all nodes that a chart shows
 
 
 def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -> Overview:
@@ -38,7 +39,6 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
         view, state, manifest = follower.view, follower.view.state, follower.view.manifest
         nodes, histories = list(view.nodes.values()), list(follower.histories.values())
         own, external = sum(t.own_groups for t in histories), sum(t.external_groups for t in histories)
-        rewards = [node.reward() for node in nodes if node.has_reward]
         return Overview(
             name=manifest.name if manifest else "",
             address=view.address.text,
@@ -57,7 +57,7 @@ def overview(follower: Follower, can_stop: bool = False, experiment: str = "") -
             tokens=round(sum(t.tokens for t in histories)),
             rollouts=sum(t.rollouts for t in histories),
             tokens_per_second=sum(_speed(node) or 0.0 for node in nodes if node.alive),
-            reward=mean(rewards) if rewards else None,
+            reward=_recent(follower),
             reward_by_stage=_by_stage(follower, manifest.stages if manifest else 1),
             held_out_start=view.mean_held_out("start"),
             held_out_now=view.mean_held_out("now"),
@@ -162,19 +162,73 @@ def node(follower: Follower, name: str) -> NodeDetail | None:
         )
 
 
-def lines(follower: Follower, metric: str, points: int = 500, most: int = 50) -> Lines:
-    """Return a metric of the best nodes over the rounds, and the mean of all."""
+def lines(
+    follower: Follower, metric: str, points: int = 500, most: int = 50, also: Sequence[str] = (), spread: bool = True
+) -> Lines:
+    """Return a metric of the best nodes over the rounds and of those in `also`, and mean and spread of all nodes."""
     name = "sampled" if metric == HELD_OUT else metric
     with follower.lock:
         views = _ranked(follower)
-        histories = [follower.histories[view.node] for view in views]
-        curves = [history.held_out if metric == HELD_OUT else history.curves for history in histories]
+        held_out = metric == HELD_OUT
+        curves = [follower.histories[v.node].held_out if held_out else follower.histories[v.node].curves for v in views]
         step = stride_for(curves, points)
-        mean_line = combined(curves, name, step).points(name, step)
-        lines = [curve.points(name, step) for curve in curves[:most]]
+        mean_line, low, median, high = follower.once(
+            ("lines", metric, step, spread), lambda: _mean_and_band(curves, name, step, spread)
+        )
+        chosen = {id(view) for view in [*views[:most], *filter(None, (find(follower, node) for node in also))]}
+        lines = [(v, curve.points(name, step)) for v, curve in zip(views, curves, strict=True) if id(v) in chosen]
+        recent = _recent(follower) if metric == "reward_local" else None
     length = len(mean_line)
-    shown = [Line(v.node, v.name, padded(line, length)) for v, line in zip(views, lines, strict=False)]
-    return Lines(metric, [k * step for k in range(length)], mean_line, shown)
+    shown = [Line(view.node, view.name, padded(line, length)) for view, line in lines]
+    rounds = [k * step for k in range(length)]
+    return Lines(metric, rounds, mean_line, shown, len(views), low, median, high, recent)
+
+
+def _mean_and_band(curves: Sequence[Curves], name: str, step: int, spread: bool) -> tuple[list[float | None], ...]:
+    """Return the mean over nodes, and with `spread` the 10th, 50th and 90th percentile."""
+    mean_line = combined(curves, name, step).points(name, step)
+    band = percentiles(curves, name, step, BAND) if spread else ([], [], [])
+    return mean_line, *(padded(line, len(mean_line)) if spread else line for line in band)
+
+
+def _recent(follower: Follower) -> float | None:
+    """Return the mean over the nodes of the reward in their last rounds. Hold the lock."""
+    found = []
+    for node in follower.view.nodes.values():
+        history = follower.histories.get(node.node)
+        if history and not node.rounds:  # its log is elsewhere: these are its reports
+            stride = history.curves.stride
+            points = history.curves.means("reward_local", stride)[-max(1, TREND_ROUNDS // stride) :]
+            known = [value for value in points if value is not None]
+            if known:
+                found.append(mean(known))
+                continue
+        if node.has_reward:
+            found.append(node.reward())
+    return mean(found) if found else None
+
+
+def run_settings_of(follower: Follower) -> dict[str, str]:
+    """Return the public settings of a run, and what its nodes are: their number, models and tasks."""
+    about = overview(follower)
+    with follower.lock:
+        known = _settings(follower)
+        told = known or next((h.settings for h in follower.histories.values() if h.settings), {})
+    return {
+        "nodes in the swarm": str(about.nodes),
+        "models": ", ".join(about.models)[:200],
+        "tasks": ", ".join(about.tasks)[:500],
+        "rounds": str(about.rounds),
+        **told,
+    }
+
+
+def metrics(follower: Follower) -> set[str]:
+    """Return the names of all metrics that any node has a curve of."""
+    with follower.lock:
+        found = {name for history in follower.histories.values() for name in history.curves.sums}
+        scored = any(history.held_out.sums for history in follower.histories.values())
+    return found | ({HELD_OUT} if scored else set())
 
 
 def curves(follower: Follower, name: str, metrics: Sequence[str], points: int = 500) -> NodeCurves | None:

@@ -130,10 +130,11 @@ def create_app(
         metric: Metric = "reward_local",
         points: Points = 500,
         limit: Annotated[int, Query(ge=0, le=200, description="Maximum number of nodes; the mean is of all.")] = 50,
+        node: Annotated[list[Name], Query(max_length=12, description="Nodes to show as well.")] = [],  # noqa: B006
         format: Format = "json",
     ) -> object:
-        """Return one metric of the best nodes, and the mean of all."""
-        lines = snapshot.lines(swarm, metric, points, limit)
+        """Return one metric of the best nodes and of those named; mean and percentiles are those of all nodes."""
+        lines = snapshot.lines(swarm, metric, points, limit, node)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
@@ -179,6 +180,16 @@ def create_app(
         """Return one metric of several runs, each the mean of its nodes."""
         lines = runs.lines(run, metric, points)
         return lines if format == "json" else as_csv(metric, tables.lines_csv(lines))
+
+    @app.get("/api/runs/settings", response_model=r.SettingsTable, responses=OR_CSV)
+    def run_settings(
+        swarm: Swarm,
+        run: Annotated[list[Annotated[str, Query(max_length=255)]], Query(max_length=12)] = [],  # noqa: B006
+        format: Format = "json",
+    ) -> object:
+        """Compare the public settings of several runs."""
+        table = runs.settings(run)
+        return table if format == "json" else as_csv("settings", tables.settings_csv(table))
 
     @app.get("/health")
     def health(swarm: Swarm) -> r.Health:

@@ -21,7 +21,7 @@ from rl_swarm.web.stream import Stream
 
 MEASURED = (
     "training_set", "fresh_local", "held_out_start", "held_out", "training_set_change", "fresh_local_change",
-    "held_out_change",
+    "held_out_change", "fresh_local_change_equal_tokens", "held_out_change_equal_tokens",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
-from rl_swarm.monitor.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, TaskScore
+from rl_swarm.monitor.records import Lines, Link, NodeCurves, NodeDetail, RolloutRow, SettingsTable, TaskScore
 
 Cell = object
 FORMULAS = tuple("=+-@＝＋－＠")  # some programs read the full-width ones as the others
@@ -39,14 +39,21 @@ def records_csv(kind: type, rows: Iterable[object]) -> str:
 
 
 def lines_csv(lines: Lines) -> str:
-    header = ["round", "mean", *(line.name for line in lines.lines)]
-    columns = [lines.rounds, lines.mean, *(line.values for line in lines.lines)]
+    """Write a column per line, after mean and percentiles of all nodes."""
+    band = {"10th percentile": lines.low, "median": lines.median, "90th percentile": lines.high}
+    known = {title: values for title, values in band.items() if values}
+    header = ["round", "mean", *known, *(line.name for line in lines.lines)]
+    columns = [lines.rounds, lines.mean, *known.values(), *(line.values for line in lines.lines)]
     return csv_text(header, zip(*columns, strict=True))
 
 
 def curves_csv(curves: NodeCurves) -> str:
     columns = [curves.rounds, *curves.metrics.values()]
     return csv_text(["round", *curves.metrics], zip(*columns, strict=True))
+
+
+def settings_csv(table: SettingsTable) -> str:
+    return csv_text(["setting", *table.runs, "differs"], ([r.name, *r.values, r.differs] for r in table.settings))
 
 
 def node_csv(node: NodeDetail, table: NodeTable) -> str:

@@ -22,6 +22,14 @@ export function redraw(place, ...children) {
 }
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+// The API counts rounds from 0, people count them from 1.
+export const roundNumber = (round) => round + 1;
+export const apiRound = (number) => Math.max(0, number - 1);
+
+// How far a run is, in rounds as people count: the one that is played now, or all.
+export const roundOf = ({ phase, round, rounds }) => (phase === "waiting" ? 0 : phase === "finished" ? rounds : Math.min(rounds, roundNumber(round)));
+
 const known = (value) => value !== null && value !== undefined;
 
 export const score = (value) => (known(value) ? value.toFixed(3) : "–");

@@ -1,7 +1,7 @@
 // Shows events, and the latest completions of all nodes.
 
 import { csv, get } from "./api.js";
-import { card, h, eventLabel, moment, nodeLink, redraw, score, table } from "./dom.js";
+import { card, h, eventLabel, moment, nodeLink, redraw, roundNumber, score, table } from "./dom.js";
 
 const KINDS = ["joined", "joined_late", "restarted", "left", "offline", "online", "skipped", "rejected", "not_asked", "failed", "checkpoint", "finished"];
 const PAGE = 50;
@@ -19,7 +19,7 @@ export function events() {
       { title: "When", short: true, cell: (event) => moment(event.timestamp) },
       { title: "Node", cell: (event) => nodeLink(event.node, event.name) },
       { title: "Event", short: true, cell: (event) => eventLabel(event.event) },
-      { title: "Round", number: true, wide: true, cell: (event) => (event.round === null ? "–" : String(event.round)) },
+      { title: "Round", number: true, wide: true, cell: (event) => (event.round === null ? "–" : String(roundNumber(event.round))) },
       { title: "Detail", wide: true, cell: (event) => event.detail },
     ], page.events, "No events of that kind."));
     const move = (by, label) => h("button", { type: "button", onclick: () => { offset += by; list(); } }, label);

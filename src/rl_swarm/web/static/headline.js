@@ -1,6 +1,7 @@
 // Shows where the swarm stands: rounds, nodes, scores.
 
-import { count, duration, fact, h, score } from "./dom.js";
+import { shown } from "./chart_axes.js";
+import { count, duration, fact, h, roundOf, score } from "./dom.js";
 import { term } from "./words.js";
 
 const ENDS = { interval: "by the clock", everyone: "when all have reported", deadline: "when all have reported", lockstep: "all nodes in lock-step" };
@@ -12,20 +13,19 @@ export function headline() {
   const main = h("dl", { class: "three" });
   const facts = h("dl", { class: "facts" });
   const progress = h("progress", { max: 1, value: 0, "aria-label": "Rounds played" });
-  let shown = "";
+  let last = "";
 
   function show(about) {
-    const played = about.phase === "finished" ? about.rounds : about.round;
     progress.max = about.rounds || 1;
-    progress.value = played;
+    progress.value = about.phase === "finished" ? about.rounds : about.round;
     sentence.textContent = about.headline;
     const told = JSON.stringify(about.example);
-    if (told !== shown) example.replaceChildren(...(about.example ? before_and_after(about.example) : []));
+    if (told !== last) example.replaceChildren(...(about.example ? before_and_after(about.example) : []));
     example.hidden = !about.example;
-    shown = told;
+    last = told;
     const next = about.phase === "running" && about.seconds_to_next !== null ? `the next in ${duration(about.seconds_to_next)}` : about.phase;
     main.replaceChildren(
-      fact(term("Round"), `${played} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}; ${next}` : next),
+      fact(term("Round"), `${roundOf(about)} of ${about.rounds}`, about.stages > 1 ? `stage ${about.stage + 1} of ${about.stages}; ${next}` : next),
       fact(term("Score on unseen questions"), share(about.held_out_now), about.held_out_start === null ? "not measured yet" : `from ${share(about.held_out_start)} before training`),
       fact(term("Learned from peers"), share(about.external_share), "of the groups trained on"),
     );
@@ -33,7 +33,7 @@ export function headline() {
       fact(term("Nodes"), `${about.alive} of ${about.nodes}`, "online"),
       fact("Models", about.models.join(", ") || "–"),
       fact(term("Tasks"), String(about.tasks.length), about.tasks.slice(0, 3).join(", ") + (about.tasks.length > 3 ? " …" : "")),
-      fact(term("Reward"), share(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(share).join(", ")}` : "last 20 rounds"),
+      fact(term("Reward"), score(about.reward), about.stages > 1 ? `by stage ${about.reward_by_stage.map(score).join(", ")}` : "last 20 rounds"),
       fact(term("Rollouts"), count(about.rollouts), "questions answered"),
       fact("Tokens", count(about.tokens), `${count(about.tokens_per_second)} per second`),
       fact("A round ends", ENDS[about.round_end] ?? "–"),
@@ -45,7 +45,7 @@ export function headline() {
   return { element, show };
 }
 
-const share = (value) => (value !== null && value !== undefined && value >= 0 && value <= 1 ? `${Math.round(value * 100)} %` : score(value));
+const share = (value) => shown(value, "share");
 
 function before_and_after({ question, before, after, key, name }) {
   const answer = (label, text, right) => h("div", { class: right ? "said right" : "said" }, h("h3", {}, label), h("pre", {}, text || "(nothing)"));

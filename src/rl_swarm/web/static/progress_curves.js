@@ -1,21 +1,44 @@
 // Shows the two curves of the overview: reward while training, and the score on questions that training never sees.
 
 import { csv, get } from "./api.js";
+import { RECENT } from "./chart_entries.js";
 import { Chart } from "./charts.js";
-import { h } from "./dom.js";
+import { h, roundNumber } from "./dom.js";
+import { metricInfo } from "./metrics.js";
+import * as pins from "./pins.js";
+
+const FEW = 12; // nodes that are all drawn; of more, the pinned ones are
 
 export function progressCurves() {
-  const reward = new Chart("Reward: every node, and their mean", { csv: csv("api/curves", { metric: "reward_local", points: 1000, limit: 200 }) });
-  const heldOut = new Chart("Held-out score", { csv: csv("api/curves", { metric: "held_out", limit: 200 }) });
+  const reward = chart("reward_local", { window: RECENT });
+  const heldOut = chart("held_out", { after: true });
+  let crowded = false;
 
-  async function refresh() {
-    const [rewards, scores] = await Promise.all([get("api/curves", { metric: "reward_local" }), get("api/curves", { metric: "held_out" })]);
-    reward.show(rewards);
-    heldOut.show(scores);
+  function chart(metric, options) {
+    const { title, said, kind } = metricInfo(metric);
+    return new Chart(title, { key: metric, said, kind, csv: csv("api/curves", { metric, points: 1000, limit: 200 }), ...options });
   }
 
-  const element = h("div", { class: "main-charts" },
-    h("section", { class: "card", "aria-label": "Reward" }, reward.element),
-    h("section", { class: "card", "aria-label": "Held-out score" }, heldOut.element));
+  const wanted = (metric) => get("api/curves", { metric, limit: crowded ? 0 : FEW, node: crowded ? pins.all() : [] });
+
+  // The lines to draw, each with a colour that stays: of few nodes by their names, of pinned ones by when they were pinned.
+  function chosen({ nodes, lines }) {
+    const pinned = pins.all();
+    const shown = nodes <= FEW ? lines : lines.filter((line) => pinned.includes(line.node));
+    const order = nodes <= FEW ? shown.map((line) => line.node).sort() : pinned;
+    return shown.map((line) => ({ ...line, color: 1 + order.indexOf(line.node) })).sort((one, other) => one.color - other.color);
+  }
+
+  async function refresh() {
+    const [rewards, scores] = await Promise.all([wanted("reward_local"), wanted("held_out")]);
+    const first = crowded !== rewards.nodes > FEW;
+    crowded = rewards.nodes > FEW;
+    if (first && crowded && pins.all().length) return refresh();
+    reward.show({ ...rewards, rounds: rewards.rounds.map(roundNumber), lines: chosen(rewards) });
+    heldOut.show({ ...scores, lines: chosen(scores) });
+  }
+
+  const element = h("div", { class: "main-charts" }, [reward, heldOut].map((each) => h("section", { class: "card", "aria-label": each.label }, each.element)));
+  const ended = pins.onchange(() => (element.isConnected ? refresh() : ended()));
   return { element, refresh };
 }

@@ -1,7 +1,7 @@
 // Shows rollouts: questions, answer keys, and all completions.
 
 import { csv, get } from "./api.js";
-import { folding, h, moment, nodeLink, save as saving, score, signed } from "./dom.js";
+import { apiRound, folding, h, moment, nodeLink, roundNumber, save as saving, score, signed } from "./dom.js";
 
 const FIELDS = ["round", "task", "node", "min_reward", "max_reward"];
 
@@ -17,7 +17,7 @@ function rollout(row, open) {
     h("summary", {}, h("span", { class: "pill" }, row.task ?? "unknown task"), h("span", { class: "asked" }, row.question.replace(/\s+/g, " ").slice(0, 160)),
       h("span", { class: "marks", "aria-hidden": "true" }, row.completions.map((text) => h("i", { class: text.reward > 0 ? "right" : null }))),
       h("span", { class: "mean" }, score(row.reward))),
-    h("p", { class: "note" }, "Round ", String(row.round), ", ", nodeLink(row.node, row.name), " with ", row.model, ", ", moment(row.timestamp)),
+    h("p", { class: "note" }, "Round ", String(roundNumber(row.round)), ", ", nodeLink(row.node, row.name), " with ", row.model, ", ", moment(row.timestamp)),
     h("div", { class: "asking" },
       h("div", {}, h("h3", {}, "Question"), folding(row.question, "the question")),
       h("div", {}, h("h3", {}, "Answer key"), h("pre", { class: "key" }, row.answer ?? (row.task ? "Several answers are correct." : "This question could not be regenerated here.")))),
@@ -26,7 +26,7 @@ function rollout(row, open) {
 
 export function rollouts(_, query) {
   const fields = {
-    round: h("input", { type: "number", min: 0, id: "round", value: query.get("round") }),
+    round: h("input", { type: "number", min: 1, id: "round", value: query.get("round") && roundNumber(Number(query.get("round"))) }),
     task: h("select", { id: "task" }, h("option", { value: "" }, "all")),
     node: h("select", { id: "node" }, h("option", { value: "" }, "all")),
     min_reward: h("input", { type: "number", step: "any", id: "min_reward", value: query.get("min_reward") }),
@@ -41,7 +41,8 @@ export function rollouts(_, query) {
   let newest = null; // the version that is known
   let loaded = null; // the version that the list was made at
 
-  const wanted = () => Object.fromEntries(FIELDS.map((name) => [name, fields[name].value || query.get(name) || ""]));
+  const entered = (name) => (name === "round" && fields.round.value ? String(apiRound(Number(fields.round.value))) : fields[name].value);
+  const wanted = () => Object.fromEntries(FIELDS.map((name) => [name, entered(name) || query.get(name) || ""]));
   const choose = (select, options, name) => {
     if (select.options.length === options.length + 1) return;
     select.replaceChildren(h("option", { value: "" }, "all"), ...options.map(([value, label]) => h("option", { value, selected: value === query.get(name) }, label)));
@@ -74,7 +75,7 @@ export function rollouts(_, query) {
     FIELDS.map((name) => h("label", { for: name }, labels[name], fields[name])), newer, save);
 
   function apply() {
-    const chosen = new URLSearchParams(FIELDS.filter((name) => fields[name].value).map((name) => [name, fields[name].value]));
+    const chosen = new URLSearchParams(FIELDS.filter(entered).map((name) => [name, entered(name)]));
     FIELDS.forEach((name) => query.delete(name));
     history.replaceState(null, "", chosen.size ? `#/rollouts?${chosen}` : "#/rollouts");
     load(null);

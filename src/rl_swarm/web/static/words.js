@@ -17,6 +17,6 @@ export const WORDS = {
 // A label with its explanation, which the keyboard and a touch reach too.
 export function term(label, said = WORDS[label]) {
   if (!said) return label;
-  return h("span", { class: "term" }, label,
+  return h("span", { class: "term" }, h("span", {}, label),
     h("button", { type: "button", class: "why", "aria-label": `What is ${label}?` }, "?", h("span", { class: "tip", role: "tooltip" }, said)));
 }
