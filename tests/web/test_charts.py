@@ -148,7 +148,7 @@ def test_rounds_count_from_one_and_scores_from_before_training(visit: Visit, few
     assert reward.evaluate("figure => figure.chart.data.rounds.slice(0, 3)") == [1, 2, 3]
     assert few.get("curves?metric=reward_local")["rounds"][:3] == [0, 1, 2], "the API counts from 0"
     played = few.get("overview")["round"]
-    expect(page.locator("dl.facts dd").first).to_have_text(f"{played + 1} of {PLAYED + 1000}")
+    expect(page.locator("dl.three dd").first).to_have_text(f"{played + 1} of {PLAYED + 1000}")
     expect(reward.locator(".at")).to_have_text(f"Round {played}")
     score = figure(page, "Score on unseen questions")
     expect(score.locator(".at")).to_have_text("After round 100")

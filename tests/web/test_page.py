@@ -119,9 +119,9 @@ def visit(browser: Browser, swarm: Real) -> Iterator[Visit]:
 def test_the_overview_shows_where_the_swarm_stands_and_its_curve_moves(visit: Visit) -> None:
     page = visit.open("#/")
     expect(page.locator("#phase")).to_have_text("running")
-    expect(page.locator("dl.facts")).to_contain_text("of 4000")
+    expect(page.locator("dl.three")).to_contain_text("of 4000")
     expect(page.locator("dl.facts")).to_contain_text("2 of 2")
-    expect(page.locator("canvas")).to_have_count(2)
+    expect(page.locator("figure canvas")).to_have_count(2)
     expect(page.locator("table tbody tr")).to_have_count(2)
     reading = page.locator(".reading").first
     expect(reading).to_have_text(re.compile(r"Round \d+ *Mean of 2 nodes [01]"))
@@ -136,9 +136,9 @@ def test_it_is_used_by_keyboard_while_it_changes(visit: Visit, swarm: Real) -> N
     expect(page.locator(".skip")).to_be_focused()
     link = page.get_by_role("link", name=swarm.identities[1].name)
     link.focus()
-    before = page.locator("dl.facts dd").first.inner_text()
+    before = page.locator("dl.three dd").first.inner_text()
     page.evaluate("window.drawn = document.querySelector('tbody')")
-    expect(page.locator("dl.facts dd").first).not_to_have_text(before)
+    expect(page.locator("dl.three dd").first).not_to_have_text(before)
     until(lambda: page.evaluate("!window.drawn.isConnected"))
     expect(link).to_be_focused()
     page.keyboard.press("Enter")
@@ -254,7 +254,7 @@ def test_whoever_knows_the_token_stops_the_run_from_the_page(browser: Browser, s
     assert not visit.barriers() and swarm.process.poll() is None
     page.get_by_label("Token").fill(TOKEN)
     page.get_by_role("button", name="Stop the run").click()
-    expect(page.locator("#live")).to_have_text("not connected")
+    expect(page.locator("#live")).to_have_text("closed")
     output, _ = swarm.process.communicate(timeout=240)
     assert swarm.process.returncode == 130 and "Stopped at round" in output, output
     assert TOKEN not in (swarm.root / "settings.json").read_text()
@@ -348,7 +348,7 @@ def test_runs_are_laid_over_each_other_and_opened(browser: Browser, watched: str
 def test_the_page_tells_of_lines_that_cannot_be_read(browser: Browser, watched: str, played: SmallRun) -> None:
     visit = Visit(browser, watched)
     page = visit.open("#/")
-    told = page.get_by_text("1 line of the nodes' logs cannot be read")
+    told = page.locator(".notice", has_text="metrics.jsonl: 1 line")
     expect(told).to_be_hidden()
     next(iter(played.journals.values())).logs[METRICS].append(b'{"kind": "round", "rou\n')
     played.play()  # the page looks again when something happens
