@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
 from rl_swarm.monitor import records as r
-from rl_swarm.monitor import snapshot
+from rl_swarm.monitor import snapshot, swarm_map
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.runs import Runs
@@ -135,6 +135,19 @@ def create_app(
         """Return one metric of the best nodes, and the mean of all."""
         lines = snapshot.lines(swarm, metric, points, limit)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
+
+    @app.get("/api/map", response_model=r.SwarmMap)
+    def current_map(
+        swarm: Swarm,
+        since: Annotated[int, Query(ge=0, lt=1 << 53, description="The first round whose edges are wanted.")] = 0,
+    ) -> Response:
+        """Return every node with score and phase, and who learned from whom in the newest rounds."""
+        return as_json(swarm_map.swarm_map(swarm, since))
+
+    @app.get("/api/map/replay", response_model=r.Replay)
+    def replay(swarm: Swarm) -> Response:
+        """Return scores and who learned from whom, round by round from the first."""
+        return as_json(swarm_map.replay(swarm))
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
     def rollouts(
