@@ -8,17 +8,17 @@ const SAID = { "": "phase not known", offline: "offline", finished: "finished" }
 
 function list(title, neighbours, nodes, unit) {
   const rest = neighbours.length - SHOWN;
-  return h("div", {}, h("h3", {}, title),
-    neighbours.length ? h("ul", {}, neighbours.slice(0, SHOWN).map(([other, groups]) => h("li", {}, h("span", {}, nodes[other].name), h("b", {}, `${groups} ${unit}${groups === 1 ? "" : "s"}`))),
+  return h("div", {}, h("h3", {}, h("span", {}, title), h("span", {}, neighbours.length ? unit : "")),
+    neighbours.length ? h("ul", {}, neighbours.slice(0, SHOWN).map(([other, groups]) => h("li", {}, h("span", {}, nodes[other].name), h("b", {}, String(groups)))),
       rest > 0 ? h("li", { class: "note" }, `and ${rest} more`) : null) : h("p", { class: "note" }, "nobody"));
 }
 
 // `when` is {title, live, span}: the title of the rounds that are shown.
 export function card(node, around, nodes, when) {
-  const unit = node.hasLog ? "group" : "vote";
+  const unit = node.hasLog ? "groups" : "votes";
   return [
     h("p", { class: "map-name" }, h("strong", {}, node.name), when.live ? h("span", { class: "pill" }, SAID[node.phase] ?? node.phase) : null),
-    h("p", { class: "plain" }, `Score ${score(node.shown)}`, when.live ? ` · best of a round ${node.wins}×` : ""),
+    h("p", { class: "plain" }, `Score ${score(node.shown)}`, when.live ? ` · wins: ${node.wins}` : ""),
     h("p", { class: "note" }, when.title),
     list(node.hasLog ? "Learned from" : "Found best", around.from, nodes, unit),
     list(node.hasLog ? "Taught" : "Found best by", around.to, nodes, unit),

@@ -60,29 +60,33 @@ export class Drawing {
     return this.shades[Math.max(0, Math.min(SHADES - 1, at))];
   }
 
+  // Whether dark text is read better on the color of a score.
+  isLight(score, low, high) {
+    const [r, g, b] = this.color(score, low, high).match(/\d+/g).map(Number);
+    return 0.299 * r + 0.587 * g + 0.114 * b > 130;
+  }
+
   // The scene: {nodes: [{x, y, score, phase, name}], radius, low, high, threads: [[learner, author, groups]], lit, names, best}
   network(scene) {
     const { base } = this;
     base.clearRect(0, 0, this.width, this.height);
     base.lineCap = "round";
-    this.threads(base, scene, scene.threads, this.ink.muted, 0.26);
-    this.threads(base, scene, scene.lit ?? [], this.ink.accent, 0.8);
+    this.threads(base, scene, scene.threads, this.ink.muted, 0.3);
+    this.threads(base, scene, scene.lit, this.ink.accent, 0.75);
     for (const node of scene.nodes) this.node(base, node, scene);
     base.globalAlpha = 1;
     this.names(base, scene);
   }
 
   threads(context, scene, threads, color, alpha) {
-    const most = Math.max(1, ...threads.map(([, , groups]) => groups));
+    const most = threads.reduce((sum, [, , groups]) => Math.max(sum, groups), 1);
+    const widest = scene.nodes.length <= 12 ? 2 : 0.9;
     context.strokeStyle = color;
     for (const [learner, author, groups] of threads) {
       const from = scene.nodes[author], to = scene.nodes[learner];
       context.globalAlpha = alpha * (0.35 + (0.65 * groups) / most);
-      context.lineWidth = 0.75 + (1.75 * groups) / most;
-      context.beginPath();
-      context.moveTo(from.x, from.y);
-      context.quadraticCurveTo(...bend(from, to), to.x, to.y);
-      context.stroke();
+      context.lineWidth = 0.6 + (widest * groups) / most;
+      trace(context, curve(from, to, gapOf(scene)));
     }
     context.globalAlpha = 1;
   }
@@ -106,6 +110,13 @@ export class Drawing {
     }
     context.fillStyle = this.color(node.score, low, high);
     context.fill();
+    if (radius >= 14 && node.score !== null) {
+      context.font = "600 12px system-ui, sans-serif";
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      context.fillStyle = this.isLight(node.score, low, high) ? "#1d2120" : "#ffffff";
+      context.fillText(node.score.toFixed(2), node.x, node.y + 0.5);
+    }
     context.strokeStyle = ink.line;
     context.lineWidth = thick;
     context.beginPath();
@@ -170,6 +181,7 @@ export class Drawing {
       base.fillStyle = this.ink.card; // the corner says the phase, in the order of a clock
       base.fillRect(quarter < 2 ? left + side - notch : left, quarter === 1 || quarter === 2 ? top + side - notch : top, notch, notch);
     }
+    this.threads(base, scene, scene.lit, this.ink.text, 0.35);
   }
 
   clear() {
@@ -178,7 +190,7 @@ export class Drawing {
 
   // Draws sparks from authors to learners: [{from, to, start, groups}]. Returns those that are not over.
   sparks(scene, sparks, now) {
-    const { above: context, ink } = this, dots = scene.cells !== null;
+    const { above: context, ink } = this, dots = scene.cells !== null, size = dots ? 1 : Math.min(1, 0.35 + scene.radius / 24);
     context.strokeStyle = dots ? ink.text : ink.accent;
     context.fillStyle = context.strokeStyle;
     context.lineCap = "round";
@@ -186,20 +198,17 @@ export class Drawing {
       const age = now - spark.start, from = scene.nodes[spark.from], to = scene.nodes[spark.to];
       if (age > FLIGHT + FADE || !from || !to) return false;
       if (age < 0) return true;
-      const [bx, by] = bend(from, to), t = ease(Math.min(1, age / FLIGHT));
+      const way = curve(from, to, gapOf(scene)), t = ease(Math.min(1, age / FLIGHT));
       const fading = Math.max(0, (age - FLIGHT) / FADE);
-      context.lineWidth = dots ? 1 : Math.min(3, 1 + spark.groups / 3);
+      context.lineWidth = dots ? 1 : Math.min(3, (1 + spark.groups / 3) * size);
       context.globalAlpha = (dots ? 0.3 : 0.55) * Math.min(1, age / 200) * (1 - fading);
-      context.beginPath();
-      context.moveTo(from.x, from.y);
-      context.quadraticCurveTo(bx, by, to.x, to.y);
-      context.stroke();
+      trace(context, way);
       if (age < FLIGHT) {
-        for (const [back, size, alpha] of dots ? [[0, 2, 1]] : [[TAIL, 1.5, 0.25], [TAIL / 2, 2.2, 0.5], [0, 3.4, 1]]) {
-          const [x, y] = along(from, bx, by, to, Math.max(0, t - back));
+        for (const [back, wide, alpha] of dots ? [[0, 2, 1]] : [[TAIL, 1.7, 0.25], [TAIL / 2, 2.6, 0.5], [0, 4, 1]]) {
+          const [x, y] = along(way, Math.max(0, t - back));
           context.globalAlpha = alpha;
           context.beginPath();
-          context.arc(x, y, size, 0, 7);
+          context.arc(x, y, wide * size, 0, 7);
           context.fill();
         }
       } else if (!dots) { // it has arrived: a ring spreads from the learner
@@ -249,13 +258,25 @@ export class Drawing {
   }
 }
 
-function bend(from, to) {
-  return [(from.x + to.x) / 2 + (to.y - from.y) * BEND, (from.y + to.y) / 2 - (to.x - from.x) * BEND];
+// The curve from one node to another, which leaves `gap` pixels at both: begin, bend and end.
+function curve(from, to, gap) {
+  const dx = to.x - from.x, dy = to.y - from.y;
+  const bx = (from.x + to.x) / 2 + dy * BEND, by = (from.y + to.y) / 2 - dx * BEND;
+  const cut = Math.min(0.8, gap / (Math.hypot(bx - from.x, by - from.y) || 1)); // both halves are equally long
+  return [from.x + (bx - from.x) * cut, from.y + (by - from.y) * cut, bx, by, to.x + (bx - to.x) * cut, to.y + (by - to.y) * cut];
 }
 
-function along(from, bx, by, to, t) {
+function trace(context, [ax, ay, bx, by, cx, cy]) {
+  context.beginPath();
+  context.moveTo(ax, ay);
+  context.quadraticCurveTo(bx, by, cx, cy);
+  context.stroke();
+}
+
+function along([ax, ay, bx, by, cx, cy], t) {
   const [a, b, c] = [(1 - t) * (1 - t), 2 * t * (1 - t), t * t];
-  return [a * from.x + b * bx + c * to.x, a * from.y + b * by + c * to.y];
+  return [a * ax + b * bx + c * cx, a * ay + b * by + c * cy];
 }
 
+const gapOf = ({ cells, radius }) => (cells ? cells.cell / 3 : radius * 1.4 + 5);
 const overlap = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];

@@ -9,7 +9,7 @@ import { FEW, MANY, Network, circle, fitted, grid } from "./map_layout.js";
 import { Model, PHASES, WORDS, neighbours, phaseAt, summed } from "./map_model.js";
 import { term } from "./words.js";
 
-const MAX_SPARKS = 240; // at a time
+const MAX_SPARKS = 240, MAX_SPARKS_PHONE = 70; // at a time
 const MAX_THREADS = 400; // faint edges of the newest rounds
 const MAX_LIT = 200; // edges of a round, where it stands still
 const MAX_NAMES = 60; // that are tried
@@ -161,7 +161,8 @@ class SwarmMap {
   }
 
   launch(edges, now, after, spread) {
-    const room = Math.max(0, MAX_SPARKS - this.sparks.length), every = Math.max(1, edges.length / Math.max(1, room));
+    const most = this.drawing.width < 560 ? MAX_SPARKS_PHONE : MAX_SPARKS;
+    const room = Math.max(0, most - this.sparks.length), every = Math.max(1, edges.length / Math.max(1, room));
     for (let k = 0; k < edges.length && room; k += every) {
       const [learner, author, groups] = edges[Math.floor(k)];
       this.sparks.push({ from: author, to: learner, groups, start: now + after(learner) + ((learner * 7919 + author * 104729) % 997) / 997 * spread });
@@ -263,7 +264,7 @@ class SwarmMap {
     const most = phone ? 400 : 440;
     this.scene.cells = length >= MANY ? grid(length, width, most) : null;
     const height = this.scene.cells ? this.scene.cells.height + 2 : length <= FEW ? (phone ? 320 : 350) : phone ? 380 : 480;
-    this.scene.radius = length <= FEW ? (phone ? 15 : 19) : length <= 40 ? 11 : length <= 120 ? 7.5 : 5;
+    this.scene.radius = length <= FEW ? (phone ? 15 : 19) : (length <= 40 ? 11 : length <= 120 ? 7.5 : 5) * (phone ? 0.7 : 1);
     this.scene.phases = length <= FEW;
     this.stage.style.height = `${height}px`;
     this.drawing.resize(width, height);
@@ -370,7 +371,7 @@ class SwarmMap {
     const { model } = this, live = this.frame === null, { title } = this.period();
     const totals = new Map(WORDS.map((word) => [word, 0]));
     model.nodes.forEach(({ phase }) => totals.has(phase) && totals.set(phase, totals.get(phase) + 1));
-    this.phases.hidden = !live || !model.nodes.length;
+    this.phases.classList.toggle("still", !live); // it keeps its room
     for (const [word, count] of totals) {
       this.counts.get(word).textContent = String(count);
       this.counts.get(word).parentElement.hidden = !count && !PHASES.includes(word) && word !== "waiting";
