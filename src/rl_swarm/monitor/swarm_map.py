@@ -12,7 +12,7 @@ from rl_swarm.monitor.run_reader import NodeView
 from rl_swarm.monitor.series import number, padded
 from rl_swarm.telemetry.schema import Seconds
 
-MAX_EDGES = 20_000  # in the answer about the newest rounds; whole rounds, the newest first
+MAX_EDGES = 40_000  # in the answer about the newest rounds; whole rounds, the newest first
 MAX_REPLAYED = 64_000  # edges of a replay; of too many those with the most groups stay in every frame
 MAX_SCORES = 400_000  # of a replay; of too many neighbouring frames are merged
 WORDS = ("waiting", "sampling", "scoring", "collecting", "training", "measuring")
@@ -50,7 +50,7 @@ def swarm_map(follower: Follower, since: int = 0) -> SwarmMap:
             edges = [(k, author, n) for k, recent in rounds.items() for author, n in recent.get(played, {}).items()]
             if found.rounds and len(edges) > left:
                 break
-            found.rounds.append(MapRound(played, _flat(edges[:MAX_EDGES])))
+            found.rounds.append(MapRound(played, _flat(_heaviest(edges, MAX_EDGES))))
             left -= len(edges)
     found.rounds.reverse()
     return found
@@ -94,7 +94,17 @@ def _stride(history: NodeHistory) -> int:
 
 def _strongest(edges: dict[int, Edges], frame: int, stride: int, most: int) -> list[Edge]:
     found = [(k, author, n) for k, each in edges.items() for author, n in each.frame(frame, stride).items()]
-    return sorted(nlargest(most, found, key=lambda edge: edge[2])) if len(found) > most else found
+    return _heaviest(found, most)
+
+
+def _heaviest(edges: list[Edge], most: int) -> list[Edge]:
+    return sorted(nlargest(most, edges, key=_weight)) if len(edges) > most else edges
+
+
+def _weight(edge: Edge) -> tuple[int, int]:
+    """Order edges by their groups; of equal ones some of every node come first."""
+    learner, author, groups = edge
+    return groups, (learner * 7919 + author * 104729) % 9973
 
 
 def _flat(edges: Sequence[Edge]) -> list[int]:

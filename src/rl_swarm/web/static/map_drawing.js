@@ -31,8 +31,8 @@ function shades(stops) {
 
 export class Drawing {
   constructor(base, above) {
-    this.canvases = [base, above];
-    [this.base, this.above] = this.canvases.map((canvas) => canvas.getContext("2d"));
+    this.canvases = [base, above, document.createElement("canvas")]; // the last one keeps the edges, which seldom change
+    [this.base, this.above, this.lines] = this.canvases.map((canvas) => canvas.getContext("2d"));
     this.width = this.height = 0;
     this.recolor();
   }
@@ -66,13 +66,19 @@ export class Drawing {
     return 0.299 * r + 0.587 * g + 0.114 * b > 130;
   }
 
-  // The scene: {nodes: [{x, y, score, phase, name}], radius, low, high, threads: [[learner, author, groups]], lit, names, best}
+  // The scene: {nodes: [{x, y, score, phase, name}], radius, low, high, cells}: `threads` and `lit` are edges,
+  // which are drawn again where they are `redrawn`.
   network(scene) {
-    const { base } = this;
+    const { base, lines } = this;
+    if (scene.redrawn) {
+      lines.clearRect(0, 0, this.width, this.height);
+      lines.lineCap = "round";
+      this.threads(lines, scene, scene.threads, this.ink.muted, 0.3);
+      this.threads(lines, scene, scene.lit, this.ink.accent, 0.75);
+      scene.redrawn = false;
+    }
     base.clearRect(0, 0, this.width, this.height);
-    base.lineCap = "round";
-    this.threads(base, scene, scene.threads, this.ink.muted, 0.3);
-    this.threads(base, scene, scene.lit, this.ink.accent, 0.75);
+    base.drawImage(lines.canvas, 0, 0, this.width, this.height);
     for (const node of scene.nodes) this.node(base, node, scene);
     base.globalAlpha = 1;
     this.names(base, scene);

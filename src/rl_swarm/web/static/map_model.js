@@ -98,15 +98,19 @@ export class Model {
   }
 }
 
-// Sums edges: "learner author" -> groups, as [learner, author, groups], most groups first.
+// Sums edges by learner and author, as [learner, author, groups]: most groups first, of equal ones some of every node.
 export function summed(edges) {
   const sums = new Map();
   for (const [learner, author, groups] of edges) {
     const key = learner * 1e6 + author;
     sums.set(key, (sums.get(key) ?? 0) + groups);
   }
-  return [...sums].map(([key, groups]) => [Math.floor(key / 1e6), key % 1e6, groups]).sort((a, b) => b[2] - a[2]);
+  return [...sums].map(([key, groups]) => [Math.floor(key / 1e6), key % 1e6, groups])
+    .sort((a, b) => b[2] - a[2] || spread(a[0], a[1]) - spread(b[0], b[1]));
 }
+
+// A number below 997 that looks drawn at random and is the same every time.
+export const spread = (a, b) => (a * 7919 + b * 104729) % 997;
 
 // Whom a node learned from, and whom it taught: two lists of [node, groups], most groups first.
 export function neighbours(sums, node) {

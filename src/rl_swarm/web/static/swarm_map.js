@@ -6,16 +6,17 @@ import { h } from "./dom.js";
 import { card, sentence } from "./map_card.js";
 import { Drawing, rampOf } from "./map_drawing.js";
 import { FEW, MANY, Network, circle, fitted, grid } from "./map_layout.js";
-import { Model, PHASES, WORDS, neighbours, phaseAt, summed } from "./map_model.js";
+import { Model, PHASES, WORDS, neighbours, phaseAt, spread, summed } from "./map_model.js";
 import { term } from "./words.js";
 
 const MAX_SPARKS = 240, MAX_SPARKS_PHONE = 70; // at a time
 const MAX_THREADS = 400; // faint edges of the newest rounds
-const MAX_LIT = 200; // edges of a round, where it stands still
+const MAX_LIT = 200, MAX_LIT_GRID = 80; // edges of a round, where it stands still
 const MAX_NAMES = 60; // that are tried
 const LAYOUT_MS = 4; // of a frame
 const TWEEN = 450; // milliseconds of a change of colour
 const QUICK = 3; // seconds of a round whose phases are played after it, for heartbeats are slower
+const BEAT_MS = 70; // between the phases that are played
 const REPLAY_MS = 24_000; // of a whole run, about
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 let shown = null; // the map on the page
@@ -32,7 +33,7 @@ export function swarmMap() {
 
 class SwarmMap {
   model = new Model();
-  scene = { nodes: [], radius: 8, low: 0, high: 1, threads: [], lit: [], order: [], phases: false, cells: null };
+  scene = { nodes: [], radius: 8, low: 0, high: 1, threads: [], lit: [], order: [], phases: false, cells: null, redrawn: true };
   places = []; // from -1 to 1
   network = null;
   sparks = [];
@@ -43,6 +44,7 @@ class SwarmMap {
   tween = null;
   timer = 0;
   pending = 0;
+  played = 0; // when the phases were drawn last
   onScreen = false;
   stale = { base: true, above: true };
 
@@ -95,7 +97,12 @@ class SwarmMap {
     const first = !this.model.nodes.length, before = this.model.nodes.length;
     const { fresh, changed } = this.model.take(answer);
     this.slider.max = this.model.round;
-    if (changed) this.place(before);
+    if (changed) {
+      this.beats.clear();
+      this.sparks = [];
+      if (!this.model.frames && this.frame !== null) this.goLive(); // the server has started again
+      this.place(before);
+    }
     const votes = this.model.nodes.filter((node) => !node.hasLog).length;
     this.note.hidden = !votes || !this.model.nodes.length;
     this.note.textContent = votes === this.model.nodes.length
@@ -116,7 +123,18 @@ class SwarmMap {
     this.sums = summed(this.model.edges(this.frame));
     const most = this.model.nodes.length <= 150 ? MAX_THREADS : this.model.nodes.length;
     this.scene.threads = this.frame === null ? this.sums.slice(0, most) : [];
-    this.scene.lit = this.frame === null ? [] : this.sums.slice(0, MAX_LIT);
+    this.light(this.frame === null ? [] : this.sums);
+  }
+
+  // Lights the edges of a round, where nothing moves.
+  light(edges) {
+    this.scene.lit = edges.slice(0, this.scene.cells ? MAX_LIT_GRID : MAX_LIT);
+    this.changed();
+  }
+
+  // Notes that all is to be drawn again.
+  changed() {
+    this.scene.redrawn = true;
     this.stale = { base: true, above: true };
   }
 
@@ -124,15 +142,15 @@ class SwarmMap {
   show(scores) {
     const { nodes } = this.scene, live = this.frame === null;
     Object.assign(this.scene, { low: this.model.low, high: this.model.high });
-    const moving = nodes.some((node, k) => node.score !== scores[k]);
+    const moving = nodes.some((node, k) => node.score !== (scores[k] ?? null));
     const smooth = moving && !still.matches && nodes.length < MANY;
     this.tween = smooth ? { start: null, from: nodes.map((node) => node.score), to: scores } : null;
     nodes.forEach((node, k) => {
-      const known = this.model.nodes[k], phase = live ? known.phase : scores[k] === null ? "offline" : "";
+      const known = this.model.nodes[k], score = scores[k] ?? null, phase = live ? known.phase : score === null ? "offline" : "";
       this.stale.base ||= phase !== node.phase || (moving && !smooth);
       node.phase = this.beats.has(k) && live && known.phase !== "offline" ? node.phase : phase;
-      if (!smooth) node.score = scores[k];
-      known.shown = scores[k];
+      if (!smooth) node.score = score;
+      known.shown = score;
     });
     if (this.scene.cells && this.sort.value === "score" && moving) this.position();
     this.tell();
@@ -144,8 +162,7 @@ class SwarmMap {
   // Plays a round that has just ended: its sparks, and its phases where they were too quick for heartbeats.
   beat(edges) {
     if (still.matches) {
-      this.scene.lit = edges.slice(0, MAX_LIT);
-      this.stale.base = true;
+      this.light(edges);
       this.draw();
       return;
     }
@@ -160,12 +177,12 @@ class SwarmMap {
     this.launch(edges, now, (learner) => shares.get(learner), 700);
   }
 
-  launch(edges, now, after, spread) {
+  launch(edges, now, after, within) {
     const most = this.drawing.width < 560 ? MAX_SPARKS_PHONE : MAX_SPARKS;
     const room = Math.max(0, most - this.sparks.length), every = Math.max(1, edges.length / Math.max(1, room));
     for (let k = 0; k < edges.length && room; k += every) {
       const [learner, author, groups] = edges[Math.floor(k)];
-      this.sparks.push({ from: author, to: learner, groups, start: now + after(learner) + ((learner * 7919 + author * 104729) % 997) / 997 * spread });
+      this.sparks.push({ from: author, to: learner, groups, start: now + after(learner) + (spread(learner, author) / 997) * within });
     }
     this.draw();
   }
@@ -193,25 +210,31 @@ class SwarmMap {
       this.position();
     }
     if (this.tween) this.mix(now);
-    for (const [node, { start, length }] of this.beats) {
-      const over = now > start + length, phase = over ? this.model.nodes[node]?.phase : phaseAt(this.model.nodes[node].seconds, (now - start) / length);
-      if (over) this.beats.delete(node);
-      if (this.scene.nodes[node] && this.frame === null && this.scene.nodes[node].phase !== phase) {
-        this.scene.nodes[node].phase = phase;
-        this.stale.base = true;
-      }
-    }
+    if (this.beats.size && now - this.played > BEAT_MS) this.playPhases(now);
     if (this.stale.base) this.scene.cells ? this.drawing.grid(this.scene) : this.drawing.network(this.scene);
     if (this.stale.above || this.stale.base || this.sparks.length) this.drawAbove(now);
     this.stale = { base: false, above: false };
     if (layout || this.tween || this.sparks.length || this.beats.size) this.draw();
   }
 
+  // Shows the phases of the rounds that are played.
+  playPhases(now) {
+    this.played = now;
+    for (const [node, { start, length }] of this.beats) {
+      const known = this.model.nodes[node], here = this.scene.nodes[node], over = now > start + length;
+      if (over) this.beats.delete(node);
+      const phase = over ? known.phase : phaseAt(known.seconds, (now - start) / length);
+      this.stale.base ||= here.phase !== phase;
+      here.phase = phase;
+    }
+    this.count();
+  }
+
   mix(now) {
     this.tween.start ??= now;
     const t = Math.min(1, (now - this.tween.start) / TWEEN);
     this.scene.nodes.forEach((node, k) => {
-      const from = this.tween.from[k], to = this.tween.to[k];
+      const from = this.tween.from[k], to = this.tween.to[k] ?? null;
       node.score = from === null || to === null || from === undefined ? to : from + (to - from) * t;
     });
     this.stale.base = true;
@@ -227,7 +250,6 @@ class SwarmMap {
     const drawn = focused === null ? this.sparks : this.sparks.filter(({ from, to }) => from === focused || to === focused);
     const left = this.drawing.sparks(this.scene, drawn, now);
     this.sparks = focused === null ? left : this.sparks.filter((spark) => !drawn.includes(spark) ? now < spark.start + 1900 : left.includes(spark));
-    if (!this.sparks.length) this.stale.above = true;
   }
 
   // --- where things are
@@ -286,13 +308,13 @@ class SwarmMap {
     } else {
       const few = nodes.length <= FEW, side = few ? Math.min(width / 2 - 64, 330) : width / 2 - (width < 560 ? 18 : 48);
       const top = radius * 2 + 8, bottom = few ? radius * 1.5 + 42 : radius + 24;
-      const places = few || nodes.length < 2 ? this.places : fitted(this.places);
+      const places = nodes.length < 3 ? this.places : fitted(this.places);
       nodes.forEach((node, k) => {
         node.x = width / 2 + (places[k]?.x ?? 0) * side;
         node.y = (top + height - bottom) / 2 + (places[k]?.y ?? 0) * ((height - bottom - top) / 2);
       });
     }
-    this.stale.base = this.stale.above = true;
+    this.changed();
   }
 
   pick(x, y) {
@@ -366,17 +388,23 @@ class SwarmMap {
     return { live: false, title: first === last ? `In round ${first}` : `In rounds ${first} to ${last}` };
   }
 
+  // Writes how many nodes are in each phase.
+  count() {
+    const totals = new Map(WORDS.map((word) => [word, 0]));
+    this.scene.nodes.forEach(({ phase }) => totals.has(phase) && totals.set(phase, totals.get(phase) + 1));
+    this.phases.classList.toggle("still", this.frame !== null); // it keeps its room
+    for (const [word, count] of totals) {
+      const told = this.counts.get(word);
+      if (told.textContent !== String(count)) told.textContent = String(count);
+      told.parentElement.hidden = !count && !PHASES.includes(word) && word !== "waiting";
+    }
+  }
+
   // Writes what is shown beside the map.
   tell() {
     const { model } = this, live = this.frame === null, { title } = this.period();
-    const totals = new Map(WORDS.map((word) => [word, 0]));
-    model.nodes.forEach(({ phase }) => totals.has(phase) && totals.set(phase, totals.get(phase) + 1));
-    this.phases.classList.toggle("still", !live); // it keeps its room
-    for (const [word, count] of totals) {
-      this.counts.get(word).textContent = String(count);
-      this.counts.get(word).parentElement.hidden = !count && !PHASES.includes(word) && word !== "waiting";
-    }
-    this.label.setAttribute("aria-label", `Map of the swarm. Nodes: ${model.nodes.length}, offline: ${totals.get("offline")}. ${title}.`);
+    this.count();
+    this.label.setAttribute("aria-label", `Map of the swarm. Nodes: ${model.nodes.length}, offline: ${model.nodes.filter(({ phase }) => phase === "offline").length}. ${title}.`);
     this.ends[0].textContent = String(model.low);
     this.ends[1].textContent = String(model.high);
     this.scale.setAttribute("aria-label", `Colours from ${model.low} to ${model.high}`);
@@ -388,12 +416,18 @@ class SwarmMap {
     if (this.focused !== null) this.describe(false);
   }
 
+  // Fetches the rounds of the run; returns whether there are any.
   async load() {
     const asked = this.model.round;
-    if (this.model.frames && this.loaded === asked) return;
-    const answer = await get("api/map/replay");
-    this.model.takeReplay(answer);
-    this.loaded = asked;
+    if (!this.model.frames || this.loaded !== asked) {
+      try {
+        this.model.takeReplay(await get("api/map/replay"));
+        this.loaded = asked;
+      } catch (error) {
+        this.when.textContent = error.message;
+      }
+    }
+    return Boolean(this.model.frames?.length);
   }
 
   async drag() {
@@ -403,8 +437,8 @@ class SwarmMap {
       this.goLive();
       return;
     }
-    await this.load();
-    if (Number(this.slider.value) === wanted) this.go(Math.floor(wanted / this.model.stride), false);
+    const found = await this.load();
+    if (found && Number(this.slider.value) === wanted) this.go(Math.floor(wanted / this.model.stride), false);
   }
 
   go(frame, sparking) {
@@ -412,7 +446,7 @@ class SwarmMap {
     this.know();
     this.beats.clear();
     if (sparking && !still.matches) {
-      this.scene.lit = [];
+      this.light([]);
       this.launch(this.sums.slice(0, MAX_SPARKS), performance.now(), () => 0, 300);
     }
     this.show(this.model.frames[this.frame]?.scores ?? []);
@@ -421,8 +455,11 @@ class SwarmMap {
   async start() {
     this.timer = -1;
     this.play.textContent = "Pause";
-    await this.load();
-    if (!this.timer || !this.model.frames.length) return this.pause();
+    const found = await this.load();
+    if (!found || !this.timer) {
+      this.pause();
+      return;
+    }
     const { length } = this.model.frames, every = Math.max(120, Math.min(700, REPLAY_MS / length));
     const tick = () => {
       if (!this.element.isConnected) return;
@@ -457,7 +494,7 @@ class SwarmMap {
 
   recolor() {
     this.drawing.recolor();
-    this.stale = { base: true, above: true };
+    this.changed();
     this.tell();
     this.draw();
   }
