@@ -121,7 +121,7 @@ def test_the_overview_shows_where_the_swarm_stands_and_its_curve_moves(visit: Vi
     expect(page.locator("#phase")).to_have_text("running")
     expect(page.locator("dl.facts")).to_contain_text("of 4000")
     expect(page.locator("dl.facts")).to_contain_text("2 of 2")
-    expect(page.locator("canvas")).to_have_count(2)
+    expect(page.locator(".plot canvas")).to_have_count(2)
     expect(page.locator("table tbody tr")).to_have_count(2)
     reading = page.locator(".reading").first
     expect(reading).to_have_text(re.compile(r"round \d+ *mean [01]"))

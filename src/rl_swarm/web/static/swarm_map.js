@@ -337,6 +337,7 @@ class SwarmMap {
     if (node === this.focused && !byKey) return;
     this.focused = node;
     this.stage.classList.toggle("pointing", node !== null);
+    if (node === null) this.link.removeAttribute("aria-label");
     this.describe(byKey);
     this.stale.above = true;
     this.draw();
