@@ -110,6 +110,19 @@ def test_large_answers_keep_some_edges_of_every_node(run: SmallRun, monkeypatch:
     assert {learner for learner, *_ in flat(replayed.frames[0].edges)} == {0, 1, 2}
 
 
+def test_viewers_share_a_replay_for_some_seconds(run: SmallRun) -> None:
+    now = 0.0
+    follower = Follower(RunView(run.root), clock=lambda: now)
+    follower.poll()
+    replays = swarm_map.Replays(follower)
+    first = replays.newest()
+    run.play()
+    follower.poll_now()
+    assert replays.newest() is first
+    now += swarm_map.REPLAY_SECONDS
+    assert len(msgspec.json.decode(replays.newest())["frames"]) == len(msgspec.json.decode(first)["frames"]) + 1
+
+
 @pytest.mark.parametrize(
     ("phase", "shown"), [("training", "training"), ("waiting", "waiting"), ("juggling", ""), (msgspec.UNSET, "")]
 )

@@ -1,8 +1,12 @@
 """Describes a swarm as a map: its nodes with score and phase, and who learned from whom, now and round by round."""
 
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from statistics import median_high
+
+import msgspec
 
 from rl_swarm.monitor.edges import MAX_FRAMES, RECENT, Edges
 from rl_swarm.monitor.follower import Follower
@@ -15,8 +19,25 @@ from rl_swarm.telemetry.schema import Seconds
 MAX_EDGES = 40_000  # in the answer about the newest rounds; whole rounds, the newest first
 MAX_REPLAYED = 64_000  # edges of a replay; of too many those with the most groups stay in every frame
 MAX_SCORES = 400_000  # of a replay; of too many neighbouring frames are merged
+REPLAY_SECONDS = 3.0
 WORDS = ("waiting", "sampling", "scoring", "collecting", "training", "measuring")
 Edge = tuple[int, int, int]  # learner, author, groups
+
+
+class Replays:
+    """Keeps a replay for some seconds: for a large swarm it takes half a second, and many viewers may ask for it."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower, self._lock = follower, threading.Lock()
+        self._made, self._until = b"", -math.inf
+
+    def newest(self) -> bytes:
+        """Return a replay as JSON, which is at most `REPLAY_SECONDS` old."""
+        with self._lock:
+            if self.follower.clock() >= self._until:
+                self._made = msgspec.json.encode(replay(self.follower))
+                self._until = self.follower.clock() + REPLAY_SECONDS
+            return self._made
 
 
 def swarm_map(follower: Follower, since: int = 0) -> SwarmMap:

@@ -57,6 +57,7 @@ def create_app(
     `among` are the other runs of the same server.
     """
     reader, stream, runs = RolloutReader(follower), Stream(follower), among or Runs(follower)
+    replays = swarm_map.Replays(follower)
 
     def close() -> None:
         stream.closed = True
@@ -147,7 +148,7 @@ def create_app(
     @app.get("/api/map/replay", response_model=r.Replay)
     def replay(swarm: Swarm) -> Response:
         """Return scores and who learned from whom, round by round from the first."""
-        return as_json(swarm_map.replay(swarm))
+        return Response(replays.newest(), media_type="application/json")
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
     def rollouts(
