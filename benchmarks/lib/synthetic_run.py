@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from benchmarks.lib.paths import STATE
@@ -71,12 +72,13 @@ class History:
                 self._score(node, number + 1, "now")
         self.sign(node)
 
-    def sign(self, node: int) -> None:
+    def sign(self, node: int, phase: str = "") -> None:
         """Write a node's introduction or heartbeat, as from a machine of its own."""
         peer = self.peers[node]
         info = PeerInfo(
             peer_id=peer.peer_id, swarm=self.swarm, node=peer.node, model="tiny", device="cpu",
             host=f"{platform.node()}-{node}", pid=1, joined=self.joined, timestamp=time.time(),
+            phase=phase or UNSET,
         )  # fmt: skip
         DocumentCoordinator(self.store, self.manifest, peer, peer.node, self.stop).register(info)
 

@@ -42,7 +42,7 @@ from rl_swarm.network.exchange import DocumentExchange
 from rl_swarm.network.folder import FolderStore
 from rl_swarm.network.presence import Watch
 from rl_swarm.network.round_server import RoundServer
-from rl_swarm.node.worker import heartbeats
+from rl_swarm.node.heartbeats import heartbeats
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest, RoundEnd, derive_seed, question_seed
 from rl_swarm.protocol.rollouts import Group, Publication, Sampling, to_answers
@@ -248,7 +248,7 @@ class Node:
 
 def quiet_at_the_end() -> None:
     """Silence the warning about a heartbeat that is being written while the folder is removed."""
-    logging.getLogger("rl_swarm.node.worker").setLevel(logging.ERROR)
+    logging.getLogger("rl_swarm.node.heartbeats").setLevel(logging.ERROR)
 
 
 def fail(node: str, reason: str, detail: str) -> None:

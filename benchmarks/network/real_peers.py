@@ -38,8 +38,8 @@ from rl_swarm.network.p2p.engine import PeerEngine
 from rl_swarm.network.p2p.quota import DhtQuota
 from rl_swarm.network.p2p.table import REPLICAS
 from rl_swarm.network.presence import Watch
+from rl_swarm.node.heartbeats import heartbeats
 from rl_swarm.node.node import Stopped
-from rl_swarm.node.worker import heartbeats
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
 from rl_swarm.protocol.wire import seal

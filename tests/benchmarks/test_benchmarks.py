@@ -79,6 +79,13 @@ def test_the_dashboard_is_measured_at_its_start_and_under_load_and_every_answer_
     assert 0 < load["rss_start"] <= load["rss_most"] and load["page_bytes"] > 1000
 
 
+@pytest.mark.slow
+def test_the_work_of_the_map_is_measured_and_it_rests_when_nothing_changes() -> None:
+    (row,) = figures("dashboard.map", "--nodes", "20", "--rounds", "3")["sizes"]
+    assert 0 < row["frame_median_ms"] <= row["frame_p95_ms"] and row["frames"] > 0
+    assert (row["quiet_frames"], row["hidden_frames"]) == (0, 0)
+
+
 def test_programs_judged_per_second_are_counted_and_every_verdict_is_right() -> None:
     rows = figures("learner.sandbox", "--programs", "80", "--tests", "1", "--repeats", "1")
     assert {"a fresh Python process per test", "a fork per program, not isolated"} < set(rows)

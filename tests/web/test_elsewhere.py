@@ -61,6 +61,12 @@ def test_a_swarm_at_a_url_is_watched_while_it_is_played(
         node = asked(f"{url}/api/nodes/{swarm.names[0]}")
         assert node["host"] == platform.node() and node["settings"] == {} and node["row"]["participation"] == 2
         assert asked(f"{url}/api/runs")["total"] == 1
+        mapped = asked(f"{url}/api/map")
+        assert mapped["nodes"]["has_log"] == [False, False], "the map has votes instead"
+        best, voter = (mapped["nodes"]["node"].index(name) for name in swarm.names)
+        assert [each["round"] for each in mapped["rounds"]] == [0, 1]
+        assert all({best, voter} == set(each["edges"][0::3]) for each in mapped["rounds"])
+        assert all(set(each["edges"][1::3]) == {best} for each in mapped["rounds"])
 
         swarm.play()
         until(lambda: asked(f"{url}/api/curves?metric=reward_local")["rounds"] == [0, 1, 2])

@@ -88,6 +88,8 @@ class Follower(Poller):
         self._trouble = ""  # why it could not be read; logged once
         self._last = ""  # the node whose log was read last
         self._place: Place | None = None  # in the run, at the last poll
+        self._numbers: dict[str, int] = {}  # of the nodes on the map, by peer id: their places in the view
+        self._phases: list[object] = []  # of the nodes, at the last poll
 
     def _read(self) -> bool:
         view = self.view
@@ -101,6 +103,11 @@ class Follower(Poller):
             return False
         place = _place(view.state)
         changed, self._place = place != self._place, place
+        for number, node in enumerate(view.nodes.values()):
+            if node.peer:
+                self._numbers.setdefault(node.peer.peer_id, number)
+        phases: list[object] = [node.peer.phase if node.peer else None for node in view.nodes.values()]
+        changed, self._phases = changed or phases != self._phases, phases
         deadline = self.clock() + (READ_SECONDS if self.version else FIRST_SECONDS)
         for node in self._in_turn():  # one at a time: all logs together may not fit into memory
             view.refresh_node(node)
@@ -113,7 +120,8 @@ class Follower(Poller):
             reports = self._reports.read(view)
             with self.lock:
                 for report in reports:
-                    add_report(report, self.histories[report.node], view.manifest.stages if view.manifest else 1)
+                    stages = view.manifest.stages if view.manifest else 1
+                    add_report(report, self.histories[report.node], stages, self._numbers)
             changed |= bool(reports)
         return changed
 
@@ -137,7 +145,7 @@ class Follower(Poller):
         if history.alive is not None and history.alive != node.alive and state and state.phase == "running":
             word = "online" if node.alive else "offline"
             events.append(Event(self.now(), node.node, node.name, word, state.round, ""))
-        changed = bool(history.update(node, most)) or bool(events) or history.alive != node.alive
+        changed = bool(history.update(node, most, self._numbers)) or bool(events) or history.alive != node.alive
         history.alive = node.alive
         self.events.extend(events)
         return changed

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, get_type_hints
 
+from rl_swarm.monitor.edges import Edges
 from rl_swarm.monitor.records import Event
 from rl_swarm.monitor.run_reader import TREND_ROUNDS, NodeView
 from rl_swarm.monitor.series import Curves, number
@@ -40,6 +41,7 @@ class NodeHistory:
     own_groups: int = 0  # with signal
     external_groups: int = 0  # trained on
     learned_from: Counter[str] = field(default_factory=Counter)  # by peer id
+    edges: Edges = field(default_factory=Edges)  # the same round by round; without its log, its votes
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
     rejected_by_peers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by author and reason
     errors: Counter[str] = field(default_factory=Counter)
@@ -58,12 +60,12 @@ class NodeHistory:
         groups = self.external_groups + self.own_groups
         return self.external_groups / groups if groups else None
 
-    def update(self, view: NodeView, most_rounds: int) -> int:
+    def update(self, view: NodeView, most_rounds: int, numbers: Mapping[str, int]) -> int:
         """Add what the view has read since the last time, then drop it from the view. Return how many lines that
-        were."""
+        were. `numbers` are those of the peers on the map, by peer id."""
         lines = view.rounds[self._rounds :]
         if lines := [line for line in lines if line.round < most_rounds]:
-            self._add(lines)
+            self._add(lines, numbers)
         del view.rounds[:-KEPT_LINES]
         self._rounds = len(view.rounds)
         scores = view.held_out[self._scores :]
@@ -76,7 +78,7 @@ class NodeHistory:
         self._scores = len(view.held_out)
         return len(lines) + len(scores)
 
-    def _add(self, lines: Sequence[RoundRecord]) -> None:
+    def _add(self, lines: Sequence[RoundRecord], numbers: Mapping[str, int]) -> None:
         columns = zip(*map(_values, lines), strict=True)
         rounds = [line.round for line in lines]
         self.curves.add(rounds, dict(zip(MEASURED, columns, strict=False)))
@@ -89,6 +91,8 @@ class NodeHistory:
             self.own_groups += line.local_with_signal
             self.external_groups += line.external_accepted
             count(self.learned_from, line.external_by_peer)
+            taken = {numbers[peer]: n for peer, n in line.external_by_peer.items() if peer in numbers}
+            self.edges.add(line.round, taken)
             count(self.rejected, line.external_rejected)
 
     def new_events(self, view: NodeView, files: LocalFiles) -> list[Event]:

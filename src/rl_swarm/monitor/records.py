@@ -161,6 +161,51 @@ class NodeCurves:
 
 
 @dataclass(frozen=True)
+class MapNodes:
+    """Holds the nodes of the map, a list per property. The number of a node is its place in these lists."""
+
+    node: list[str]
+    name: list[str]
+    joined: list[float | None]
+    score: list[float | None]  # mean reward of its last rounds
+    wins: list[int]  # votes received
+    phase: list[str]  # of its round by the last heartbeat, `offline` or `finished`; empty where it does not say
+    has_log: list[bool]  # else its edges are votes: the peer whose rollouts it found best
+    seconds: list[list[float]]  # of its last round: sampling, scoring, collecting, training
+
+
+@dataclass(frozen=True)
+class MapRound:
+    round: int
+    edges: list[int]  # three numbers each: the learner, the author, and how many groups
+
+
+@dataclass(frozen=True)
+class SwarmMap:
+    phase: Phase
+    round: int
+    nodes: MapNodes
+    recent_rounds: int  # so many are kept each by itself
+    rounds: list[MapRound]  # the newest last
+
+
+@dataclass(frozen=True)
+class MapFrame:
+    round: int  # the first of the frame
+    scores: list[float | None]  # mean reward of these rounds
+    edges: list[int]  # as in a round of the map
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Holds a run round by round, or several rounds in a frame where it is long."""
+
+    stride: int  # rounds in a frame
+    nodes: list[str]
+    frames: list[MapFrame]
+
+
+@dataclass(frozen=True)
 class Event:
     timestamp: float
     node: str

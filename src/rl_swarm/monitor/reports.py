@@ -1,6 +1,6 @@
 """Fetches the rewards of nodes whose logs are elsewhere: a few reports at a time, the newest round first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from rl_swarm.monitor.node_history import NodeHistory, by_stage
@@ -57,10 +57,13 @@ class ReportReader:
         return report if here == (manifest.swarm(), peer.peer_id, *place) else None
 
 
-def add_report(report: Report, history: NodeHistory, stages: int) -> None:
+def add_report(report: Report, history: NodeHistory, stages: int, numbers: Mapping[str, int]) -> None:
+    """Add a report to what is known of its node; `numbers` are those of the peers on the map, by peer id."""
     rewards = {"reward_local": [report.reward], "reward_training": [report.training_reward]}
     if stages > 1 and report.rollouts:
         rewards |= {by_stage(report.stage): [report.reward]}
     if stages == 1 or report.rollouts:  # else it had no role
         history.curves.add([report.round], rewards)
     history.rollouts += report.rollouts
+    if report.vote in numbers:
+        history.edges.add(report.round, {numbers[report.vote]: 1})

@@ -15,6 +15,7 @@ from rl_swarm.learning.checkpoints import Checkpoints, Place
 from rl_swarm.learning.policy import Policy
 from rl_swarm.network.base import Coordinator, Exchange
 from rl_swarm.node.evaluation import evaluate
+from rl_swarm.node.heartbeats import CurrentPhase
 from rl_swarm.node.hub import Push
 from rl_swarm.node.intake import Intake
 from rl_swarm.node.round import StageContext
@@ -55,12 +56,13 @@ class Node:
     role_name: str = ""  # in what it sends; empty for the ordinary role
     push: Push | None = None  # to the hub, where the settings ask for it
     load: LoadMeter = field(default_factory=LoadMeter)  # of the machine
+    phase: CurrentPhase = field(default_factory=CurrentPhase)  # for its heartbeats
     clock: Callable[[], float] = time.time
     done: tuple[int, int] = (-1, -1)  # the last round and stage that this node finished
     held_out: list[Question] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.watch = Stopwatch()  # of the stage at hand
+        self.watch = Stopwatch(self.phase.begin)  # of the stage at hand
         sharing = self.settings.sharing
         self.intake = self.intake_type(
             self.peer_id,
@@ -88,7 +90,7 @@ class Node:
 
     def run(self) -> None:
         """Play rounds until the swarm has finished or the node is told to stop."""
-        while (state := self.coordinator.wait_for(self.done)) is not None and state.phase == "running":
+        while (state := self.wait()) is not None and state.phase == "running":
             self.note_skipped(state)
             try:
                 self.play(state)
@@ -111,6 +113,11 @@ class Node:
         if self.push:
             self.push.finish()
 
+    def wait(self) -> State | None:
+        """Wait for the next stage of the swarm, or for its end."""
+        self.phase.begin("waiting")
+        return self.coordinator.wait_for(self.done)
+
     def play(self, state: State) -> None:
         """Play one stage of a round, and do all requests at once."""
         for request in self.play_stage(state):
@@ -118,7 +125,7 @@ class Node:
 
     def play_stage(self, state: State) -> Iterator[ModelRequest]:
         """Begin one stage of a round and yield the requests of this node's role."""
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(self.phase.begin)
         self.intake.begin_stage(state)
         return self.role.play_stage(StageContext(self, state))
 
@@ -132,6 +139,7 @@ class Node:
         """Measure the held-out score, at the start and the end with greedy answers too."""
         if not self.held_out:
             return
+        self.phase.begin("measuring")
         result = evaluate(
             self.policy, self.environment, self.held_out, self.settings.evaluation.held_out_samples, when != "now"
         )

@@ -31,6 +31,7 @@ from rl_swarm.network.presence import Watch, only_one_here
 from rl_swarm.network.round_server import RoundServer
 from rl_swarm.node import run_settings
 from rl_swarm.node.founding import new_manifest
+from rl_swarm.node.heartbeats import heartbeats, phase_pause
 from rl_swarm.node.settings import NodeSettings, public_settings
 from rl_swarm.protocol.identity import Identity
 from rl_swarm.protocol.manifest import Manifest
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 4  # heartbeats in a row that could not be written
 SAVING_SECONDS = 20.0  # for nodes to stop after another of their process has failed
 SWITCH_SECONDS = 0.0001  # a thread that feeds the GPU must not wait long for one that computes
 
@@ -339,8 +339,9 @@ def _take_part(
         role=role_name or msgspec.UNSET,
     )
     coordinator.register(peer)
+    soonest = phase_pause(address.is_url, settings.network.poll_interval)
     try:
-        with heartbeats(coordinator, peer, manifest.peer_timeout / 4, stop, watch):
+        with heartbeats(coordinator, peer, manifest.peer_timeout / 4, stop, watch, node.phase, soonest):
             node.run()
     finally:
         environment.close()
@@ -423,43 +424,6 @@ def _restored(
         policy.version = place.policy_version
         return policy, place
     return load(settings, system_prompt), None
-
-
-@contextmanager
-def heartbeats(
-    coordinator: DocumentCoordinator, peer: PeerInfo, every: float, stop: threading.Event, watch: Watch
-) -> Iterator[None]:
-    """Send heartbeats in the background, however long a round takes; end the node when they fail."""
-    done = threading.Event()
-    failures: list[OSError] = []  # in a row
-    twins: list[UserError] = []
-
-    def beat() -> None:
-        while not done.wait(every):
-            if watch.must_yield(peer):
-                twins.append(watch.error())
-                stop.set()
-                return
-            try:
-                coordinator.register(msgspec.structs.replace(peer, timestamp=time.time()))
-                failures.clear()
-            except OSError as error:
-                log.warning("no heartbeat could be written: %s", error)
-                failures.append(error)
-            if len(failures) == MAX_FAILURES:
-                stop.set()
-                return
-
-    thread = threading.Thread(target=beat, name=threading.current_thread().name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-    if twins:
-        raise twins[0]
-    if len(failures) == MAX_FAILURES:
-        raise failures[-1]
 
 
 @contextmanager

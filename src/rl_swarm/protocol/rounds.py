@@ -21,6 +21,7 @@ from rl_swarm.protocol.manifest import Manifest, RoundEnd
 from rl_swarm.protocol.wire import Count, Id, Name
 
 Round = Count
+PhaseWord = Annotated[str, Meta(pattern=r"^[a-z]{1,16}\Z")]
 MAX_TICKET = 4096  # characters
 MAX_MISSED = 3  # stages that a member may miss until it is not waited for; a newcomer, one
 REPORTS_PER_PARDON = 50  # reports in time that make up for a miss
@@ -45,6 +46,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     timestamp: float
     ticket: Annotated[str, Meta(max_length=MAX_TICKET)] = ""  # by which it comes (admission.py)
     role: Name | msgspec.UnsetType = msgspec.UNSET  # where it is not the ordinary one
+    phase: PhaseWord | msgspec.UnsetType = msgspec.UNSET  # of its round, when this was written; for people
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,21 @@ class Journal:
 
 
 class Stopwatch:
-    """Measures the seconds of every phase of a round, with begin and end since the round began."""
+    """Measures the seconds of every phase of a round, with begin and end since the round began.
 
-    def __init__(self) -> None:
+    `begin` is told of every phase that begins.
+    """
+
+    def __init__(self, begin: Callable[[str], None] | None = None) -> None:
+        self.begin = begin
         self.began, self.zero = time.time(), time.perf_counter()
         self.phases: list[tuple[str, float, float]] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        if self.begin is not None:
+            self.begin(phase)
         started = time.perf_counter()
         try:
             yield

@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 
 from rl_swarm import __version__
 from rl_swarm.monitor import records as r
-from rl_swarm.monitor import snapshot
+from rl_swarm.monitor import snapshot, swarm_map
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.rollouts import RolloutFilter, RolloutReader
 from rl_swarm.monitor.runs import Runs
@@ -57,6 +57,7 @@ def create_app(
     `among` are the other runs of the same server.
     """
     reader, stream, runs = RolloutReader(follower), Stream(follower), among or Runs(follower)
+    replays = swarm_map.Replays(follower)
 
     def close() -> None:
         stream.closed = True
@@ -136,6 +137,19 @@ def create_app(
         """Return one metric of the best nodes and of those named; mean and percentiles are those of all nodes."""
         lines = snapshot.lines(swarm, metric, points, limit, node)
         return as_json(lines) if format == "json" else as_csv(metric, tables.lines_csv(lines))
+
+    @app.get("/api/map", response_model=r.SwarmMap)
+    def current_map(
+        swarm: Swarm,
+        since: Annotated[int, Query(ge=0, lt=1 << 53, description="The first round whose edges are wanted.")] = 0,
+    ) -> Response:
+        """Return every node with score and phase, and who learned from whom in the newest rounds."""
+        return as_json(swarm_map.swarm_map(swarm, since))
+
+    @app.get("/api/map/replay", response_model=r.Replay)
+    def replay(swarm: Swarm) -> Response:
+        """Return scores and who learned from whom, round by round from the first."""
+        return Response(replays.newest(), media_type="application/json")
 
     @app.get("/api/rollouts", response_model=r.RolloutPage, responses=OR_CSV)
     def rollouts(

@@ -5,10 +5,11 @@ import { h } from "./dom.js";
 import { headline } from "./headline.js";
 import { leaderboard } from "./leaderboard.js";
 import { progressCurves } from "./progress_curves.js";
+import { swarmMap } from "./swarm_map.js";
 
 export function overview() {
   const status = headline();
-  const parts = [progressCurves(), leaderboard()]; // each fetches what it shows
+  const parts = [swarmMap(), progressCurves(), leaderboard()]; // each fetches what it shows
 
   async function refresh() {
     const [about] = await Promise.all([get("api/overview"), ...parts.map((part) => part.refresh())]);
