@@ -263,7 +263,7 @@ class SwarmMap {
     if (length <= FEW) this.places = circle(length);
     else if (length < MANY) {
       const sums = summed(this.model.edges()), most = sums[0]?.[2] ?? 1;
-      this.network = new Network(length, sums.slice(0, 4 * length).map(([a, b, groups]) => [a, b, groups / most]), before > FEW && before < MANY ? this.places : []);
+      this.network = new Network(length, sums.slice(0, 4 * length).map(([a, b, groups]) => [a, b, groups / most]), before > FEW && before < MANY ? this.places : [], this.stage.clientWidth < 560 ? 0.9 : 2.4);
       this.places = this.network.places();
     }
     this.arrange();
