@@ -104,3 +104,25 @@ export function grid(count, width, height) {
   const rows = Math.ceil(count / columns);
   return { cell, columns, rows, height: rows * cell, left: Math.floor((width - columns * cell) / 2) };
 }
+
+// The node nearest to a point, at most `most` pixels away; null if there is none.
+export function nearest(nodes, x, y, most) {
+  let found = null, least = most ** 2;
+  nodes.forEach((node, k) => {
+    const distance = (node.x - x) ** 2 + (node.y - y) ** 2;
+    if (distance < least) [found, least] = [k, distance];
+  });
+  return found;
+}
+
+// The next node from one in a direction ([1, 0] is right); the same one at the end.
+export function next(nodes, from, [right, down]) {
+  const here = nodes[from];
+  let found = from, least = Infinity;
+  nodes.forEach((node, k) => {
+    const dx = node.x - here.x, dy = node.y - here.y, ahead = dx * right + dy * down;
+    const distance = ahead + 2.5 * Math.abs(dx * down + dy * right);
+    if (ahead > 0.5 && distance < least) [found, least] = [k, distance];
+  });
+  return found;
+}
