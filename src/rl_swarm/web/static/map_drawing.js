@@ -117,7 +117,7 @@ export class Drawing {
     context.fillStyle = this.color(node.score, low, high);
     context.fill();
     if (radius >= 14 && node.score !== null) {
-      context.font = "600 12px system-ui, sans-serif";
+      context.font = `600 ${radius < 17 ? 10 : 12}px system-ui, sans-serif`;
       context.textAlign = "center";
       context.textBaseline = "middle";
       context.fillStyle = this.isLight(node.score, low, high) ? "#1d2120" : "#ffffff";

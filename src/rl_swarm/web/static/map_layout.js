@@ -14,10 +14,12 @@ export function circle(count) {
 }
 
 // A network in which nodes that learn from each other attract each other, and all others keep away. `step()` moves the
-// nodes a little, until it returns false. Nodes that were placed before hardly move when others join.
+// nodes a little, until it returns false. Nodes that were placed before hardly move when others join. `aspect` is the
+// width of the map by its height: its shape turns to fill it.
 export class Network {
-  constructor(count, links, before = []) {
+  constructor(count, links, before, aspect) {
     this.count = count;
+    this.aspect = Math.sqrt(Math.max(0.4, Math.min(2.5, aspect)));
     this.links = links; // [a, b, weight from 0 to 1]
     this.left = before.length ? STEPS_AFTER : STEPS;
     this.heat = before.length ? 0.02 : 0.12;
@@ -60,8 +62,8 @@ export class Network {
       movedY[b] += dy * pull;
     }
     for (let k = 0; k < count; k++) {
-      movedX[k] -= x[k] * 0.9;
-      movedY[k] -= y[k] * 0.9;
+      movedX[k] -= (x[k] * 0.9) / this.aspect;
+      movedY[k] -= y[k] * 0.9 * this.aspect;
       const length = Math.hypot(movedX[k], movedY[k]) || 1;
       const most = Math.min(length * 0.3, this.heat) / length;
       x[k] += movedX[k] * most;
@@ -101,4 +103,26 @@ export function grid(count, width, height) {
   const columns = Math.max(1, Math.floor(width / cell));
   const rows = Math.ceil(count / columns);
   return { cell, columns, rows, height: rows * cell, left: Math.floor((width - columns * cell) / 2) };
+}
+
+// The node nearest to a point, at most `most` pixels away; null if there is none.
+export function nearest(nodes, x, y, most) {
+  let found = null, least = most ** 2;
+  nodes.forEach((node, k) => {
+    const distance = (node.x - x) ** 2 + (node.y - y) ** 2;
+    if (distance < least) [found, least] = [k, distance];
+  });
+  return found;
+}
+
+// The next node from one in a direction ([1, 0] is right); the same one at the end.
+export function next(nodes, from, [right, down]) {
+  const here = nodes[from];
+  let found = from, least = Infinity;
+  nodes.forEach((node, k) => {
+    const dx = node.x - here.x, dy = node.y - here.y, ahead = dx * right + dy * down;
+    const distance = ahead + 2.5 * Math.abs(dx * down + dy * right);
+    if (ahead > 0.5 && distance < least) [found, least] = [k, distance];
+  });
+  return found;
 }

@@ -5,7 +5,7 @@ import { get } from "./api.js";
 import { h } from "./dom.js";
 import { card, sentence } from "./map_card.js";
 import { Drawing, rampOf } from "./map_drawing.js";
-import { FEW, MANY, Network, circle, fitted, grid } from "./map_layout.js";
+import { FEW, MANY, Network, circle, fitted, grid, nearest, next } from "./map_layout.js";
 import { Model, PHASES, WORDS, neighbours, phaseAt, spread, summed } from "./map_model.js";
 import { term } from "./words.js";
 
@@ -263,7 +263,7 @@ class SwarmMap {
     if (length <= FEW) this.places = circle(length);
     else if (length < MANY) {
       const sums = summed(this.model.edges()), most = sums[0]?.[2] ?? 1;
-      this.network = new Network(length, sums.slice(0, 4 * length).map(([a, b, groups]) => [a, b, groups / most]), before > FEW && before < MANY ? this.places : []);
+      this.network = new Network(length, sums.slice(0, 4 * length).map(([a, b, groups]) => [a, b, groups / most]), before > FEW && before < MANY ? this.places : [], this.stage.clientWidth < 560 ? 0.9 : 2.4);
       this.places = this.network.places();
     }
     this.arrange();
@@ -323,12 +323,7 @@ class SwarmMap {
       const column = Math.floor((x - cells.left) / cells.cell), row = Math.floor((y - 1) / cells.cell);
       return column >= 0 && column < cells.columns && row >= 0 ? this.cells[row * cells.columns + column] ?? null : null;
     }
-    let found = null, nearest = (radius + 12) ** 2;
-    nodes.forEach((node, k) => {
-      const distance = (node.x - x) ** 2 + (node.y - y) ** 2;
-      if (distance < nearest) [found, nearest] = [k, distance];
-    });
-    return found;
+    return nearest(nodes, x, y, radius + 12);
   }
 
   // --- one node
@@ -371,13 +366,7 @@ class SwarmMap {
     if (event.key === "Escape") this.link.blur();
     if (!way || !here) return;
     event.preventDefault();
-    let found = this.focused, nearest = Infinity;
-    nodes.forEach((node, k) => {
-      const [dx, dy] = [node.x - here.x, node.y - here.y], ahead = dx * way[0] + dy * way[1];
-      const distance = ahead + 2.5 * Math.abs(dx * way[1] + dy * way[0]);
-      if (k !== this.focused && ahead > 0.5 && distance < nearest) [found, nearest] = [k, distance];
-    });
-    this.focus(found, true);
+    this.focus(next(nodes, this.focused, way), true);
   }
 
   // --- time
