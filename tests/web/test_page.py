@@ -137,7 +137,7 @@ def test_it_is_used_by_keyboard_while_it_changes(visit: Visit, swarm: Real) -> N
     link = page.get_by_role("link", name=swarm.identities[1].name)
     link.focus()
     before = page.locator("dl.facts dd").first.inner_text()
-    page.evaluate("window.drawn = document.querySelector('tbody')")
+    page.evaluate("window.drawn = document.querySelector('tbody td')")
     expect(page.locator("dl.facts dd").first).not_to_have_text(before)
     until(lambda: page.evaluate("!window.drawn.isConnected"))
     expect(link).to_be_focused()

@@ -6,11 +6,19 @@ export const WORDS = {
   "Held-out score": "Share of right answers to a fixed set of questions that training never sees, sampled at temperature 1.",
   "Reward": "Mean reward of the answers that the models have just written: 1 for a right answer, 0 for a wrong one.",
   "From peers": "Share of the trained groups (a question with all its answers) that other nodes wrote.",
+  "Test score": "Share of right answers to a fixed set of questions that training never sees: at the start, and now.",
+  "Total reward": "The rewards of all rounds, added up, as the coordinator counted them.",
+  "Trend": "How the reward of the last 20 rounds differs from that of the 20 before.",
+  "Votes": "Each round a node gives one vote: to the peer whose answers had the highest mean reward there.",
+  "Rounds": "In how many rounds the node has taken part.",
 };
 
-// A label with its explanation, which the keyboard and a touch reach too.
+// The "?" of a label, which the keyboard and a touch reach too.
+export const why = (label, said = WORDS[label]) =>
+  h("button", { type: "button", class: "why", "aria-label": `What is ${label}?` }, "?", h("span", { class: "tip", role: "tooltip" }, said));
+
+// A label with its explanation.
 export function term(label, said = WORDS[label]) {
   if (!said) return label;
-  return h("span", { class: "term" }, label,
-    h("button", { type: "button", class: "why", "aria-label": `What is ${label}?` }, "?", h("span", { class: "tip", role: "tooltip" }, said)));
+  return h("span", { class: "term" }, label, why(label, said));
 }
