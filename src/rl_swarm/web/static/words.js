@@ -10,6 +10,7 @@ export const WORDS = {
   "Total reward": "The rewards of all rounds, added up, as the coordinator counted them.",
   "Trend": "How the reward of the last 20 rounds differs from that of the 20 before.",
   "Votes": "Each round a node gives one vote: to the peer whose answers had the highest mean reward there.",
+  "Advantage": "How much better or worse an answer is than the mean of its group, in standard deviations. Training makes the better ones likelier.",
   "Rounds": "In how many rounds the node has taken part.",
 };
 
