@@ -1,8 +1,8 @@
 """Ranks the nodes of a swarm and sorts them by any column, once per version: a page of 10,000 nodes costs little."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.records import NodePage, NodeRow
@@ -62,11 +62,11 @@ def _ranked(follower: Follower) -> Standings:
     order = {peer_id: k for k, (peer_id, _) in enumerate(state.leaderboard())} if state else {}
     known = [view for view in list(follower.view.nodes.values()) if view.node in follower.histories]
     known.sort(key=lambda v: (order.get(v.peer.peer_id, len(order)) if v.peer else len(order), v.node))
-    made = [(view, _row(follower, view)) for view in known]
-    made.sort(key=lambda pair: (_last_if_none(pair[1].held_out_now), _last_if_none(pair[1].reward)))
-    rows = [replace(row, rank=rank) for rank, (_, row) in enumerate(made, 1)]
+    scored = [(view, number(view.reward()) if view.has_reward else None) for view in known]
+    scored.sort(key=lambda pair: (_last_if_none(_held_out(pair[0].now)), _last_if_none(pair[1])))
+    rows = [_row(follower, rank, *pair) for rank, pair in enumerate(scored, 1)]
     texts = ["\n".join((row.name, row.node, row.peer_id, row.model)).lower() for row in rows]
-    return Standings([view for view, _ in made], rows, texts)
+    return Standings([view for view, _ in scored], rows, texts)
 
 
 def _last_if_none(value: float | None) -> tuple[bool, float]:
@@ -87,11 +87,15 @@ def _spark(curves: Curves) -> list[float | None]:
     return curves.points(SPARK, stride_for([curves], SPARK_POINTS))
 
 
-def _row(follower: Follower, view: NodeView) -> NodeRow:
+def _held_out(line: Mapping[str, Any] | None) -> float | None:
+    return number(line["sampled"]) if line else None
+
+
+def _row(follower: Follower, rank: int, view: NodeView, reward: float | None) -> NodeRow:
     member, last = view.member, view.last
     trend = len(view.rounds) > TREND_ROUNDS
     return NodeRow(
-        rank=0,
+        rank=rank,
         node=view.node,
         name=view.name,
         peer_id=view.peer.peer_id if view.peer else "",
@@ -99,12 +103,12 @@ def _row(follower: Follower, view: NodeView) -> NodeRow:
         alive=view.alive,
         round=last.round if last else None,
         participation=member.participation if member else 0,
-        reward=number(view.reward()) if view.has_reward else None,
+        reward=reward,
         total_reward=(number(member.reward) or 0.0) if member else 0.0,
         trend=number(view.reward() - view.reward(before=TREND_ROUNDS)) if trend else None,
         wins=member.wins if member else 0,
-        held_out_start=number(view.start["sampled"]) if view.start else None,
-        held_out_now=number(view.now["sampled"]) if view.now else None,
+        held_out_start=_held_out(view.start),
+        held_out_now=_held_out(view.now),
         tokens_per_second=last.tokens_per_second if last else None,
         external_share=follower.histories[view.node].external_share,
         role=view.role,

@@ -39,6 +39,7 @@ export function events() {
   const node = h("select", { id: "node", onchange: () => list(PAGE) }, h("option", { value: "" }, "all"));
   const older = h("button", { type: "button", hidden: true, onclick: () => list(limit + PAGE) }, "Older");
   const choices = nodeChoice(node, "");
+  const open = new Set(); // entries of the feed that a user has unfolded
   let limit = PAGE;
   let page = { events: [], total: 0 };
   let readAt = -Infinity; // when the answers were read
@@ -56,7 +57,6 @@ export function events() {
   }
 
   function draw() {
-    const open = new Set([...happened.querySelectorAll("details[open]")].map((each) => each.id));
     const groups = grouped(page.events, Date.now() / 1000);
     redraw(happened, ...groups.map(([heading, entries]) => h("section", { "aria-label": heading }, h("h3", {}, heading), h("ol", {}, entries.map((each) => entry(each, open))))));
     if (!groups.length) happened.append(h("p", { class: "empty" }, kind.value || node.value ? "Nothing of that kind." : "Nothing has happened yet."));

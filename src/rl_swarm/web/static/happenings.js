@@ -57,14 +57,20 @@ const mark = (event) => h("i", { class: `what ${event.event.replaceAll(/[^a-z]/g
 
 const detail = (event) => (WITH_DETAIL.includes(event.event) || (event.detail && event.said === event.event.replaceAll("_", " ")) ? h("span", { class: "note" }, event.detail) : null);
 
-// A short name of a text, for an id.
-const short = (text) => [...text].reduce((sum, letter) => (Math.imul(sum, 31) + letter.codePointAt(0)) >>> 0, 7).toString(36);
-
+// A line of the feed. `open` holds the keys of the entries whose events are shown one by one.
 export function entry({ key, events }, open) {
   const [latest] = events;
   if (events.length === 1) return h("li", {}, mark(latest), h("div", {}, alone(latest), detail(latest)), at(latest.timestamp));
-  const id = `entry-${short(key)}`;
-  return h("li", {}, mark(latest), h("details", { id, open: open.has(id) },
-    h("summary", {}, together(events), h("span", { class: "count" }, String(events.length))),
-    h("ol", { class: "each" }, events.map((event) => h("li", {}, h("div", {}, alone(event), detail(event)), at(event.timestamp))))), at(latest.timestamp));
+  const each = h("ol", { class: "each" });
+  const sentence = together(events);
+  const button = h("button", { type: "button", class: "count", "aria-label": `Each of these events: ${sentence.textContent.slice(0, 80)}`, onclick: () => {
+    open.has(key) ? open.delete(key) : open.add(key);
+    show();
+  } }, String(events.length));
+  const show = () => {
+    button.setAttribute("aria-expanded", String(open.has(key)));
+    each.replaceChildren(...(open.has(key) ? events.map((event) => h("li", {}, h("div", {}, alone(event), detail(event)), at(event.timestamp))) : []));
+  };
+  show();
+  return h("li", {}, mark(latest), h("div", {}, sentence, button, each), at(latest.timestamp));
 }

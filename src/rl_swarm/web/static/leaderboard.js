@@ -21,16 +21,16 @@ const pin = (row) => h("button", { type: "button", class: "pin", "aria-pressed":
 const COLUMNS = [
   { said: "Pinned", name: "pins", cell: pin },
   { title: "#", said: "Rank", key: "rank", number: true, ascending: true, name: "rank", cell: (row) => String(row.rank) },
-  { title: "Node", key: "name", ascending: true, cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name), row.role ? h("span", { class: "note" }, row.role) : null) },
-  { title: "Test score", key: "held_out_now", number: true, why: why("Test score"), cell: (row) => (row.held_out_now === null ? "–"
+  { title: "Node", name: "node", key: "name", ascending: true, cell: (row) => h("span", { class: "who" }, life(row.alive), nodeLink(row.node, row.name), row.role ? h("span", { class: "note" }, row.role) : null) },
+  { title: "Test score", name: "test", key: "held_out_now", number: true, why: why("Test score"), cell: (row) => (row.held_out_now === null ? "–"
     : [row.held_out_start === null ? null : h("span", { class: "before wide" }, `${score(row.held_out_start)} → `), h("strong", {}, score(row.held_out_now))].filter(Boolean)) },
-  { title: "Reward", key: "reward", number: true, why: why("Reward"), cell: (row) => h("span", { class: "drawn" }, sparkline(row.spark), h("span", {}, score(row.reward))) },
-  { title: "Trend", key: "trend", number: true, wide: true, why: why("Trend"), cell: trend },
-  { title: "Total reward", key: "total_reward", number: true, wide: true, why: why("Total reward"), cell: (row) => row.total_reward.toFixed(1) },
-  { title: "Votes", key: "wins", number: true, wide: true, why: why("Votes"), cell: (row) => String(row.wins) },
-  { title: "From peers", key: "external_share", number: true, wide: true, why: why("From peers"), cell: (row) => percent(row.external_share) },
-  { title: "Rounds", key: "participation", number: true, wide: true, why: why("Rounds"), cell: (row) => String(row.participation) },
-  { title: "Model", key: "model", ascending: true, wide: true, short: true, cell: (row) => h("span", { title: row.model }, row.model) },
+  { title: "Reward", name: "rewards", key: "reward", number: true, why: why("Reward"), cell: (row) => h("span", { class: "drawn" }, sparkline(row.spark), h("span", {}, score(row.reward))) },
+  { title: "Trend", name: "trend", key: "trend", number: true, wide: true, why: why("Trend"), cell: trend },
+  { title: "Total reward", name: "total", key: "total_reward", number: true, wide: true, why: why("Total reward"), cell: (row) => row.total_reward.toFixed(1) },
+  { title: "Votes", name: "votes", key: "wins", number: true, wide: true, why: why("Votes"), cell: (row) => String(row.wins) },
+  { title: "From peers", name: "from", key: "external_share", number: true, wide: true, why: why("From peers"), cell: (row) => percent(row.external_share) },
+  { title: "Rounds", name: "rounds", key: "participation", number: true, wide: true, why: why("Rounds"), cell: (row) => String(row.participation) },
+  { title: "Model", name: "model", key: "model", ascending: true, wide: true, short: true, cell: (row) => h("span", { title: row.model }, row.model) },
 ];
 
 export function leaderboard() {
@@ -50,7 +50,7 @@ export function leaderboard() {
   }
 
   const long = new LongTable({
-    caption: "Leaderboard", columns: COLUMNS, rowHeight: ROW, load, sort, identify: JSON.stringify,
+    caption: "Leaderboard", columns: COLUMNS, rowHeight: ROW, load, sort,
     onsort: (chosen) => { sort = chosen; link(); },
     empty: () => (search.value ? "No node matches." : "No node has joined yet."),
   });

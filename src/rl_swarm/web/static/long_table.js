@@ -7,8 +7,8 @@ const AROUND = 8; // rows drawn above and below those in sight
 
 // `columns` are {title, key, cell(row), number, wide, ascending, why}; `load(offset, limit)` returns {total, rows}.
 export class LongTable {
-  constructor({ caption, columns, rowHeight, load, identify, sort, onsort, empty }) {
-    Object.assign(this, { columns, rowHeight, load, identify, sort, onsort, empty });
+  constructor({ caption, columns, rowHeight, load, sort, onsort, empty }) {
+    Object.assign(this, { columns, rowHeight, load, sort, onsort, empty });
     this.blocks = new Map(); // by number: rows, or the promise of them
     this.drawn = new Map(); // by place: {element, shown}
     this.total = null;
@@ -63,7 +63,7 @@ export class LongTable {
     const promised = this.load(number * BLOCK, BLOCK).then(({ total, rows }) => {
       if (time !== this.time) return;
       this.total = total;
-      this.blocks.set(number, rows);
+      this.blocks.set(number, rows.map((row) => ({ row, text: JSON.stringify(row) })));
       this.draw();
     }, (error) => {
       if (time !== this.time) return;
@@ -74,6 +74,7 @@ export class LongTable {
     return promised;
   }
 
+  // The row at a place, with its text, by which a change is seen; undefined while it is fetched.
   row(place) {
     const number = Math.floor(place / BLOCK);
     const rows = [this.blocks.get(number), this.stale?.get(number)].find(Array.isArray);
@@ -121,8 +122,7 @@ export class LongTable {
   }
 
   drawRow(place) {
-    const row = this.row(place);
-    const shown = row ? this.identify(row) : "";
+    const { row, text: shown } = this.row(place) ?? { row: null, text: "" };
     let drawn = this.drawn.get(place);
     if (!drawn) {
       drawn = { element: h("tr", { "aria-rowindex": String(place + 2) }), shown: null };
