@@ -13,7 +13,7 @@ export class LongTable {
     this.drawn = new Map(); // by place: {element, shown}
     this.total = null;
     this.time = 0; // of the last question: what was asked before is not drawn any more
-    this.above = h("tr", { class: "space", "aria-hidden": "true" }, h("td", { colspan: columns.length }));
+    this.above = h("tr", { class: "space", "aria-hidden": "true" }, h("td"));
     this.below = this.above.cloneNode(true);
     this.body = h("tbody");
     this.headers = h("tr", { "aria-rowindex": "1" });
