@@ -397,6 +397,23 @@ def test_the_first_rollout_teaches_and_partial_rewards_look_partial(visit: Visit
 
 
 @in_a_browser
+def test_the_first_answers_of_a_swarm_appear_by_themselves(browser: Browser, tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "young", total=9)
+    process = start(tmp_path, "watch", "young", "--port", "19950")
+    other = Visit(browser, address_of(process))
+    page = other.open("#/rollouts")
+    expect(page.get_by_text("No rollouts.")).to_be_visible()
+    run.play()
+    expect(page.locator(".rollout")).to_have_count(4)
+    run.play()
+    page.get_by_role("button", name="Show the newest").click()
+    expect(page.locator(".rollout")).to_have_count(8)
+    other.close()
+    process.terminate()
+    assert process.wait(120) == 0
+
+
+@in_a_browser
 def test_what_differs_from_the_nearest_right_answer_is_underlined(visit: Visit) -> None:
     page = visit.open("#/rollouts")
     wrong = answers(page, "wrong").filter(has_text="I am sad")
@@ -416,6 +433,7 @@ def test_what_differs_from_the_nearest_right_answer_is_underlined(visit: Visit) 
         ("a  b", "a b"): [],
         ("7", "17"): ["7"],
         ("x1 b x2 d", "b d"): ["x1", "x2"],
+        ("Hmm, let me think. Hmm, let me think. Let me think.", "<answer>18</answer>"): [],
         ("ü é\u0000", "ü é\u0000 !"): ["!"],
     }
     assert page.evaluate(compared, [list(pair) for pair in cases]) == list(cases.values())

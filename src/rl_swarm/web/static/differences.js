@@ -14,8 +14,10 @@ function likeness(one, other) {
   let common = 0;
   for (const { word } of other) {
     const left = counts.get(word) ?? 0;
-    if (left) common += 1;
-    counts.set(word, left - 1);
+    if (left) {
+      common += 1;
+      counts.set(word, left - 1);
+    }
   }
   return 2 * common - one.length - other.length;
 }

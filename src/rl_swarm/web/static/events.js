@@ -22,7 +22,7 @@ function answered(row) {
     h("div", { class: "note" }, h("span", {}, nodeLink(row.node, row.name), ` got ${rightOnes(row) || "none"} of ${row.completions.length} right`, row.task ? [" on ", h("a", { href: `#/rollouts?task=${encodeURIComponent(row.task)}` }, row.task)] : "", "."), moment(row.timestamp)),
     h("p", { class: "asked" }, row.question.replace(/\s+/g, " ")),
     h("div", { class: "said" }, box(best), h("span", { class: "hidden" }, `${verdictOf(best)}: `), best.text ? shown(best.text) : h("pre", {}, "(nothing)")),
-    kindOf(best) !== "right" && row.answer !== null && !row.tests.length ? h("p", { class: "note" }, "Right would be: ", h("strong", {}, row.answer)) : null);
+    kindOf(best) !== "right" && row.answer !== null && !row.tests.length ? h("p", { class: "rightly" }, "Right would be: ", h("strong", {}, row.answer)) : null);
 }
 
 // Chooses rows of different nodes in turn.
@@ -69,8 +69,8 @@ export function events() {
       later = setTimeout(() => feed.isConnected && answers().catch(() => {}), wait);
       return;
     }
-    readAt = Date.now();
     const { rollouts } = await get("api/rollouts", { order: "newest", limit: READ });
+    readAt = rollouts.length ? Date.now() : -Infinity; // the first ones are shown at once
     redraw(feed, ...mixed(rollouts, ANSWERS).map(answered));
     if (!rollouts.length) feed.append(h("li", { class: "empty" }, "No answers yet."));
   }

@@ -75,7 +75,7 @@ function rollout(row, open) {
   const element = h("details", { class: "card rollout", open, ontoggle: () => element.open && element.childElementCount === 1 && fill() },
     h("summary", {}, h("span", { class: "pill" }, row.task ?? "unknown task"), h("span", { class: "asked" }, row.question.replace(/\s+/g, " ").slice(0, 160)),
       h("span", { class: "marks", "aria-hidden": "true" }, row.completions.map(box)),
-      h("span", { class: "mean" }, `${right} of ${answers} right${parted ? ", some partly" : ""}`)));
+      h("span", { class: "mean" }, `${right} of ${answers} right`, parted ? h("span", { class: "wide" }, ", some partly") : null)));
   if (open) fill();
   return element;
 }
@@ -131,7 +131,8 @@ export function rollouts(_, query) {
     }
     await choices(about.nodes);
     newest = about.version;
-    if (loaded === null) await load(null);
+    const waits = !known.size && !Object.values(wanted()).some(Boolean); // for the first answers of a swarm
+    if (loaded === null || waits) await load(null);
     newer.hidden = newest === loaded; // the user may be reading: nothing moves by itself
   }
 
