@@ -3,88 +3,33 @@
 import csv
 import io
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from browsing import CHROMIUM, Visit, address_of, opened
-from msgspec.structs import replace
 from playwright.sync_api import Browser, Locator, Page, expect
 from processes import start, until
-from small_runs import HOSTILE, SmallRun, questions_of
+from small_runs import SmallRun
 from starlette.testclient import TestClient
+from varied_runs import coding_run, varied_run
 
 from benchmarks.lib.many_nodes import ManyNodes
-from benchmarks.lib.paths import rollouts_path
-from rl_swarm.environments.coding.environment import Coding
 from rl_swarm.monitor.follower import Follower
 from rl_swarm.monitor.run_reader import RunView
-from rl_swarm.protocol.identity import Identity
-from rl_swarm.protocol.manifest import question_seed
-from rl_swarm.protocol.rollouts import Answer, Publication, Sampling
-from rl_swarm.protocol.tasks import Task
-from rl_swarm.protocol.wire import seal
-from rl_swarm.telemetry.schema import HeldOutRecord
 from rl_swarm.web.api import create_app
 
-in_a_browser = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on this machine"
 )
 LOCAL = "http://localhost"
-RIGHT_TEXT = "The sum is easy. <answer>{}</answer> I am sure."
-WRONG_TEXT = "The sum is easy. <answer>{}</answer> I am sad."
-PROGRAM = "```python\ndef solve(x):\n    # <b>bold</b>\n    return 'text' + 1\n```"
-
-
-def publish(
-    run: SmallRun, identity: Identity, played: int, groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
-) -> None:
-    """Publish answers with the rewards that their author claims, by question."""
-    publication = Publication(
-        peer_id=identity.peer_id, kind="rollouts", swarm=run.manifest.swarm(), node=identity.node, round=played,
-        stage=0, timestamp=time.time(), model="tiny", policy_version=played, sampling=Sampling(1.0, 1.0, 0, 24),
-        rollouts={
-            str(k): [Answer(prompt=prompt, response=text, reward=reward) for text, reward in answers]
-            for k, (prompt, answers) in enumerate(groups)
-        },
-    )  # fmt: skip
-    run.files.write(rollouts_path(played, 0, identity.node), seal(publication, identity))
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """A swarm of three nodes that differ in every column, with answers of every kind and events that repeat."""
-    run = SmallRun(tmp_path_factory.mktemp("tables") / "calm-run", nodes=3, total=60)
-    first, second, third = run.identities
-    for _ in range(25):
-        run.play("<answer>no</answer>")
-    for score, identity in zip((0.4, 0.9, 0.6), run.identities, strict=True):
-        run.score(identity, "now", score)
-    for identity in run.identities:
-        run.journals[identity.node].event("checkpoint", round=20)
-    for _ in range(3):
-        run.journals[first.node].event("rejected", node=second.node, reason="signature", detail=HOSTILE)
-    run.journals[third.node].event("failed", error=HOSTILE)
-    last = run.state.round - 1
-    seeds = [question_seed(run.manifest, last, third.peer_id, k) for k in range(2)]
-    one, two = questions_of("chain_sum,gcd").questions(seeds)
-    mixed = [
-        (WRONG_TEXT.format(one.answer), 0.0),
-        (RIGHT_TEXT.format(one.answer), 1.0),
-        (RIGHT_TEXT.format(one.answer), 1.0),
-        ("half of it", 0.4),
-        (HOSTILE, -0.5),
-    ]
-    all_wrong = [(PROGRAM, 0.0), (f"Not at all.\n\n{PROGRAM}\nThat is it.", 0.0)]
-    publish(run, third, last, [(one.prompt, mixed), (two.prompt, all_wrong)])
-    for identity in (first, second):  # nothing to learn from
-        seeds = [question_seed(run.manifest, last, identity.peer_id, k) for k in range(2)]
-        asked = questions_of("chain_sum,gcd").questions(seeds)
-        publish(run, identity, last, [(q.prompt, [("same", 0.0), ("same", 0.0)]) for q in asked])
-    return run
+    return varied_run(tmp_path_factory.mktemp("tables") / "calm-run")
 
 
 @pytest.fixture(scope="module")
@@ -125,143 +70,6 @@ def listed(client: TestClient, **asked: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_nodes_are_sorted_by_every_column_both_ways_and_those_without_a_value_come_last(
-    client: TestClient, played: SmallRun
-) -> None:
-    described = client.get("/api/openapi.json").json()["paths"]["/api/nodes"]["get"]["parameters"]
-    columns = next(each["schema"]["enum"] for each in described if each["name"] == "sort")
-    assert len(columns) >= 10
-    for column in columns:
-        for descending in (True, False):
-            values = [row[column] for row in listed(client, sort=column, descending=descending)]
-            assert values == sorted(values, reverse=descending) and len(values) == 3, column
-    assert [row["held_out_now"] for row in listed(client)] == [0.9, 0.6, 0.4], "the best test score comes first"
-    assert [row["rank"] for row in listed(client)] == [1, 2, 3]
-    assert 0 < len(listed(client)[0]["spark"]) <= 40
-    newcomer = SmallRun(played.root.parent / "newcomer", nodes=3, total=9)
-    newcomer.write_round(newcomer.names[0], 0, 0.5, [])
-    newcomer.tick()
-    newcomer.state = replace(newcomer.state, round=2)
-    newcomer.tick()
-    with TestClient(create_app(Follower(RunView(newcomer.root))), LOCAL) as other:
-        for descending in (True, False):
-            rows = listed(other, sort="reward", descending=descending)
-            assert [row["reward"] is None for row in rows] == [False, True, True]
-
-
-def test_pages_and_chosen_nodes_are_bounded(client: TestClient, played: SmallRun) -> None:
-    whole = listed(client, sort="name", descending=False)
-    assert [listed(client, sort="name", descending=False, offset=k, limit=1)[0] for k in range(3)] == whole
-    assert listed(client, offset=1_000_000) == []
-    last = whole[2]["node"]
-    chosen = listed(client, sort="name", descending=False, first=[last, "nobody", HOSTILE])
-    assert [row["node"] for row in chosen] == [last, whole[0]["node"], whole[1]["node"]]
-    for wrong in ({"sort": "node"}, {"sort": ""}, {"descending": "x"}, {"first": ["x"] * 13}, {"first": "x" * 101}):
-        assert client.get("/api/nodes", params=wrong).status_code == 422, wrong
-    table = list(csv.reader(io.StringIO(client.get("/api/nodes?format=csv&limit=1&sort=name").text)))
-    assert len(table) == 4 and "spark" not in table[0], "a table has all nodes"
-
-
-def test_names_and_numbers_of_strangers_are_sorted_as_any_other(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path / "run", nodes=3, total=9)
-    for _ in range(2):
-        run.play()
-    identity = run.identities[0]
-    peer = RunView.open(run.root).nodes[identity.node].peer
-    assert peer is not None
-    run.files.write(f"peers/{identity.node}.json", seal(replace(peer, model=HOSTILE), identity))
-    run.write_round(identity.node, 2, -1e15, [])
-    run.write_round(run.names[1], 2, 1e15, [])
-    with TestClient(create_app(Follower(RunView(run.root))), LOCAL) as client:
-        assert len(listed(client, search="<SCRIPT>")) == 1
-        assert listed(client, sort="model", descending=False)[0]["model"] == HOSTILE
-        assert listed(client, sort="reward")[0]["node"] == run.names[1]
-        assert listed(client, sort="reward", descending=False)[0]["node"] == identity.node
-        for order in ("teaching", "newest", None):
-            assert client.get("/api/rollouts", params={"order": order} if order else {}).status_code == 200
-        assert client.get("/api/rollouts?order=best").status_code == 422
-
-
-def test_groups_with_right_and_wrong_answers_come_first_and_none_is_left_out(client: TestClient) -> None:
-    def told(**asked: Any) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        after = None
-        while True:
-            page = client.get(
-                "/api/rollouts", params={**asked, "limit": 7, **({"after": after} if after else {})}
-            ).json()
-            rows += page["rollouts"]
-            after = page["next"]
-            if after is None:
-                return rows
-
-    def teaches(row: dict[str, Any]) -> bool:
-        shares = [answer["right"] for answer in row["completions"]]
-        return max(shares) == 1 > min(shares)
-
-    newest, teaching = told(order="newest"), told()
-    assert sorted(row["id"] for row in newest) == sorted(row["id"] for row in teaching) and len(newest) == 25 * 6
-    assert not teaches(newest[0]) or not teaches(newest[1])
-    first = [teaches(row) for row in teaching]
-    assert first == sorted(first, reverse=True) and any(first) and not all(first)
-    assert [row["round"] for row in teaching if teaches(row)] == [r["round"] for r in newest if teaches(r)]
-    assert [row["round"] for row in told(round=3)] == [3] * 6
-    shares = [answer["right"] for answer in teaching[0]["completions"]]
-    assert shares == [0, 1, 1, 0.4, 0] and teaching[0]["best"] == 1.0, "negative rewards are no share of right"
-
-
-def test_events_are_sentences(client: TestClient, played: SmallRun) -> None:
-    def told(kind: str) -> list[str]:
-        found = client.get("/api/events", params={"kind": kind, "limit": 1000}).json()["events"]
-        return [" ".join(filter(None, (e["name"], e["said"], e["about_name"]))) + e["rest"] for e in found]
-
-    first, second, third = (identity.name for identity in played.identities)
-    assert f"{first} joined with tiny" in told("joined")
-    assert f"{third} saved a checkpoint in round 20" in told("checkpoint")
-    assert told("rejected") == [f"{first} refused a rollout of {second}: it is not signed by that node"] * 3
-    assert f"{second} reached its best test score so far, 90% (before: 20%)" in told("best_score")
-    assert told("failed") == [f"{third} failed: {HOSTILE}"]
-    taught = told("taught")
-    assert len(taught) == 10 and "wrote answers that 2 other nodes learned from in round 24" in taught[0]
-    run = SmallRun(played.root.parent / "solver", nodes=1, total=9)
-    log = run.journals[run.names[0]]
-    for score, solved in ((0.2, 0.0), (0.2, 0.5), (0.1, 0.7)):
-        log.metrics(HeldOutRecord(
-            when="now", round=0, questions=16, sampled=score, greedy=None, well_formed=0.5, accuracy_well_formed=0.5,
-            by_task={"gcd": 0.4, HOSTILE: solved}, greedy_by_task={}, well_formed_by_task={},
-            accuracy_well_formed_by_task={}, examples=[],
-        ))  # fmt: skip
-    with TestClient(create_app(Follower(RunView(run.root))), LOCAL) as other:
-        news = [e for e in other.get("/api/events").json()["events"] if e["event"] in ("first_solved", "best_score")]
-    assert [event["said"] for event in news] == [f"solved its first test question of {HOSTILE}"]
-
-
-def test_programs_are_shown_with_their_tests_and_nothing_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Coding, "sandbox", property(lambda self: pytest.fail("a program was run")))
-    run = coding_run(tmp_path)
-    with TestClient(create_app(Follower(RunView(run.root))), LOCAL) as client:
-        (row,) = client.get("/api/rollouts").json()["rollouts"]
-    assert row["best"] == 1.2 and len(row["tests"]) >= 2 and row["answer"].startswith("def ")
-    assert [answer["right"] for answer in row["completions"]] == [1, 0, 0], (
-        "0.2 is earned for an end, not for being right"
-    )
-    assert f"{row['tests'][0]['call']} == {row['tests'][0]['expected']}" in row["question"]
-
-
-def coding_run(folder: Path) -> SmallRun:
-    """A swarm whose one node has answered a programming task: rightly, wrongly and without a program."""
-    run = SmallRun(folder / "coding", nodes=1, total=3, environment="coding", tasks="beginner")
-    (identity,) = run.identities
-    (question,) = Coding((Task("beginner"),)).questions([question_seed(run.manifest, 0, identity.peer_id, 0)])
-    right = f"Here it is.\n\n```python\n{question.answer}\n```"
-    wrong = f"```python\n{question.answer}\n    # wrong\n```".replace("return", "yield")
-    publish(run, identity, 0, [(question.prompt, [(right, 1.2), (wrong, 0.2), ("I do not know.", -0.8)])])
-    return run
-
-
-@in_a_browser
 def test_a_click_and_a_key_sort_the_leaderboard(visit: Visit, client: TestClient) -> None:
     page = visit.open("#/")
     expect(page.locator(".board tbody tr")).to_have_count(3)
@@ -302,7 +110,6 @@ def test_a_click_and_a_key_sort_the_leaderboard(visit: Visit, client: TestClient
     assert page.locator(".board svg.spark").first.get_attribute("aria-hidden") == "true"
 
 
-@in_a_browser
 def test_pinned_nodes_stay_on_top_and_survive_a_reload(visit: Visit) -> None:
     page = visit.open("#/")
     expect(page.locator(".board tbody tr")).to_have_count(3)
@@ -331,7 +138,6 @@ def test_pinned_nodes_stay_on_top_and_survive_a_reload(visit: Visit) -> None:
     assert page.evaluate(many) == [f"n{k}" for k in range(8, 20)]
 
 
-@in_a_browser
 @pytest.mark.parametrize("count", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_rows_are_scrolled_searched_and_saved(browser: Browser, tmp_path: Path, count: int) -> None:
     with ManyNodes(tmp_path / "many", count).served(19900) as url:
@@ -373,7 +179,6 @@ def answers(page: Page, verdict: str) -> Locator:
     return page.locator(f".rollout[open] .answer.{verdict}")
 
 
-@in_a_browser
 def test_the_first_rollout_teaches_and_partial_rewards_look_partial(visit: Visit) -> None:
     page = visit.open("#/rollouts")
     expect(page.locator(".rollout[open]")).to_have_count(1)
@@ -396,7 +201,6 @@ def test_the_first_rollout_teaches_and_partial_rewards_look_partial(visit: Visit
     assert page.evaluate("window.hacked") is None
 
 
-@in_a_browser
 def test_the_first_answers_of_a_swarm_appear_by_themselves(browser: Browser, tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "young", total=9)
     process = start(tmp_path, "watch", "young", "--port", "19950")
@@ -413,7 +217,6 @@ def test_the_first_answers_of_a_swarm_appear_by_themselves(browser: Browser, tmp
     assert process.wait(120) == 0
 
 
-@in_a_browser
 def test_what_differs_from_the_nearest_right_answer_is_underlined(visit: Visit) -> None:
     page = visit.open("#/rollouts")
     wrong = answers(page, "wrong").filter(has_text="I am sad")
@@ -441,7 +244,6 @@ def test_what_differs_from_the_nearest_right_answer_is_underlined(visit: Visit) 
     assert page.evaluate(compared, [[long[0], long[1]], [long[2], long[3]]]) == [[], []], "too long to compare"
 
 
-@in_a_browser
 def test_code_is_shown_as_code(visit: Visit, browser: Browser, tmp_path: Path) -> None:
     page = visit.open("#/rollouts?round=24&min_reward=0&max_reward=0")
     wordy = page.locator(".rollout .answer", has_text="That is it.")
@@ -482,7 +284,6 @@ def test_code_is_shown_as_code(visit: Visit, browser: Browser, tmp_path: Path) -
     assert process.wait(120) == 0
 
 
-@in_a_browser
 def test_repeated_events_are_folded_and_unfold(visit: Visit, played: SmallRun) -> None:
     page = visit.open("#/events")
     feed = page.locator(".happened")
@@ -517,7 +318,6 @@ def test_repeated_events_are_folded_and_unfold(visit: Visit, played: SmallRun) -
     expect(latest.locator(".box").first).to_be_visible()
 
 
-@in_a_browser
 def test_events_are_grouped_by_their_time(visit: Visit) -> None:
     page = visit.open("#/events")
     headings = """async () => {
@@ -540,7 +340,6 @@ def test_events_are_grouped_by_their_time(visit: Visit) -> None:
     assert groups == [["Just now", [2, 1]], ["A few minutes ago", [2]]]
 
 
-@in_a_browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390), ("light", 390), ("dark", 800)])
 def test_tables_fit_their_screen_and_are_accessible(browser: Browser, watched: str, scheme: str, width: int) -> None:
     visit = Visit(browser, watched, width, scheme)
